@@ -1,0 +1,102 @@
+"""The model's language-modelling head, replaced in place by one that can answer with log-probs.
+
+:class:`LogProbHead` keeps the name, the Parameter (tied or not) and the behaviour of the ``nn.Linear`` it replaces, so
+``generate`` and ``save_pretrained`` do not notice. Called with targets, it returns per-token log-probs. It is *called as
+a module*, which is what makes ZeRO-3 gather and release its weight. A head that is not a plain ``nn.Linear`` (a 4-bit
+layer, an adapter, something of the model's own) is left as it is and scored by :func:`checkpointed_logprobs`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig, PreTrainedModel
+
+from alignment.config.errors import ModelError
+from alignment.models.logprobs import DEFAULT_TILE_BYTES, LogitTransform, tile_length, token_logprobs
+
+
+class LogProbHead(nn.Linear):
+    """A linear head: ``forward(h)`` gives logits, ``forward(h, targets)`` fp32 log-probs (see :mod:`.logprobs`)."""
+
+    transform: LogitTransform
+    tile_bytes: int
+
+    @classmethod
+    def replacing(cls, linear: nn.Linear, transform: LogitTransform, tile_bytes: int) -> LogProbHead:
+        """A head around the very Parameters of ``linear``; nothing is copied, partitioned parameters stay so."""
+        head = cls(1, 1, bias=False, device="meta")
+        head.in_features, head.out_features = linear.in_features, linear.out_features
+        head.weight, head.bias = linear.weight, linear.bias
+        head.transform, head.tile_bytes = transform, tile_bytes
+        return head.train(linear.training)
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """(..., H) -> raw logits (..., V); with ``targets`` (N,), hidden (N, H) -> log-probs (N,)."""
+        if targets is None:
+            return super().forward(hidden)
+        return token_logprobs(hidden, self.weight, self.bias, targets, self.transform, self.tile_bytes)
+
+
+def logit_transform(config: PretrainedConfig) -> LogitTransform:
+    """Scale and soft cap that the model's own forward applies after its head, read from its configuration.
+
+    Gemma 2: ``final_logit_softcapping``; Cohere: ``logit_scale``; Falcon-H1: ``lm_head_multiplier``; Granite divides
+    by ``logits_scaling``, HyperCLOVA X multiplies by it. A model with another rule is found out, and refused, by
+    ``models.scorer.check_scorer``.
+    """
+    scale = 1.0
+    for name in ("logit_scale", "lm_head_multiplier"):
+        scale *= getattr(config, name, None) or 1.0
+    scaling = getattr(config, "logits_scaling", None) or 1.0
+    scale *= scaling if config.model_type == "hyperclovax" else 1 / scaling
+    return LogitTransform(float(scale), getattr(config, "final_logit_softcapping", None))
+
+
+def install_logprob_head(model: PreTrainedModel, tile_bytes: int = DEFAULT_TILE_BYTES) -> nn.Module:
+    """Put a :class:`LogProbHead` where the model has a plain linear head; return the head that is now there.
+
+    Raises:
+        ModelError: the model has no language-modelling head.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ModelError(f"model {type(model).__name__} has no language-modelling head: load it as a causal LM")
+    if type(head) is nn.Linear or isinstance(head, LogProbHead):
+        transform = logit_transform(model.config.get_text_config())
+        head = LogProbHead.replacing(head, transform, tile_bytes)
+        model.set_output_embeddings(head)
+    return head
+
+
+def checkpointed_logprobs(
+    head: nn.Module, hidden: Tensor, targets: Tensor, transform: LogitTransform, tile_bytes: int, longest: int
+) -> Tensor:
+    """The fallback for any other head: token chunks, each recomputed in the backward pass.
+
+    Args:
+        head: maps (C, H) to raw logits (C, V).
+        hidden: (N, H).
+        targets: (N,) int64.
+        transform: scale and soft cap of the logits.
+        tile_bytes: budget of one chunk of logits.
+        longest: the largest N of any rank for this micro-batch. Every rank calls the head equally often; under ZeRO-3
+            a rank with fewer calls would leave the others waiting in an all-gather.
+
+    Returns:
+        (N,) fp32 log-probs.
+    """
+    width = int(getattr(head, "out_features", 0)) or 65536
+    step = tile_length(longest, width, tile_bytes)
+
+    def score(chunk: Tensor, wanted: Tensor) -> Tensor:
+        logits = head(chunk)
+        logits = transform.apply(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+        return logits.gather(1, wanted[:, None])[:, 0] - logits.logsumexp(1)
+
+    parts = [
+        checkpoint(score, hidden[start : start + step], targets[start : start + step], use_reentrant=False)
+        for start in range(0, max(longest, 1), step)
+    ]
+    return torch.cat(parts)

@@ -1,0 +1,208 @@
+"""Per-token log-probs straight from hidden states, one tile of the logits at a time.
+
+For logits ``z = f(W h + b)`` the gradient of ``log softmax(z)[y]`` towards ``h`` is one vector as long as ``h``. It is
+computed while the tile of logits is still there and kept, so that the backward pass of *any* loss built on the log-probs
+is a product, and nothing of size (tokens x vocabulary) ever exists. A head that is trained needs its own gradient too:
+the backward pass then recomputes the logits, this time in slices of the vocabulary, each finished with one product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+DEFAULT_TILE_BYTES = 256 * 2**20
+_BYTES_PER_LOGIT = 6  # an fp32 logit and a 16-bit copy of its gradient coefficient
+_SMALLEST_TILE = 128  # below this a matrix product is bound by reading the weight
+_CAST_SLICE = 4096  # vocabulary rows cast to fp32 at once where a product cannot accumulate wider than its input
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """What a model does to its raw logits: ``cap * tanh(scale * z / cap)``; ``softcap`` None leaves out the tanh."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """The transformed logits, differentiable by autograd."""
+        logits = logits * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def apply_(self, logits: Tensor) -> Tensor:
+        """Transform a tile of logits in place, outside of autograd."""
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
+
+    def derivative(self, logits: Tensor) -> Tensor | float:
+        """d(transformed)/d(raw), from the *transformed* logits."""
+        if self.softcap is None:
+            return self.scale
+        return (logits / self.softcap).square_().neg_().add_(1).mul_(self.scale)
+
+
+def tile_length(rows: int, width: int, tile_bytes: int) -> int:
+    """How many of ``rows`` to take at once so that a tile of ``width`` columns stays inside ``tile_bytes``.
+
+    Never more than a third of the rows (unless they are few): the whole matrix must not exist, however large the budget.
+    """
+    return max(1, min(max(_SMALLEST_TILE, -(-rows // 3)), max(256, tile_bytes // (_BYTES_PER_LOGIT * width))))
+
+
+def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """``left @ right`` with result and accumulation in ``dtype``, (C, K) x (K, M) -> (C, M)."""
+    if left.dtype == right.dtype == dtype:
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left.to(right.dtype), right, out_dtype=dtype)
+    out = left.new_zeros((left.shape[0], right.shape[1]), dtype=dtype)
+    left = left.to(dtype)
+    if right.shape[0] > right.shape[1]:
+        for start in range(0, right.shape[0], _CAST_SLICE):
+            part = slice(start, start + _CAST_SLICE)
+            out.addmm_(left[:, part], right[part].to(dtype))
+    else:
+        for start in range(0, right.shape[1], _CAST_SLICE):
+            part = slice(start, start + _CAST_SLICE)
+            torch.mm(left, right[:, part].to(dtype), out=out[:, part])
+    return out
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    logits = wide_product(hidden, weight.t(), wide)
+    if bias is not None:
+        logits.add_(bias)
+    return transform.apply_(logits)
+
+
+def _score_tile(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, transform: LogitTransform, jacobian: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-probs (C,), log-sum-exps (C,) and, if asked for, d logp / d hidden (C, H) of one tile of tokens."""
+    logits = _logits(hidden, weight, bias, transform)
+    chosen = logits.gather(1, targets[:, None])
+    slope = transform.derivative(logits) if jacobian else 1.0
+    largest = logits.amax(1, keepdim=True)
+    # exp in place: the tile becomes the unnormalised probabilities, and no second tile is allocated.
+    total = logits.sub_(largest).exp_().sum(1, keepdim=True)
+    lse = largest + total.log()
+    if not jacobian:
+        return (chosen - lse)[:, 0], lse[:, 0], None
+    coefficients = logits.div_(-total)
+    coefficients.scatter_add_(1, targets[:, None], torch.ones_like(chosen))
+    coefficients.mul_(slope)
+    rows = wide_product(coefficients, weight, logits.dtype)
+    return (chosen - lse)[:, 0], lse[:, 0], rows.to(hidden.dtype)
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """(N, H) hidden, (V, H) weight, optional (V,) bias, (N,) targets -> (N,) fp32 (fp64 for fp64 input) log-probs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        transform: LogitTransform,
+        tile_bytes: int,
+        with_graph: bool,
+    ) -> Tensor:
+        tokens = hidden.shape[0]
+        jacobian = with_graph and hidden.requires_grad
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        logps, lse = hidden.new_empty(tokens, dtype=wide), hidden.new_empty(tokens, dtype=wide)
+        rows = torch.empty_like(hidden) if jacobian else None
+        step = tile_length(tokens, weight.shape[0], tile_bytes)
+        for start in range(0, tokens, step):
+            part = slice(start, start + step)
+            logps[part], lse[part], tile_rows = _score_tile(
+                hidden[part], weight, bias, targets[part], transform, jacobian
+            )
+            if rows is not None:
+                rows[part] = tile_rows
+        trained = with_graph and (weight.requires_grad or (bias is not None and bias.requires_grad))
+        # The Parameter itself is saved, not a detached view: ZeRO-3 gathers it again for the backward pass, where a
+        # view would keep the first gathered copy alive.
+        kept = (hidden, weight, bias, targets, lse) if trained else (None,) * 5
+        ctx.save_for_backward(rows, *kept)
+        ctx.transform, ctx.tile_bytes = transform, tile_bytes
+        return logps
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, hidden, weight, bias, targets, lse = ctx.saved_tensors
+        grad_hidden = None if rows is None else (grad[:, None] * rows).to(rows.dtype)
+        grad_weight, grad_bias = None, None
+        if hidden is not None:
+            grad_weight, grad_bias = _head_gradients(
+                grad, hidden, weight, bias, targets, lse, ctx.transform, ctx.tile_bytes
+            )
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _head_gradients(
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    lse: Tensor,
+    transform: LogitTransform,
+    tile_bytes: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of weight (V, H) and bias (V,): over slices of the vocabulary, so that each entry is written once."""
+    grad_weight = torch.empty_like(weight)
+    grad_bias = None if bias is None else torch.empty_like(bias)
+    vocabulary = weight.shape[0]
+    step = tile_length(vocabulary, max(1, hidden.shape[0]), tile_bytes)
+    for start in range(0, vocabulary, step):
+        part = slice(start, min(start + step, vocabulary))
+        logits = _logits(hidden, weight[part], None if bias is None else bias[part], transform)
+        slope = transform.derivative(logits)
+        coefficients = logits.sub_(lse[:, None]).exp_().neg_()
+        local = targets - part.start
+        inside = (local >= 0) & (local < coefficients.shape[1])
+        coefficients.scatter_add_(
+            1, local.clamp(0, coefficients.shape[1] - 1)[:, None], inside[:, None].to(coefficients.dtype)
+        )
+        coefficients.mul_(slope).mul_(grad[:, None])
+        grad_weight[part] = wide_product(coefficients.t(), hidden, coefficients.dtype)
+        if grad_bias is not None:
+            grad_bias[part] = coefficients.sum(0)
+    return grad_weight, grad_bias
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    transform: LogitTransform = LogitTransform(),
+    tile_bytes: int = DEFAULT_TILE_BYTES,
+) -> Tensor:
+    """``log softmax(f(hidden @ weight.T + bias))[targets]`` without the (N, V) matrix, forward or backward.
+
+    Args:
+        hidden: (N, H) final hidden states, any float dtype; N may be 0.
+        weight: (V, H) head weight of the same dtype.
+        bias: (V,) or None.
+        targets: (N,) int64 token ids in [0, V).
+        transform: scale and soft cap of this model's logits.
+        tile_bytes: budget of the largest temporary.
+
+    Returns:
+        (N,) log-probs in fp32 (fp64 for fp64 input), whatever the input dtype.
+    """
+    with_graph = torch.is_grad_enabled()
+    return _TokenLogProbs.apply(hidden, weight, bias, targets, transform, tile_bytes, with_graph)  # type: ignore[no-any-return]

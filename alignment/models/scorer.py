@@ -1,0 +1,130 @@
+"""The module that an engine wraps: token ids in, per-token log-probs of the completions out.
+
+It never returns logits or a ``ModelOutput``: DeepSpeed hooks every tensor that a wrapped module returns, and a second
+output with a graph halves ZeRO-1/2 gradients without a word.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from alignment.config.errors import ModelError, OptionError
+from alignment.models.head import LogProbHead, checkpointed_logprobs, install_logprob_head, logit_transform
+from alignment.models.logprobs import DEFAULT_TILE_BYTES
+
+
+class ScorerOutput(NamedTuple):
+    """``logps`` (N,) fp32 with graph; ``aux_loss`` 0-dim with graph (0 for dense models); ``stats`` detached tensors."""
+
+    logps: Tensor
+    aux_loss: Tensor
+    stats: dict[str, Tensor]
+
+
+class CompletionScorer(nn.Module):
+    """A causal language model that scores chosen positions instead of returning logits.
+
+    Args:
+        model: the Hugging Face model; its head is replaced by a :class:`~alignment.models.head.LogProbHead`.
+        router_aux_loss: compute the load-balancing loss of a mixture-of-experts model.
+        tile_bytes: budget of the head's largest temporary.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, router_aux_loss: bool = False, tile_bytes: int = DEFAULT_TILE_BYTES
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.tile_bytes = tile_bytes
+        self.transform = logit_transform(model.config.get_text_config())
+        install_logprob_head(model, tile_bytes)
+        self.balancing_loss = balancing_loss(model) if router_aux_loss else None
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        positions: Tensor,
+        targets: Tensor,
+        longest: int,
+    ) -> ScorerOutput:
+        """Score the tokens ``targets`` from the hidden states at ``positions``.
+
+        Args:
+            input_ids: (B, T) int64, padded on the right.
+            attention_mask: (B, T) int64, 1 on real tokens.
+            positions: (N,) int64 into the flattened (B*T) hidden states: the position *before* each target.
+            targets: (N,) int64 token ids.
+            longest: the largest N of any rank for this micro-batch.
+        """
+        moe = {} if self.balancing_loss is None else {"output_router_logits": True}
+        # Without a mask attention takes its causal fast path. With padding on the right nothing that is scored can see
+        # a pad, so the mask would change no number; only the balancing loss needs to know which tokens are real.
+        decoder = getattr(self.model, self.model.base_model_prefix)
+        outputs = decoder(input_ids=input_ids, use_cache=False, return_dict=True, **moe)
+        states = outputs.last_hidden_state
+        states = states.reshape(-1, states.shape[-1]).index_select(0, positions)
+        logps = self._logprobs(states, targets, longest)
+        aux_loss = logps.new_zeros(())
+        if self.balancing_loss is not None:
+            aux_loss = self.balancing_loss(outputs.router_logits, attention_mask)
+        return ScorerOutput(logps, aux_loss, {})
+
+    def _logprobs(self, hidden: Tensor, targets: Tensor, longest: int) -> Tensor:
+        head = self.model.get_output_embeddings()
+        if isinstance(head, LogProbHead):
+            return head(hidden, targets)
+        return checkpointed_logprobs(head, hidden, targets, self.transform, self.tile_bytes, longest)
+
+
+def balancing_loss(model: PreTrainedModel) -> Callable[[tuple[Tensor, ...], Tensor], Tensor]:
+    """The load-balancing loss that the model's own modelling file defines, as a function of router logits and mask.
+
+    Raises:
+        OptionError: the model is not a mixture of experts with a ``load_balancing_loss_func``.
+    """
+    function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    config = model.config.get_text_config()
+    experts = next((getattr(config, n) for n in ("num_local_experts", "num_experts") if hasattr(config, n)), None)
+    top_k = getattr(config, "num_experts_per_tok", None)
+    if function is None or experts is None or top_k is None:
+        raise OptionError(
+            f"router_aux_loss_coef: {type(model).__name__} has no load-balancing loss; leave it unset or set it to 0"
+        )
+    return lambda router_logits, mask: function(router_logits, experts, top_k, mask)
+
+
+@torch.no_grad()
+def check_scorer(scorer: CompletionScorer, device: torch.device) -> None:
+    """Compare the scorer with the model's own logits on a few tokens, once, before anything is trained.
+
+    This finds the architecture whose logits are not ``head(hidden)`` up to the scale and cap that we know of.
+
+    Raises:
+        ModelError: they differ by more than rounding.
+    """
+    model = scorer.model
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = (torch.arange(1, 9, device=device) * 7919 % vocabulary)[None]
+    training = scorer.training
+    scorer.eval()
+    try:
+        steps = torch.arange(7, device=device)
+        ours = scorer(ids, torch.ones_like(ids), steps, ids[0, 1:], 7).logps
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+    finally:
+        scorer.train(training)
+    theirs = logits.to(ours.dtype).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    tolerance = 1e-3 if logits.dtype in (torch.float32, torch.float64) else 0.15
+    difference = float((ours - theirs).abs().max())
+    if not difference <= tolerance * max(1.0, float(theirs.abs().max())):
+        raise ModelError(
+            f"model {type(model).__name__} computes its logits in a way that this project does not know: log-probs "
+            f"from its hidden states differ from its own by {difference:.3g}; please report the architecture"
+        )
