@@ -1,0 +1,205 @@
+"""From planned rows to tensors.
+
+A batch is a set of *sequences*, each a prompt and a completion; only completion tokens are scored. Consumers see
+sequences, never rows of a matrix, so that several sequences may share a row of ``input_ids`` later on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+import numpy as np
+import pyarrow.compute as pc
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from alignment.data.windows import MicroBatch, RowTable, WindowPlan, WindowSampler
+
+TokenIds = Sequence[int]
+Self = TypeVar("Self", bound="_OnDevice")
+
+
+@dataclass(frozen=True)
+class _OnDevice:
+    """Something whose tensor fields move to a device together."""
+
+    def to(self: Self, device: torch.device) -> Self:
+        """The same batch with every tensor on ``device``."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, value in moved.items():
+            if isinstance(value, (Tensor, _OnDevice)):
+                moved[name] = value.to(device)
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class Batch(_OnDevice):
+    """Sequences for one forward.
+
+    Attributes:
+        input_ids: (B, T) int64, padded on the right.
+        attention_mask: (B, T) int64, 1 on real tokens.
+        positions: (N,) int64 into the flattened (B*T) positions: the one before each completion token.
+        targets: (N,) int64, the completion tokens.
+        segments: (N,) int64, the sequence that each completion token belongs to.
+        lengths: (S,) int64, completion tokens of each sequence.
+        longest: the largest N of any rank in this forward.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    positions: Tensor
+    targets: Tensor
+    segments: Tensor
+    lengths: Tensor
+    longest: int
+
+
+def collate(sequences: Sequence[tuple[TokenIds, TokenIds]], longest: int) -> Batch:
+    """Pad (prompt, completion) pairs on the right; no sequence at all gives one dummy token that nothing scores.
+
+    The fill value is 0 and is never scored nor attended to by a token that is, so no pad token is needed.
+    """
+    count = max(1, len(sequences))
+    width = max((len(p) + len(c) for p, c in sequences), default=1)
+    input_ids = torch.zeros((count, width), dtype=torch.long)
+    attention_mask = torch.zeros((count, width), dtype=torch.long)
+    attention_mask[0, 0] = 1
+    lengths = torch.tensor([len(c) for _, c in sequences], dtype=torch.long)
+    positions, targets = [], []
+    for row, (prompt, completion) in enumerate(sequences):
+        total = len(prompt) + len(completion)
+        input_ids[row, :total] = torch.tensor([*prompt, *completion])
+        attention_mask[row, :total] = 1
+        positions.append(torch.arange(len(prompt) - 1, total - 1) + row * width)
+        targets.append(input_ids[row, len(prompt) : total])
+    empty = torch.zeros(0, dtype=torch.long)
+    return Batch(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        positions=torch.cat(positions) if positions else empty,
+        targets=torch.cat(targets) if targets else empty,
+        segments=torch.repeat_interleave(torch.arange(len(lengths)), lengths),
+        lengths=lengths,
+        longest=longest,
+    )
+
+
+@dataclass(frozen=True)
+class UnpairedBatch(_OnDevice):
+    """Single answers with a label, for KTO.
+
+    Attributes:
+        rows: row ids, for messages.
+        labels: (R,) bool.
+        matched: R sequences, each prompt with its own completion.
+        mismatched: K <= R sequences, the prompts that have a partner with the partner's completion.
+        joint: the R + K sequences of both, for a model that needs one pass without gradients.
+    """
+
+    rows: tuple[int, ...]
+    labels: Tensor
+    matched: Batch
+    mismatched: Batch
+    joint: Batch
+
+
+@dataclass(frozen=True)
+class PairedBatch(_OnDevice):
+    """Pairs: ``pairs`` holds 2P sequences, the chosen answers first."""
+
+    rows: tuple[int, ...]
+    pairs: Batch
+
+
+AnyBatch = UnpairedBatch | PairedBatch
+Collate = Callable[[Dataset, RowTable, WindowPlan, int, int], AnyBatch]
+
+
+def collate_unpaired(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> UnpairedBatch:
+    """The tensors of one rank's micro-batch of labelled single answers."""
+    own: MicroBatch = plan.micro_batches[micro][rank]
+    data = dataset[list(own.rows)]
+    matched = list(zip(data["prompt_ids"], data["completion_ids"]))
+    paired = [i for i, partner in enumerate(own.partners) if partner >= 0]
+    others = dataset[[own.partners[i] for i in paired]]["completion_ids"] if paired else []
+    kept = table.mismatched_completion(np.array(own.rows, dtype=np.int64), np.array(own.partners, dtype=np.int64))
+    mismatched = [(matched[i][0], other[: kept[i]]) for i, other in zip(paired, others)]
+    longest, longest_mismatched = plan.longest[micro], plan.longest_mismatched[micro]
+    return UnpairedBatch(
+        rows=own.rows,
+        labels=torch.tensor(data["label"], dtype=torch.bool),
+        matched=collate(matched, longest),
+        mismatched=collate(mismatched, longest_mismatched),
+        joint=collate(matched + mismatched, longest + longest_mismatched),
+    )
+
+
+def collate_paired(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> PairedBatch:
+    """The tensors of one rank's micro-batch of (chosen, rejected) pairs."""
+    own = plan.micro_batches[micro][rank]
+    data = dataset[list(own.rows)]
+    sequences = [*zip(data["prompt_ids"], data["chosen_ids"]), *zip(data["prompt_ids"], data["rejected_ids"])]
+    return PairedBatch(rows=own.rows, pairs=collate(sequences, plan.longest[micro]))
+
+
+def row_table(dataset: Dataset, completions: Sequence[str], max_length: int | None) -> RowTable:
+    """Lengths, labels and prompt keys of a tokenised dataset, read from Arrow without decoding the tokens."""
+    columns = dataset.with_format("arrow")[:]
+
+    def lengths(name: str) -> np.ndarray:
+        return pc.list_value_length(columns[name]).to_numpy().astype(np.int64)
+
+    def optional(name: str) -> np.ndarray | None:
+        return columns[name].to_numpy() if name in columns.column_names else None
+
+    return RowTable(
+        prompt=lengths("prompt_ids"),
+        completions=np.stack([lengths(name) for name in completions], axis=1),
+        labels=optional("label"),
+        prompt_key=optional("prompt_key"),
+        max_length=max_length,
+    )
+
+
+class MicroBatches(Sequence[AnyBatch]):
+    """One rank's micro-batches of a plan, collated each time they are asked for; ``progress`` is called with each."""
+
+    def __init__(
+        self,
+        function: Collate,
+        dataset: Dataset,
+        table: RowTable,
+        plan: WindowPlan,
+        rank: int,
+        progress: Callable[[], None] | None = None,
+    ) -> None:
+        self.function, self.dataset, self.table, self.plan, self.rank = function, dataset, table, plan, rank
+        self.progress = progress
+
+    def __len__(self) -> int:
+        return len(self.plan.micro_batches)
+
+    def __getitem__(self, micro: int) -> AnyBatch:  # type: ignore[override]
+        if not 0 <= micro < len(self):
+            raise IndexError(micro)
+        if self.progress is not None:
+            self.progress()
+        return self.function(self.dataset, self.table, self.plan, micro, self.rank)
+
+
+class EpochWindows(torch.utils.data.Dataset[tuple[WindowPlan, Sequence[AnyBatch]]]):
+    """Window number -> (plan, this rank's micro-batches, collated); a map-style dataset for a torch ``DataLoader``."""
+
+    def __init__(self, function: Collate, dataset: Dataset, sampler: WindowSampler, epoch: int, rank: int) -> None:
+        self.function, self.dataset, self.sampler, self.epoch, self.rank = function, dataset, sampler, epoch, rank
+
+    def __len__(self) -> int:
+        return self.sampler.steps_per_epoch
+
+    def __getitem__(self, step: int) -> tuple[WindowPlan, Sequence[AnyBatch]]:
+        plan = self.sampler.plan(self.epoch, step)
+        return plan, list(MicroBatches(self.function, self.dataset, self.sampler.table, plan, self.rank))

@@ -1,0 +1,47 @@
+"""What became of the rows: kept, dropped by reason, cut."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """Counts of one prepared dataset, in rows as the method sees them (a pair given to KTO counts as two).
+
+    ``rows_in == rows_out + sum(dropped.values())``. ``prompts_cut`` and ``completions_cut`` count within the kept
+    rows; ``desirable`` and ``undesirable`` are 0 for pairs.
+    """
+
+    rows_in: int
+    rows_out: int
+    dropped: dict[str, int] = field(default_factory=dict)
+    prompts_cut: int = 0
+    completions_cut: int = 0
+    desirable: int = 0
+    undesirable: int = 0
+
+    def summary(self) -> str:
+        """One line for the terminal and the log."""
+        labels = f" ({self.desirable} desirable, {self.undesirable} undesirable)"
+        parts = [f"{self.rows_out} of {self.rows_in} rows kept{labels if self.desirable + self.undesirable else ''}"]
+        if self.dropped:
+            parts.append(f"{sum(self.dropped.values())} dropped: {self.drops()}")
+        parts.append(f"{self.prompts_cut} prompts and {self.completions_cut} completions cut to length")
+        return ", ".join(parts)
+
+    def drops(self) -> str:
+        """The reasons for dropped rows with their counts, most frequent first."""
+        ordered = sorted(self.dropped.items(), key=lambda item: (-item[1], item[0]))
+        return "; ".join(f"{count} × {reason}" for reason, count in ordered)
+
+    def save(self, path: Path) -> None:
+        """Write the report as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> DataReport:
+        """Read what :meth:`save` wrote."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))

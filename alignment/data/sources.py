@@ -1,0 +1,194 @@
+"""Where rows come from: a data file, a folder, a hub name or a Python object becomes a ``datasets.Dataset``.
+
+JSON, JSON Lines and CSV files go through our own exact readers; Parquet and Arrow files, saved datasets and the hub
+through the ``datasets`` library. What the columns mean is the business of ``formats``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import datasets
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from datasets.data_files import DataFilesDict, get_data_patterns
+
+from alignment.config.errors import DataError
+from alignment.data.readers import encode, encoded_rows, infer_features, read_rows
+from alignment.data.wording import listing, one_line, show
+
+SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
+_EXACT = (".json", ".jsonl", ".csv")
+_READER_VERSION = 1  # part of the cache key of what the exact readers wrote
+
+
+def load_split(name: str, config: str | None, split: str) -> Dataset:
+    """Load one split of a dataset.
+
+    Args:
+        name: a local file (``.json``, ``.jsonl``, ``.csv``, ``.parquet``, ``.arrow``), a local folder (written by
+            ``save_to_disk``, or holding data files), or else a name on the Hugging Face hub.
+        config: the hub dataset's configuration; local data has none.
+        split: a split, or a slice of one such as ``train[:10%]``. A single file has the split ``train`` only.
+
+    Raises:
+        DataError: missing file, folder or split, unreadable file (with its line), or no rows.
+    """
+    path = Path(name).expanduser()
+    if not name:
+        raise DataError("dataset_name is empty; set it to a file, a folder or a hub name")
+    if path.is_dir() or path.is_file():
+        if config is not None:
+            raise DataError(f"dataset_config={config!r} is for hub datasets, but {name} is local; remove it")
+        parts = _folder_parts(path) if path.is_dir() else {"train": [path]}
+        dataset = _select(name, parts, split)
+    elif name.startswith((".", "/", "~")) or path.suffix.lower() in SUFFIXES:
+        raise DataError(f"{name}: no such file or folder; set dataset_name to one that exists")
+    else:
+        dataset = _load_hub(name, config, split)
+    if len(dataset) == 0:
+        raise DataError(f"{name} (split {split}): holds no rows; give a file or split that has some")
+    return dataset
+
+
+def take(dataset: Dataset, n: int | None) -> Dataset:
+    """The first ``n`` rows, all of them where ``n`` is None or larger than the dataset."""
+    return dataset if n is None or n >= len(dataset) else dataset.select(range(n))
+
+
+def dataset_from_python(value: object) -> Dataset:
+    """The dataset that a user handed over: a ``Dataset``, or a list of dictionaries (stored without type guessing).
+
+    Raises:
+        DataError: a streamed dataset, a dictionary of splits, an empty list, or anything else.
+    """
+    if isinstance(value, Dataset):
+        return value
+    if isinstance(value, (IterableDataset, IterableDatasetDict)):
+        raise DataError("streamed data is not supported yet: save it first, or pass a Dataset")
+    if isinstance(value, (DatasetDict, dict)):
+        key = "train" if "train" in value or not value else next(iter(value))
+        raise DataError(f"a dataset with splits ({listing(value)}) was given; pass dataset[{key!r}]")
+    if not isinstance(value, list):
+        raise DataError(
+            f"a dataset of type {type(value).__name__} was given; pass a datasets.Dataset or a list of dicts"
+        )
+    if not value:
+        raise DataError("an empty list was given as dataset; pass at least one row")
+    for number, row in enumerate(value, start=1):
+        if not isinstance(row, dict) or not all(isinstance(key, str) for key in row):
+            raise DataError(f"dataset row {number}: is {show(row)}; give a dict from column name to value")
+    features = infer_features((f"dataset row {number}", row) for number, row in enumerate(value, start=1))
+    if not features:
+        raise DataError("the rows of the dataset have no columns; give dicts with prompt, completion and label, …")
+    try:
+        rows = [encode(row, features) for row in value]
+        return Dataset.from_dict({key: [row[key] for row in rows] for key in features}, features=features)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"the list given as dataset cannot be stored: {one_line(error)}; use JSON-like values"
+        ) from error
+
+
+Part: TypeAlias = list[Path] | Dataset
+
+
+def _select(name: str, parts: dict[str, Any], split: str) -> Dataset:
+    """Load the parts that ``split`` asks for and cut them to it. ``parts``: split name → files or a loaded dataset."""
+    wanted = [piece.split("[")[0].strip() for piece in split.split("+")]
+    for part in wanted:
+        if part not in parts:
+            raise DataError(f"{name}: has no split {part!r}; it has: {listing(parts)}")
+    loaded: dict[str, Dataset] = {part: _load_part(name, parts[part]) for part in wanted}
+    try:
+        instruction = datasets.ReadInstruction.from_spec(split)
+        pieces = instruction.to_absolute({part: len(dataset) for part, dataset in loaded.items()})
+    except (ValueError, AssertionError) as error:
+        raise DataError(
+            f"{name}: split {split!r} cannot be read: {one_line(error)}; write train or train[:100]"
+        ) from error
+    cut = [loaded[piece.splitname].select(range(piece.from_, piece.to)) for piece in pieces]
+    return cut[0] if len(cut) == 1 else datasets.concatenate_datasets(cut)
+
+
+def _load_part(name: str, part: Part) -> Dataset:
+    if isinstance(part, Dataset):
+        return part
+    suffixes = {path.suffix.lower() for path in part}
+    if len(suffixes) > 1:
+        raise DataError(f"{name}: mixes {listing(sorted(suffixes))} files in one split; keep one kind")
+    suffix = suffixes.pop()
+    if suffix not in SUFFIXES:
+        raise DataError(f"{name}: cannot read {suffix or 'a file without suffix'}; give one of {listing(SUFFIXES)}")
+    if suffix in _EXACT:
+        return _guarded(name, lambda: _read_exactly(name, part))
+    builder = suffix.removeprefix(".")
+    files = [str(path) for path in part]
+    return _guarded(name, lambda: datasets.load_dataset(builder, data_files=files, split="train"))
+
+
+def _read_exactly(name: str, paths: list[Path]) -> Dataset:
+    """Two passes over the files, the first for types and faults; the Arrow copy is cached by the files' content."""
+    features = infer_features(placed for path in paths for placed in read_rows(path))
+    if not features:
+        raise DataError(f"{name}: holds no rows; give a file that has some")
+    digest = hashlib.blake2b(str(_READER_VERSION).encode(), digest_size=16)
+    for path in paths:
+        digest.update(path.suffix.lower().encode())
+        digest.update(_file_hash(path))
+    return Dataset.from_generator(
+        encoded_rows,
+        features=features,
+        gen_kwargs={"paths": [str(path) for path in paths], "features": features},
+        fingerprint=digest.hexdigest(),
+    )
+
+
+def _file_hash(path: Path) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.digest()
+
+
+def _folder_parts(folder: Path) -> dict[str, Any]:
+    """Split name → what holds it, for a folder written by ``save_to_disk`` or one of data files."""
+    if (folder / "dataset_dict.json").is_file():
+        return dict(_guarded(str(folder), lambda: datasets.load_from_disk(str(folder))))
+    if (folder / "state.json").is_file():
+        return {"train": _guarded(str(folder), lambda: datasets.load_from_disk(str(folder)))}
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix.lower() in SUFFIXES]
+    if not files:
+        raise DataError(f"{folder}: holds neither a saved dataset nor data files ({listing(SUFFIXES)})")
+    found = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
+    parts = {
+        str(split): sorted(Path(file) for file in names if Path(file).suffix.lower() in SUFFIXES)
+        for split, names in found.items()
+    }
+    return {split: names for split, names in parts.items() if names}
+
+
+def _guarded(name: str, load: Callable[[], Any]) -> Any:
+    """Run a loader; whatever a torn file makes it raise becomes a DataError that names the file."""
+    try:
+        return load()
+    except DataError:
+        raise
+    except Exception as error:  # the library raises many classes for one broken file
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+        if isinstance(cause, DataError):
+            raise cause from error
+        raise DataError(f"{name}: cannot be read: {one_line(cause or error)}") from error
+
+
+def _load_hub(name: str, config: str | None, split: str) -> Dataset:
+    label = f"dataset {name}" + (f" (config {config})" if config else "") + f", split {split}"
+    try:
+        return datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # network, name, config and split faults all have their own classes
+        raise DataError(
+            f"{label}: cannot be loaded: {one_line(error)}; set dataset_name to a file, a folder or a hub name"
+        ) from error

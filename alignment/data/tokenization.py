@@ -1,0 +1,220 @@
+"""From canonical text to token ids, prompt and completion apart.
+
+Prompt, and prompt + completion, are tokenised as whole texts; the prompt's ids are the longest common prefix of all of
+them. A token that merges the border between prompt and completion therefore belongs to the completion, which is what
+the model would have to generate. Cutting to length is in ``truncation``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from alignment.config.errors import DataError
+from alignment.data.formats import Text
+from alignment.data.truncation import Limits, fit
+from alignment.data.wording import one_line
+
+__all__ = ["Encoded", "Limits", "RowTokenizer", "Source", "fit", "leading_specials"]
+
+logger = logging.getLogger(__name__)
+
+_MARK = "alignment-marks-this-place"  # stands in for a message's content to find where a template puts it
+
+
+@dataclass(frozen=True)
+class Source:
+    """One prompt with its completions, all strings or all messages. ``place`` names the row in messages."""
+
+    prompt: Text
+    completions: tuple[Text, ...]
+    place: str
+    template: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids. The prompt is empty only where the row must be dropped for want of a first context token."""
+
+    prompt: list[int]
+    completions: list[list[int]]
+
+
+class RowTokenizer:
+    """A transformers tokenizer that turns rows into prompt ids and completion ids.
+
+    Standard text gets the tokenizer's own leading special tokens once and EOS once. Conversations go through the chat
+    template, which carries its own special tokens; EOS is added only where the template does not end the turn.
+
+    The first token of a row with an empty prompt and no BOS has nothing to be predicted from: it is moved into the
+    prompt, that is, it is context and has no log-prob. Where two completions begin with different tokens, the BOS or
+    else EOS token serves as context instead.
+
+    Args:
+        tokenizer: a tokenizer of transformers, fast or slow, with or without pad, BOS and EOS tokens.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.name = str(getattr(tokenizer, "name_or_path", "")) or type(tokenizer).__name__
+        self.bos: int | None = tokenizer.bos_token_id
+        self.eos: int | None = tokenizer.eos_token_id
+        self.leading = leading_specials(tokenizer)
+        self._added = {i: (token.content, token.special) for i, token in tokenizer.added_tokens_decoder.items()}
+        self._special = {i for i, (_, special) in self._added.items() if special} | set(tokenizer.all_special_ids)
+        self._special.discard(getattr(tokenizer, "unk_token_id", None))  # stands for text, and ends nothing
+        self._blank: dict[int, bool] = {}
+        if self.eos is None:
+            logger.warning(
+                "tokenizer %s has no EOS token: completions are not ended; set tokenizer.eos_token", self.name
+            )
+
+    def encode(self, sources: Sequence[Source]) -> list[Encoded]:
+        """Token ids of every source; one call of the tokenizer for all of them.
+
+        Raises:
+            DataError: a conversation and no chat template, or a template that fails on a row.
+        """
+        texts = [self._chat_texts(source) if _is_chat(source) else _plain_texts(source) for source in sources]
+        flat = [text for group in texts for text in group]
+        ids = iter(self._ids(flat))
+        return [
+            self._assemble(source, [next(ids) for _ in group]) for source, group in zip(sources, texts, strict=True)
+        ]
+
+    def head_length(self, prompt: list[int]) -> int:
+        """How many tokens at the head of a prompt are BOS or the tokenizer's other leading specials."""
+        if self.leading and prompt[: len(self.leading)] == self.leading:
+            return len(self.leading)
+        return int(bool(prompt) and prompt[0] == self.bos)
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        batch = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return [list(ids) for ids in batch["input_ids"]]
+
+    def _assemble(self, source: Source, ids: list[list[int]]) -> Encoded:
+        chat = _is_chat(source)
+        if not chat:
+            ids = [self._with_leading(text) for text in ids]
+        prompt, *fulls = ids
+        if chat:
+            fulls = [self._end_turn(full, text) for full, text in zip(fulls, source.completions, strict=True)]
+        else:
+            fulls = [self._end_text(full) for full in fulls]
+        border = _common_length(prompt, fulls)
+        return self._with_context(fulls[0][:border], [full[border:] for full in fulls])
+
+    def _with_leading(self, ids: list[int]) -> list[int]:
+        """Exactly one set of leading specials, also where the text itself begins with them or with BOS."""
+        if not self.leading:
+            return ids
+        while ids[: len(self.leading)] == self.leading:
+            ids = ids[len(self.leading) :]
+        while ids and ids[0] == self.bos and self.bos in self.leading:
+            ids = ids[1:]
+        return self.leading + ids
+
+    def _end_text(self, ids: list[int]) -> list[int]:
+        """Exactly one EOS at the end."""
+        if self.eos is None:
+            return ids
+        body = ids
+        while len(body) > 1 and body[-1] == body[-2] == self.eos:
+            body = body[:-1]
+        return body if body and body[-1] == self.eos else [*body, self.eos]
+
+    def _end_turn(self, ids: list[int], completion: Text) -> list[int]:
+        """Ids that end with the template's end-of-turn token, or with EOS where the template has none.
+
+        Whitespace after an end-of-turn token is cut off: generation stops before it.
+        """
+        end = len(ids)
+        while end and self._is_blank(ids[end - 1]):
+            end -= 1
+        if end and self._ends_turn(ids[end - 1], completion):
+            return ids[:end]
+        return ids if self.eos is None else [*ids, self.eos]
+
+    def _ends_turn(self, token: int, completion: Text) -> bool:
+        if token == self.eos or token in self._special:
+            return True
+        content = "" if token == self.tokenizer.unk_token_id else self._added.get(token, ("", False))[0]
+        # an added token without the special flag (</tool_call>) ends the turn unless the message itself ends with it
+        return bool(content) and not str(completion[-1]["content"]).rstrip().endswith(content)  # type: ignore[index]
+
+    def _is_blank(self, token: int) -> bool:
+        if token not in self._blank:
+            known = token in self._added or token in self._special
+            self._blank[token] = not known and not self.tokenizer.decode([token]).strip()
+        return self._blank[token]
+
+    def _with_context(self, prompt: list[int], completions: list[list[int]]) -> Encoded:
+        """Put a token before completions that have none, so that their first token can be predicted, or is context."""
+        if prompt or not all(completions):
+            return Encoded(prompt, completions)
+        if len({completion[0] for completion in completions}) == 1:
+            return Encoded(completions[0][:1], [completion[1:] for completion in completions])
+        context = self.bos if self.bos is not None else self.eos
+        return Encoded([] if context is None else [context], completions)
+
+    def _chat_texts(self, source: Source) -> list[str]:
+        """The rendered prompt, then the rendered prompt + completion of every completion."""
+        if not self.tokenizer.chat_template:
+            raise DataError(
+                f"{source.place}: is conversational, but tokenizer {self.name} has no chat template; "
+                "set tokenizer.chat_template, use an instruct model, or give rows with strings"
+            )
+        prompt = list(source.prompt)
+        fulls = [self._render(prompt + list(completion), source) for completion in source.completions]
+        if not prompt:
+            return [self._opening(source), *fulls]
+        answered = prompt[-1]["role"] == "assistant"  # type: ignore[index]
+        option = "continue_final_message" if answered else "add_generation_prompt"
+        return [self._render(prompt, source, **{option: True}), *fulls]
+
+    def _opening(self, source: Source) -> str:
+        """What a template writes before the first message's content: its default system turn and the turn's header."""
+        messages: list[Any] = list(source.completions[0])
+        text = self._render([{**messages[0], "content": _MARK}, *messages[1:]], source)
+        return text.partition(_MARK)[0] if _MARK in text else ""
+
+    def _render(self, messages: list[Any], source: Source, **options: bool) -> str:
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **{**source.template, **options}))
+        except Exception as error:  # a template is a user's program: it may raise anything
+            raise DataError(
+                f"{source.place}: the chat template of tokenizer {self.name} fails on it: {one_line(error)}; "
+                "mend the row's roles and contents, or the template"
+            ) from error
+
+
+def leading_specials(tokenizer: Any) -> list[int]:
+    """The special tokens (BOS, mostly) that ``tokenizer`` puts before a text by default; often none."""
+    for probe in ("a", "1", "the"):
+        whole = list(tokenizer(probe)["input_ids"])
+        body = list(tokenizer(probe, add_special_tokens=False)["input_ids"])
+        for start in range(len(whole) - len(body) + 1 if body else 0):
+            if whole[start : start + len(body)] == body:
+                return whole[:start]
+    return []
+
+
+def _is_chat(source: Source) -> bool:
+    return not isinstance(source.completions[0], str)
+
+
+def _plain_texts(source: Source) -> list[str]:
+    prompt = str(source.prompt)
+    return [prompt, *(prompt + str(completion) for completion in source.completions)]
+
+
+def _common_length(prompt: list[int], fulls: list[list[int]]) -> int:
+    """Length of the longest common prefix of the prompt and every full text."""
+    if all(full[: len(prompt)] == prompt for full in fulls):  # nearly always
+        return len(prompt)
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(prompt, *fulls, strict=False)))
