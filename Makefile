@@ -1,0 +1,51 @@
+# make test      set up .venv if need be and run the tests (PYTEST_ARGS="-k guard -x" to choose)
+# make quality   lint, types and the floors of alignment/
+# make style     format, and mend what can be mended by itself
+# make clean     remove .venv and caches
+
+VENV ?= .venv
+PYTHON ?= python3
+PYTEST_ARGS ?= -q
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+READY := $(VENV)/.installed
+TORCH := torch==2.13.0
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+SOURCES := alignment launch tests setup.py
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
+
+.PHONY: install test quality style clean
+
+install: $(READY)
+
+# torch comes first: DeepSpeed has no wheels, and its setup.py asks the installed torch what to build for (hence also no
+# build isolation). Without a GPU the CPU build is taken: the default one for Linux brings gigabytes of CUDA libraries
+# that nothing here would use. It comes from pip's own wheel folders if they have it, or from PyTorch's index.
+$(READY): setup.py
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV); the first time takes some minutes"
+	@$(PIP) --upgrade pip "setuptools>=77" wheel ninja packaging
+ifeq ($(HAS_GPU),yes)
+	@$(PIP) $(TORCH)
+else
+	@$(PIP) --no-index --no-deps $(TORCH) 2>/dev/null || $(PIP) --index-url $(TORCH_CPU_INDEX) $(TORCH) || $(PIP) $(TORCH)
+	@$(PIP) $(TORCH)
+endif
+	@$(PIP) --no-build-isolation -e ".[test]"
+	@touch $@
+
+test: $(READY)
+	@$(if $(HAS_GPU),,DS_ACCELERATOR=cpu) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+quality: $(READY)
+	@$(BIN)/ruff check --quiet $(SOURCES)
+	@$(BIN)/ruff format --quiet --check $(SOURCES)
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+style: $(READY)
+	@$(BIN)/ruff check --fix $(SOURCES)
+	@$(BIN)/ruff format $(SOURCES)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

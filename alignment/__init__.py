@@ -1,0 +1,43 @@
+"""Preference alignment of causal language models (KTO, CPO) on DeepSpeed engines.
+
+The public names are loaded on first use: `from alignment import KTOConfig` imports neither torch nor DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from alignment.config.cpo import CPOConfig
+    from alignment.config.kto import KTOConfig
+    from alignment.trainers.cpo import CPOTrainer
+    from alignment.trainers.kto import KTOTrainer
+
+__version__ = "0.1.0"
+
+__all__ = ["CPOConfig", "CPOTrainer", "KTOConfig", "KTOTrainer", "__version__"]
+
+_HOMES = {
+    "CPOConfig": "alignment.config.cpo",
+    "CPOTrainer": "alignment.trainers.cpo",
+    "KTOConfig": "alignment.config.kto",
+    "KTOTrainer": "alignment.trainers.kto",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from the module that defines it.
+
+    Raises:
+        AttributeError: `name` is not public here.
+    """
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

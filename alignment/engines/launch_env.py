@@ -1,0 +1,266 @@
+"""Ranks and the process group, whichever launcher started this process.
+
+`prepare_environment` completes the variables that torch and DeepSpeed read; it needs neither of them and takes no
+time. `init_distributed` chooses the accelerator, the device and the backend, and joins the process group. Nothing here
+reads options or arguments: the environment says which rank this is, whatever the command line looks like.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+
+from alignment.config.errors import AlignmentError, OptionError
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RANKS = VARIABLES[:4]
+# "pid:port" of the process that made itself a world of one. Its children inherit the variables, and must not take them
+# for a launcher's: the port is in use.
+_SINGLE = "ALIGNMENT_SINGLE_PROCESS"
+# SLURM numbers the steps that no `srun` made (batch, interactive, extern, pending) from the top of 32 bits.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+
+def rank() -> int:
+    """This process's place among all processes, 0 where no launcher set one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """This process's place among the processes of its node."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def world_size() -> int:
+    """Number of processes of this run."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def prepare_environment() -> None:
+    """Complete RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in `os.environ`.
+
+    `deepspeed` and `torchrun` set them; inside a SLURM job step they follow from srun's variables; without any
+    launcher this process is a world of one with a free port. Calling it again changes nothing.
+
+    Raises:
+        AlignmentError: some are set and others missing, a value is not a number in range, or the launcher is `mpirun`.
+    """
+    _forget_parent()
+    if "RANK" not in os.environ and _in_slurm_step():
+        _from_slurm()
+    elif any(name in os.environ for name in _RANKS):
+        _from_launcher()
+    else:
+        _refuse_mpi()
+        _single_process()
+    _check_numbers()
+
+
+def _forget_parent() -> None:
+    pid, _, port = os.environ.get(_SINGLE, "").partition(":")
+    inherited = pid not in ("", str(os.getpid()))
+    if inherited and os.environ.get("WORLD_SIZE") == "1" and os.environ.get("MASTER_PORT") == port:
+        for name in (*VARIABLES, _SINGLE):
+            os.environ.pop(name, None)
+
+
+def _from_launcher() -> None:
+    """Fill in LOCAL_WORLD_SIZE, which `deepspeed` calls LOCAL_SIZE, and insist on the rest."""
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        guess = os.environ.get("LOCAL_SIZE") or ("1" if os.environ.get("WORLD_SIZE") == "1" else None)
+        if guess is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = guess
+    missing = [name for name in VARIABLES if name not in os.environ]
+    if missing:
+        given = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
+        raise AlignmentError(
+            f"the environment has {', '.join(given)} but not {', '.join(missing)}: set all of {', '.join(VARIABLES)}, "
+            "or unset them and start with `deepspeed`, `torchrun` or `srun`"
+        )
+
+
+def _single_process() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    values = {name: "1" if name.endswith("WORLD_SIZE") else "0" for name in _RANKS}
+    # A MASTER_ADDR or MASTER_PORT left in the shell means nothing to a world of one.
+    os.environ.update(values, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ[_SINGLE] = f"{os.getpid()}:{port}"
+
+
+def _refuse_mpi() -> None:
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if os.environ.get(name, "1") != "1":
+            raise AlignmentError(
+                f"{name}={os.environ[name]}: mpirun is not supported, its processes would each train alone; "
+                "start with `deepspeed`, `torchrun` or `srun`"
+            )
+
+
+def _check_numbers() -> None:
+    values = {}
+    for name in (*_RANKS, "MASTER_PORT"):
+        text = os.environ[name]
+        if not text.isdecimal():
+            raise AlignmentError(
+                f"the environment variable {name}={text!r} is not a number: set a whole number from 0 up"
+            )
+        values[name] = int(text)
+    for place, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if values[place] >= values[size]:
+            raise AlignmentError(
+                f"the environment has {place}={values[place]} with {size}={values[size]}: "
+                f"{place} must lie between 0 and {size} - 1"
+            )
+
+
+def _in_slurm_step() -> bool:
+    """Whether `srun` started this process. A bare `sbatch` or `salloc` shell has job variables, but is one process."""
+    step = os.environ.get("SLURM_STEP_ID", "")
+    return step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP and "SLURM_PROCID" in os.environ
+
+
+def _from_slurm() -> None:
+    def need(*names: str) -> str:
+        for name in names:
+            if os.environ.get(name):
+                return os.environ[name]
+        raise AlignmentError(f"this SLURM job step sets no {names[0]}: start with `srun`, `deepspeed` or `torchrun`")
+
+    size = need("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    found = {"RANK": need("SLURM_PROCID"), "WORLD_SIZE": size, "LOCAL_RANK": need("SLURM_LOCALID")}
+    per_node = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE") or size
+    found["LOCAL_WORLD_SIZE"] = str(tasks_on_node(per_node, int(os.environ.get("SLURM_NODEID", "0"))))
+    for name, value in found.items():
+        if os.environ.setdefault(name, value) != value:
+            raise AlignmentError(f"the environment has {name}={os.environ[name]}, srun says {value}: unset {name}")
+    os.environ.setdefault(
+        "MASTER_ADDR", first_host(need("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"))
+    )
+    job = int(os.environ.get("SLURM_JOB_ID") or os.environ.get("SLURM_JOBID") or 0)
+    # Below Linux's ephemeral ports; two steps of one job, or two neighbouring jobs on a node, get different ones.
+    os.environ.setdefault("MASTER_PORT", str(15000 + (job + 101 * int(os.environ["SLURM_STEP_ID"])) % 15000))
+
+
+def tasks_on_node(spec: str, node: int) -> int:
+    """Tasks on the `node`-th node of a SLURM list such as `2(x3),1` (two on each of three nodes, then one)."""
+    counts: list[int] = []
+    for part in spec.split(","):
+        matched = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if matched is None:
+            raise AlignmentError(f"SLURM_STEP_TASKS_PER_NODE={spec!r} cannot be read: expected a list such as 2(x3),1")
+        counts += [int(matched[1])] * int(matched[2] or 1)
+    if node >= len(counts):
+        raise AlignmentError(f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE={spec} lists {len(counts)} nodes")
+    return counts[node]
+
+
+def first_host(nodelist: str) -> str:
+    """First host of a SLURM node list such as `node[01-04,7],other`, by `scontrol` or, without it, by its brackets."""
+    if shutil.which("scontrol"):
+        answer = subprocess.run(
+            ["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=False
+        )
+        if answer.returncode == 0 and answer.stdout.split():
+            return answer.stdout.split()[0]
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
+    if first is None:
+        raise AlignmentError(
+            f"the SLURM node list {nodelist!r} cannot be read: set MASTER_ADDR to the first node's name"
+        )
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
+
+
+def init_distributed(use_cpu: bool) -> None:
+    """Choose CPU or CUDA, set this rank's device, and join the process group (gloo or NCCL) through DeepSpeed.
+
+    `use_cpu` takes the CPU even where there is a GPU; without a GPU, or with DS_ACCELERATOR=cpu in the environment,
+    the CPU is taken anyway. Calling it again changes nothing.
+
+    Raises:
+        OptionError: DeepSpeed was imported for the other kind of device, or this rank has no GPU of its own.
+        AlignmentError: the environment is incomplete, or rank 0 cannot be reached.
+    """
+    prepare_environment()
+    import torch
+
+    wanted = _accelerator(use_cpu or not torch.cuda.is_available())
+    if wanted == "cuda":
+        _set_cuda_device()
+    else:
+        _share_cores()
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if wanted == "cpu":
+        _skip_shared_memory_op()
+    if deepspeed.comm.is_initialized():
+        return
+    try:
+        deepspeed.init_distributed(dist_backend="gloo" if wanted == "cpu" else "nccl", verbose=False)
+    except (torch.distributed.DistStoreError, torch.distributed.DistNetworkError) as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = str(error).splitlines()[0]
+        raise AlignmentError(
+            f"rank {rank()} of {world_size()} could not meet the others at {address} ({reason}): "
+            "check that all ranks were started, and set MASTER_ADDR and MASTER_PORT to a free port of rank 0's node"
+        ) from error
+
+
+def _accelerator(use_cpu: bool) -> str:
+    """Settle DeepSpeed's accelerator, which it fixes when it is first imported. Returns `cpu` or `cuda`."""
+    asked = os.environ.get("DS_ACCELERATOR")
+    if asked not in (None, "cpu", "cuda"):
+        raise OptionError(f"DS_ACCELERATOR={asked} is not supported: set it to cpu or cuda, or unset it")
+    if asked == "cuda" and use_cpu and "deepspeed" not in sys.modules:
+        raise OptionError("DS_ACCELERATOR=cuda, but there is no usable GPU or use_cpu is set: unset DS_ACCELERATOR")
+    wanted = "cpu" if use_cpu or asked == "cpu" else "cuda"
+    if "deepspeed" not in sys.modules:
+        os.environ["DS_ACCELERATOR"] = wanted
+    from deepspeed.accelerator import get_accelerator
+
+    found = get_accelerator().device_name()
+    if found != wanted:
+        raise OptionError(
+            f"use_cpu={use_cpu}, but DeepSpeed was imported for {found} before: set DS_ACCELERATOR={wanted} in the "
+            "environment, or set use_cpu accordingly"
+        )
+    return wanted
+
+
+def _set_cuda_device() -> None:
+    import torch
+
+    count = torch.cuda.device_count()
+    if local_rank() >= count:
+        raise OptionError(
+            f"LOCAL_RANK={local_rank()}, but this process sees {count} GPU(s): start at most {count} processes "
+            "per node; if srun binds one GPU to each task, add --gpu-bind=none"
+        )
+    torch.cuda.set_device(local_rank())
+
+
+def _share_cores() -> None:
+    """Divide the cores among this node's ranks: each with all of them is many times slower than one rank alone."""
+    import torch
+
+    ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
+    if ranks_here > 1 and "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // ranks_here))
+
+
+def _skip_shared_memory_op() -> None:
+    """Keep DeepSpeed from compiling `shm_comm` as a CPU group starts: 40 s, and a crash where there is no compiler.
+
+    Only tensor-parallel inference calls it. DeepSpeed asks this table first, and without the op uses gloo.
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -1,0 +1,19 @@
+"""Train by a recipe: `deepspeed launch/train.py launch/recipes/kto.yaml --learning_rate 5e-7`.
+
+The same under `torchrun`, `srun` and plain `python` (one process). The work is in `alignment/`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if (ROOT / "alignment" / "__init__.py").is_file():
+    # A source checkout runs without being installed, and before any other package called `alignment`.
+    sys.path.insert(0, str(ROOT))
+
+from alignment.cli import main  # noqa: E402
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Package metadata. Tool settings are in pyproject.toml."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+INIT = (ROOT / "alignment" / "__init__.py").read_text(encoding="utf-8")
+README = ROOT / "README.md"
+
+# Tested with torch 2.13, deepspeed 0.19.8, transformers 5.23, datasets 5.2, peft 0.21, bitsandbytes 0.50 and pydantic
+# 2.14. Upper ends: the next release that may break an interface; for DeepSpeed that is the next minor one, for
+# alignment/engines/ works with its inner parts. Lower ends were set by reading, not by running: transformers 5 and
+# DeepSpeed 0.19 are the interfaces written against; torch binds NCCL groups to a device without hanging since 2.7.1.
+REQUIRED = [
+    "torch>=2.8,<3",
+    "deepspeed>=0.19,<0.20",
+    "transformers>=5.0,<6",
+    "datasets>=4.0,<6",
+    "peft>=0.18,<1",
+    "bitsandbytes>=0.48,<1",
+    "safetensors>=0.5,<1",
+    "pydantic>=2.5,<3",
+    "pyyaml>=6.0,<7",
+    "tqdm>=4.66.3,<5",
+    "psutil>=5.9",
+]
+
+EXTRAS = {
+    "test": [
+        "pytest>=8,<10",
+        "ruff>=0.12",
+        "mypy>=1.15",
+        "import-linter>=2.3,<3",
+        "types-PyYAML",
+    ],
+}
+
+version = re.search(r'^__version__ = "(.+)"$', INIT, re.MULTILINE)
+if version is None:
+    raise RuntimeError('alignment/__init__.py has no line __version__ = "…"')
+
+setup(
+    name="deepspeed-alignment",
+    version=version[1],
+    description="KTO and CPO preference alignment of causal language models on DeepSpeed engines",
+    long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    install_requires=REQUIRED,
+    extras_require=EXTRAS,
+    # Configurations, recipes and launch scripts lie beside the package in the repository, inside it when installed.
+    packages=[*find_packages(include=["alignment", "alignment.*"]), "alignment.ds_configs", "alignment.launch"],
+    package_dir={"alignment.ds_configs": "ds_configs", "alignment.launch": "launch"},
+    package_data={
+        "alignment": ["py.typed"],
+        "alignment.ds_configs": ["*.json", "*.md"],
+        "alignment.launch": ["recipes/*.yaml"],
+    },
+    entry_points={"console_scripts": ["deepspeed-alignment = alignment.cli:main"]},
+    zip_safe=False,
+    classifiers=[
+        "Programming Language :: Python :: 3",
+        "Operating System :: POSIX :: Linux",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)

@@ -1,0 +1,55 @@
+"""Under the guard, rank 1 fails in the way that is asked for while rank 0 does something else.
+
+Usage: failing_rank.py KIND WORK, after an optional --local_rank=N as the `deepspeed` launcher adds it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import time
+
+from alignment.config.errors import DataError
+from alignment.engines.guard import guarded
+from alignment.engines.launch_env import rank, world_size
+
+
+def fail(kind: str) -> None:
+    """Raise what `kind` names."""
+    if kind == "data":
+        raise DataError("train.jsonl line 3: 'label' is 'yes': set true or false")
+    if kind == "disk":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/full/model.safetensors")
+    if kind == "defect":
+        raise RuntimeError("tensor shapes differ")
+    if kind == "killed":
+        os.kill(os.getpid(), 9)
+
+
+def main() -> None:
+    """Rank 1 (or with `everyone-…` each rank) fails; the others work until they are ended."""
+    import torch
+
+    kind, work = sys.argv[-2:]
+    print(f"rank {rank()} of {world_size()} began", flush=True)
+    if kind.startswith("everyone-"):
+        fail(kind.removeprefix("everyone-"))
+    if rank() == 1 and kind != "none":
+        time.sleep(0.5)
+        fail(kind)
+    if work == "collective":
+        total = torch.ones(1)
+        torch.distributed.all_reduce(total)
+        print(f"sum {total.item():g}", flush=True)
+    elif work == "sleep":
+        for _ in range(600):
+            time.sleep(0.1)
+            print("still sleeping", file=sys.stderr, flush=True)
+    elif work == "uneven":
+        time.sleep(2.0 * rank())
+        print(f"rank {rank()} finished", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main, use_cpu=True))

@@ -1,0 +1,165 @@
+"""One message, every rank ends: the guard in this process, and on two ranks under both launchers."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from alignment.config.errors import AlignmentError, OptionError
+from alignment.engines.guard import describe, guarded
+from alignment.engines.launch_env import VARIABLES
+
+DRIVER = Path(__file__).parent / "drivers" / "failing_rank.py"
+ADVICE = "free space there, or set output_dir to a folder on another disk"
+DISK_FULL = f"could not be written, the disk is full: {ADVICE}"
+DEFECT = "(this is a defect: please report it with the traceback)"
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def main() -> None:
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (OptionError("beta=0: set beta > 0"), 1, "error: beta=0: set beta > 0"),
+        (OptionError("two\nlines"), 1, "error: two lines"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "rows.jsonl"), 1,
+         "error: rows.jsonl: No such file or directory"),
+        (OSError(errno.ENOSPC, "No space left on device", "out/model.safetensors"), 1,
+         f"error: out/model.safetensors {DISK_FULL}"),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), 1, "error: Connection refused"),
+        (KeyboardInterrupt(), 130, "error: interrupted by the user"),
+        (SystemExit("no recipe"), 1, "error: no recipe"),
+    ],
+)  # fmt: skip
+def test_an_error_is_one_line(error: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert guarded(raising(error)) == code
+    assert capsys.readouterr().err == line + "\n"
+
+
+def test_a_defect_has_a_traceback_and_then_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert guarded(raising(KeyError("lm_head"))) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-1] == f"error: KeyError: 'lm_head' {DEFECT}"
+
+
+def test_success_help_and_silent_exits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert guarded(lambda: None) == 0
+    assert guarded(raising(SystemExit(0))) == 0
+    assert guarded(raising(SystemExit(3))) == 3
+    assert capsys.readouterr().err == ""
+
+
+def test_incomplete_environment_is_an_error_of_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert guarded(lambda: None) == 1
+    assert "but not RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT" in capsys.readouterr().err
+
+
+def test_an_open_progress_bar_does_not_share_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from tqdm.auto import tqdm
+
+    bar = tqdm(total=4, file=sys.stderr)
+    bar.update(1)
+    assert guarded(raising(AlignmentError("loss is nan"))) == 1
+    bar.refresh()
+    del bar
+    assert capsys.readouterr().err.splitlines()[-1] == "error: loss is nan"
+
+
+def test_a_full_disk_is_seen_through_wrapping_and_named_from_the_frame() -> None:
+    def save_file(filename: Path) -> None:
+        raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+
+    try:
+        try:
+            save_file(Path("out") / "weights.bin")
+        except RuntimeError as inner:
+            raise TypeError("could not save") from inner
+    except TypeError as error:
+        line, is_defect = describe(error)
+    assert line.startswith(f"{Path('out') / 'weights.bin'} could not be written, the disk is full")
+    assert not is_defect
+
+
+def test_safetensors_and_memory_errors_are_one_line(tmp_path: Path) -> None:
+    import torch
+    from safetensors import safe_open
+
+    torn = tmp_path / "model.safetensors"
+    torn.write_bytes(b"\x10")
+
+    def load(filename: Path) -> None:
+        safe_open(filename, framework="pt")
+
+    with pytest.raises(Exception) as caught:
+        load(torn)
+    line, is_defect = describe(caught.value)
+    assert line.startswith(f"{torn} cannot be read or written: ")
+    assert not is_defect
+    line, is_defect = describe(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    assert line.startswith("the GPU is out of memory: set a smaller per_device_train_batch_size")
+    assert not is_defect
+
+
+def test_one_process_needs_no_torch() -> None:
+    code = (
+        "import sys; from alignment.cli import main\n"
+        "from alignment.engines.guard import guarded\n"
+        "assert guarded(lambda: None) == 0\n"
+        "assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def error_lines(stderr: str) -> list[str]:
+    return [line for line in stderr.splitlines() if "error:" in line]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "kind", "work", "line"),
+    [
+        ("deepspeed", "data", "sleep", "error: rank 1: train.jsonl line 3: 'label' is 'yes': set true or false"),
+        ("deepspeed", "defect", "collective", f"error: rank 1: RuntimeError: tensor shapes differ {DEFECT}"),
+        ("torchrun", "disk", "collective", f"error: rank 1: /full/model.safetensors {DISK_FULL}"),
+    ],
+)  # fmt: skip
+def test_rank_1_fails_and_all_end_with_one_message(
+    launch: Callable[..., subprocess.CompletedProcess[str]], launcher: str, kind: str, work: str, line: str
+) -> None:
+    start = time.monotonic()
+    done = launch(DRIVER, kind, work, nproc=2, launcher=launcher, timeout=60)
+    assert time.monotonic() - start < 60
+    assert done.returncode == 1, done.stderr
+    assert error_lines(done.stderr) == [line]
+    assert done.stdout.count("began") == 2
+    if launcher == "deepspeed":  # torchrun adds its own report
+        assert done.stderr.splitlines()[-1] == line
+    has_traceback = "Traceback" in done.stderr.partition(line)[0]
+    assert has_traceback == (kind == "defect")
+
+
+def test_ranks_that_finish_at_different_times_succeed(launch: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = launch(DRIVER, "none", "uneven", nproc=2, launcher="deepspeed", timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "rank 1 finished" in done.stdout

@@ -1,0 +1,204 @@
+"""Ranks from whichever launcher started the process, and the process group that follows."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from alignment.cli import wants_cpu
+from alignment.config.errors import AlignmentError
+from alignment.engines import launch_env
+from alignment.engines.launch_env import VARIABLES, first_host, prepare_environment, tasks_on_node
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node7",
+    "MASTER_PORT": "29501",
+}
+SRUN = {
+    "SLURM_JOB_ID": "40123",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
+    "SLURM_STEP_NODELIST": "gpu[03-05],login1",
+    "SLURM_NODELIST": "gpu[01-05],login1",
+}
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher's variable, and no scontrol; what a test makes the code set is undone."""
+    for name in list(os.environ):
+        if name in (*VARIABLES, "LOCAL_SIZE", launch_env._SINGLE) or name.startswith(("SLURM_", "OMPI_", "PMI_")):
+            monkeypatch.delenv(name)
+    for name in (*VARIABLES, launch_env._SINGLE):
+        monkeypatch.setenv(name, "")
+        del os.environ[name]
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+
+
+def set_all(monkeypatch: pytest.MonkeyPatch, values: dict[str, str]) -> None:
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+
+
+def found() -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in VARIABLES}
+
+
+def test_torchrun_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, TORCHRUN)
+    prepare_environment()
+    assert found() == TORCHRUN
+    assert (launch_env.rank(), launch_env.local_rank(), launch_env.world_size()) == (3, 1, 4)
+
+
+def test_deepspeed_gives_the_local_size_by_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, {**TORCHRUN, "LOCAL_SIZE": "2"})
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    prepare_environment()
+    assert found() == TORCHRUN
+
+
+def test_plain_python_is_a_world_of_one_and_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "left-in-the-shell")
+    prepare_environment()
+    first = found()
+    assert {**first, "MASTER_PORT": "free"} == {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "free",
+    }
+    prepare_environment()
+    assert found() == first
+
+
+def test_a_child_of_a_world_of_one_takes_a_port_of_its_own() -> None:
+    prepare_environment()
+    code = "import os, alignment.engines.launch_env as e; e.prepare_environment(); print(os.environ['MASTER_PORT'])"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert child.stdout.strip().isdecimal()
+    assert child.stdout.strip() != os.environ["MASTER_PORT"]
+
+
+def test_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, SRUN)
+    prepare_environment()
+    assert found() == {
+        "RANK": "5",
+        "WORLD_SIZE": "6",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "gpu03",
+        "MASTER_PORT": str(15000 + (40123 + 202) % 15000),
+    }
+
+
+def test_srun_keeps_a_given_address_and_refuses_another_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, {**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29600"})
+    prepare_environment()
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("10.0.0.1", "29600")
+    monkeypatch.delenv("RANK")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(AlignmentError, match="WORLD_SIZE=8, srun says 6: unset WORLD_SIZE"):
+        prepare_environment()
+
+
+@pytest.mark.parametrize("step", [None, "4294967291", "4294967290"])
+def test_a_bare_batch_or_salloc_shell_is_one_process(monkeypatch: pytest.MonkeyPatch, step: str | None) -> None:
+    set_all(monkeypatch, {**SRUN, "SLURM_STEP_ID": step or ""})
+    prepare_environment()
+    assert os.environ["WORLD_SIZE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "RANK=1, WORLD_SIZE=2 but not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR"),
+        ({**TORCHRUN, "RANK": "4"}, "RANK=4 with WORLD_SIZE=4: RANK must lie between 0 and WORLD_SIZE - 1"),
+        ({**TORCHRUN, "LOCAL_RANK": "x"}, "LOCAL_RANK='x' is not a number"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2: mpirun is not supported"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE='two' cannot be read"),
+    ],
+)
+def test_an_unusable_environment_is_named(
+    monkeypatch: pytest.MonkeyPatch, values: dict[str, str], message: str
+) -> None:
+    set_all(monkeypatch, values)
+    with pytest.raises(AlignmentError) as caught:
+        prepare_environment()
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("node[01-04,7],other", "node01"),
+        ("other,node[01-04]", "other"),
+        ("rack[2,4]-n[10-12]", "rack2-n10"),
+        ("login", "login"),
+    ],
+)
+def test_first_host_without_scontrol(nodelist: str, host: str) -> None:
+    assert first_host(nodelist) == host
+
+
+def test_tasks_on_node() -> None:
+    assert [tasks_on_node("2(x3),1", node) for node in range(4)] == [2, 2, 2, 1]
+    with pytest.raises(AlignmentError, match="lists 4 nodes"):
+        tasks_on_node("2(x3),1", 4)
+
+
+def test_wants_cpu(tmp_path: os.PathLike[str]) -> None:
+    recipe = os.path.join(tmp_path, "own.yaml")
+    with open(recipe, "w", encoding="utf-8") as file:
+        file.write("method: kto\ntraining:\n  use_cpu: True  # no GPU here\n")
+    assert wants_cpu(["--local_rank=0", recipe])
+    assert wants_cpu([recipe, "--beta", "-1"])
+    assert not wants_cpu([recipe, "--use_cpu", "false"])
+    assert not wants_cpu([recipe, "--use_cpu=false"])
+    assert wants_cpu(["--use_cpu", "--beta", "0.1"])
+    assert wants_cpu(["--use_cpu=true"])
+    assert not wants_cpu(["missing.yaml", "--beta", "0.1"])
+    assert not wants_cpu(["--use_cpuu"])
+
+
+PROBE = """
+import os
+from alignment.config.errors import OptionError
+from alignment.engines.launch_env import init_distributed
+init_distributed(use_cpu=True)
+init_distributed(use_cpu=True)
+import deepspeed, torch
+assert os.environ["DS_ACCELERATOR"] == "cpu" == deepspeed.accelerator.get_accelerator().device_name()
+assert torch.distributed.get_backend() == "gloo" and deepspeed.comm.is_initialized()
+assert deepspeed.comm.comm.cdb.shm_comm_op is None
+torch.cuda.is_available = lambda: True
+del os.environ["DS_ACCELERATOR"]
+try:
+    init_distributed(use_cpu=False)
+except OptionError as error:
+    print(error)
+"""
+
+
+def test_the_group_starts_on_a_machine_without_a_compiler(tmp_path: os.PathLike[str]) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    environment["PATH"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("use_cpu=False, but DeepSpeed was imported for cpu before: set DS_ACCELERATOR=cuda")
