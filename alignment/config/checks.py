@@ -1,0 +1,158 @@
+"""Checks of single options and of combinations that all methods share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from alignment.config.dtypes import requested_dtype
+from alignment.config.errors import OptionError
+from alignment.config.fields import Strategy
+from alignment.config.refusals import nearest, shown
+
+# transformers' SchedulerType; a test compares the two.
+SCHEDULES = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "reduce_lr_on_plateau",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+    "greedy",
+)
+_METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+_SCHEDULES_NEEDING: dict[str, tuple[str, ...]] = {
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
+    "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
+    "warmup_stable_decay": ("num_decay_steps",),
+}
+_ADAM_DEFAULTS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
+
+
+def at_least(options: Any, least: float, *names: str) -> None:
+    """Every option named is unset or not below ``least``."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not value >= least:
+            raise OptionError(f"{shown(name, value)}: must be at least {least}; set it to {least} or more")
+
+
+def positive(options: Any, *names: str) -> None:
+    """Every option named is above 0."""
+    for name in names:
+        if not getattr(options, name) > 0:
+            raise OptionError(f"{shown(name, getattr(options, name))}: must be greater than 0; set a positive number")
+
+
+def below_one(options: Any, *names: str) -> None:
+    """Every option named lies in [0, 1)."""
+    for name in names:
+        if not 0 <= getattr(options, name) < 1:
+            raise OptionError(f"{shown(name, getattr(options, name))}: must be 0 or more and below 1")
+
+
+def check_shared(options: Any) -> None:
+    """Everything that does not depend on the method. Raises :class:`OptionError` for the first fault."""
+    if not options.output_dir:
+        raise OptionError("output_dir=None: no folder to write to; set output_dir")
+    _check_ranges(options)
+    _check_steps(options)
+    _check_optimizer(options)
+    _check_schedule(options)
+    requested_dtype(options)
+    if options.gradient_checkpointing_kwargs and not options.gradient_checkpointing:
+        raise OptionError(
+            f"{shown('gradient_checkpointing_kwargs', options.gradient_checkpointing_kwargs)}: has no effect with "
+            f"gradient_checkpointing=False; leave one of them out"
+        )
+
+
+def _check_ranges(options: Any) -> None:
+    at_least(options, 1, "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+    at_least(options, 1, "logging_steps", "save_steps", "eval_steps", "save_total_limit", "dataset_num_proc")
+    at_least(options, 1, "max_train_samples", "max_eval_samples")
+    at_least(options, 0, "dataloader_num_workers", "learning_rate", "weight_decay", "max_grad_norm")
+    at_least(options, 0, "router_aux_loss_coef", "seed", "data_seed")
+    below_one(options, "adam_beta1", "adam_beta2")
+    positive(options, "adam_epsilon")
+
+
+def _check_steps(options: Any) -> None:
+    if options.max_steps != -1 and options.max_steps < 1:
+        raise OptionError(f"{shown('max_steps', options.max_steps)}: set -1 (by num_train_epochs) or at least 1")
+    positive(options, "num_train_epochs")
+    at_least(options, 0, "warmup_steps")
+    below_one(options, "warmup_ratio")
+    if options.warmup_ratio and options.warmup_steps:
+        raise OptionError(
+            f"{shown('warmup_ratio', options.warmup_ratio)} and {shown('warmup_steps', options.warmup_steps)}: "
+            f"both set the warm-up; leave one out"
+        )
+
+
+def _check_optimizer(options: Any) -> None:
+    if options.optim != "sgd":
+        return
+    for name, default in _ADAM_DEFAULTS.items():
+        if getattr(options, name) != default:
+            raise OptionError(
+                f"{shown(name, getattr(options, name))}: has no effect with optim='sgd'; leave it out or set "
+                f"optim to adamw_torch"
+            )
+
+
+def _check_schedule(options: Any) -> None:
+    name = options.lr_scheduler_type
+    if name not in SCHEDULES:
+        raise OptionError(
+            f"{shown('lr_scheduler_type', name)}: not one of {', '.join(SCHEDULES)}{nearest(name, SCHEDULES)}"
+        )
+    if name in _METRIC_SCHEDULES:
+        raise OptionError(
+            f"{shown('lr_scheduler_type', name)}: it follows a metric, and the learning rate here is a function of "
+            f"the optimizer step; set cosine or constant_with_warmup"
+        )
+    needed = _SCHEDULES_NEEDING.get(name)
+    if needed and not set(needed) & set(options.lr_scheduler_kwargs or {}):
+        raise OptionError(
+            f"{shown('lr_scheduler_type', name)}: it needs {' or '.join(needed)}; set lr_scheduler_kwargs "
+            f"to a mapping with it"
+        )
+    if name == "constant" and (options.warmup_ratio or options.warmup_steps):
+        which = "warmup_ratio" if options.warmup_ratio else "warmup_steps"
+        raise OptionError(
+            f"{shown(which, getattr(options, which))}: has no effect with lr_scheduler_type='constant'; "
+            f"set lr_scheduler_type to constant_with_warmup"
+        )
+
+
+def check_lengths(options: Any, rows_per_unit: int) -> None:
+    """Lengths in tokens. ``rows_per_unit``: sequences that must share a micro-batch (2 for a pair)."""
+    at_least(options, 2, "max_length")
+    at_least(options, 1, "max_prompt_length", "max_completion_length")
+    least = rows_per_unit * options.max_length
+    if options.max_tokens_per_batch is not None and options.max_tokens_per_batch < least:
+        what = "one row" if rows_per_unit == 1 else "a pair"
+        raise OptionError(
+            f"{shown('max_tokens_per_batch', options.max_tokens_per_batch)}: too small for {what} of "
+            f"{shown('max_length', options.max_length)}; set at least {least}"
+        )
+
+
+def check_command_line(options: Any) -> None:
+    """What a script may give as objects, but the command line has to name."""
+    if not options.model_name_or_path:
+        raise OptionError("model_name_or_path=None: no model to train; set model_name_or_path to a folder or hub name")
+    if not options.dataset_name:
+        raise OptionError("dataset_name=None: no data to train on; set dataset_name to a file, folder or hub name")
+    wanted = options.eval_strategy != Strategy.NO or options.eval_on_start
+    if wanted and not options.dataset_test_split:
+        which = "eval_on_start" if options.eval_on_start else "eval_strategy"
+        raise OptionError(
+            f"{shown(which, getattr(options, which))}: no data to evaluate on; set dataset_test_split, or "
+            f"eval_strategy to no"
+        )

@@ -1,0 +1,86 @@
+"""The options of CPO and its relatives: SimPO, CPO-SimPO, AlphaPO, IPO and hinge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from alignment.config import checks
+from alignment.config.errors import OptionError
+from alignment.config.fields import option
+from alignment.config.options import AlignmentConfig
+from alignment.config.options_data import SequenceOptions
+from alignment.config.refusals import shown
+
+CPO_LOSS_TYPES = ("sigmoid", "hinge", "ipo", "simpo", "alphapo")
+_MARGIN_LOSSES = ("simpo", "alphapo")
+_SMOOTHED_LOSSES = ("sigmoid", "simpo", "alphapo")
+_ALPHAPO_ALPHA = 0.25
+_DEFAULT_GAMMA = 0.5
+_REFERENCE_OPTIONS = ("ref_model_name_or_path", "ref_model_init_kwargs", "ref_deepspeed")
+
+
+@dataclass(kw_only=True)
+class CPOConfig(SequenceOptions, AlignmentConfig):
+    """Contrastive preference optimisation, https://arxiv.org/abs/2401.08417; there is no reference model.
+
+    Raises:
+        OptionError: an unknown name, a value of the wrong type, or one that cannot be used.
+    """
+
+    TITLE: ClassVar[str] = "CPO"
+    method: ClassVar[str] = "cpo"
+
+    loss_type: str = option(
+        "sigmoid", "Loss: `sigmoid`, `hinge`, `ipo`, `simpo` or `alphapo`.", choices=CPO_LOSS_TYPES
+    )
+    beta: float = option(0.1, "Inverse temperature; of `ipo` its tau.")
+    label_smoothing: float = option(0.0, "Probability that a pair's labels are swapped (not with `hinge`, `ipo`).")
+    cpo_alpha: float | None = option(None, "Weight of the chosen answers' NLL; unset: 1.0, with `alphapo` 0.0.")
+    simpo_gamma: float = option(_DEFAULT_GAMMA, "Target reward margin of `simpo` and `alphapo`.")
+    alpha: float | None = option(
+        None, "Shape of AlphaPO's reward, with `simpo` and `alphapo`; unset: 0.0, with `alphapo` 0.25."
+    )
+
+    def resolve(self) -> None:
+        """Check CPO's own options, and fill ``alpha`` and ``cpo_alpha`` by the loss."""
+        checks.check_lengths(self, rows_per_unit=2)
+        checks.positive(self, "beta")
+        checks.at_least(self, 0, "cpo_alpha", "simpo_gamma")
+        self._check_reference()
+        if not 0 <= self.label_smoothing < 0.5:
+            raise OptionError(f"{shown('label_smoothing', self.label_smoothing)}: set it to 0 or more and below 0.5")
+        if self.label_smoothing and self.loss_type not in _SMOOTHED_LOSSES:
+            raise self._without_effect("label_smoothing", _SMOOTHED_LOSSES)
+        if self.simpo_gamma != _DEFAULT_GAMMA and self.loss_type not in _MARGIN_LOSSES:
+            raise self._without_effect("simpo_gamma", _MARGIN_LOSSES)
+        if self.alpha and self.loss_type not in _MARGIN_LOSSES:
+            raise OptionError(
+                f"{shown('alpha', self.alpha)}: it needs length-normalised log-probs, and "
+                f"{shown('loss_type', self.loss_type)} has none; set loss_type to simpo or alphapo, or alpha to 0"
+            )
+        if self.alpha == 0 and self.loss_type == "alphapo":
+            raise OptionError(
+                "alpha=0.0 with loss_type='alphapo': that is simpo; set loss_type to simpo or alpha to 0.25"
+            )
+        if self.alpha is None:
+            self.alpha = _ALPHAPO_ALPHA if self.loss_type == "alphapo" else 0.0
+        if self.cpo_alpha is None:
+            self.cpo_alpha = 0.0 if self.loss_type == "alphapo" else 1.0
+
+    def _check_reference(self) -> None:
+        if self.ref_placement not in (None, "none"):
+            raise OptionError(
+                f"{shown('ref_placement', self.ref_placement)}: CPO has no reference model; leave it out"
+            )
+        for name in _REFERENCE_OPTIONS:
+            if getattr(self, name) is not None:
+                raise OptionError(f"{shown(name, getattr(self, name))}: CPO has no reference model; leave it out")
+        if self.stratify_labels:
+            raise OptionError("stratify_labels=True: CPO's pairs have no labels to deal out evenly; leave it out")
+
+    def _without_effect(self, name: str, losses: tuple[str, ...]) -> OptionError:
+        return OptionError(
+            f"{shown(name, getattr(self, name))}: it has no effect with {shown('loss_type', self.loss_type)}; "
+            f"leave it out or set loss_type to one of {', '.join(losses)}"
+        )

@@ -1,0 +1,268 @@
+"""The DeepSpeed JSON of each engine, built from a user's file or a packaged one and the options.
+
+Nothing is left to chance: "auto" is filled, what DeepSpeed would ignore is refused, and whatever the options decide
+(batch sizes, clipping, number formats) is written; a file that says otherwise is a contradiction and is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+from alignment.config.deepspeed_auto import Situation, fill_auto
+from alignment.config.deepspeed_keys import check_keys, check_values, set_at, value_at, with_full_names
+from alignment.config.dtypes import DtypePlan, check_against_json, uses_cuda
+from alignment.config.errors import OptionError
+from alignment.config.paths import packaged
+
+_NEVER = 1_000_000_000  # steps between DeepSpeed's own progress lines; the loop prints its own
+_MUST_BE: dict[str, tuple[Any, str]] = {
+    "zero_allow_untested_optimizer": (True, "torch's optimizers are used"),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": (True, "the saved folder needs the whole weights"),
+}
+_DEFAULTS = {"steps_per_print": _NEVER, "wall_clock_breakdown": False}
+_PACKAGED_FOR = {
+    "offload": "ref_offload",
+    "sharded": "ref_sharded",
+    "replica": "ref_replica",
+}
+
+
+class LoadedConfig(dict[str, Any]):
+    """A DeepSpeed JSON that knows where it came from, so that messages can say so."""
+
+    def __init__(self, content: dict[str, Any], source: str) -> None:
+        super().__init__(content)
+        self.source = source
+
+
+def load_deepspeed_config(value: str | Path | dict[str, Any] | None, default: str) -> dict[str, Any]:
+    """A DeepSpeed JSON as a mapping of its own.
+
+    Args:
+        value: a path, the name of a packaged file (``zero2``, ``zero2.json``), a mapping, or None for ``default``.
+        default: the name of a packaged file.
+
+    Raises:
+        OptionError: no such file, or not valid JSON (with the line).
+    """
+    if isinstance(value, dict):
+        return LoadedConfig(copy.deepcopy(value), "DeepSpeed mapping")
+    path = Path(default if value is None else value).expanduser()
+    if not path.is_file():
+        path = packaged("ds_configs", str(path))
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda p: _no_duplicates(p, path))
+    except json.JSONDecodeError as error:
+        raise OptionError(f"{path} line {error.lineno}: not valid JSON: {error.msg}; correct that line") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"{path}: cannot be read ({error}); give a JSON text file") from None
+    if not isinstance(config, dict):
+        raise OptionError(f"{path}: expected a JSON object of DeepSpeed keys, found {type(config).__name__}")
+    return LoadedConfig(config, str(path))
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise OptionError(f"{path}: {key}={value!r}: the key is there twice; remove one")
+        result[key] = value
+    return result
+
+
+def policy_config(
+    options: Any,
+    base: dict[str, Any],
+    plan: DtypePlan,
+    world_size: int,
+    hidden_size: int,
+    where: str | None = None,
+) -> dict[str, Any]:
+    """The JSON of the policy's engine.
+
+    Args:
+        options: the run's options.
+        base: what :func:`load_deepspeed_config` gave; not changed.
+        plan: what ``plan_dtypes`` made of the two.
+        world_size: number of ranks.
+        hidden_size: of the model, for "auto".
+        where: how messages name ``base``; None: by the file that it was loaded from.
+
+    Raises:
+        OptionError: a key that cannot be used, or that contradicts an option; both sides are named.
+    """
+    where = where or _source(base)
+    config, stage = _checked_copy(base, where)
+    micro, steps = options.per_device_train_batch_size, options.gradient_accumulation_steps
+    fixed: dict[str, tuple[Any, str]] = {
+        "train_micro_batch_size_per_gpu": (micro, f"per_device_train_batch_size={micro}"),
+        "gradient_accumulation_steps": (steps, f"gradient_accumulation_steps={steps}"),
+        "train_batch_size": (
+            micro * steps * world_size,
+            f"per_device_train_batch_size={micro} x gradient_accumulation_steps={steps} x {world_size} ranks",
+        ),
+        "gradient_clipping": (float(options.max_grad_norm), f"max_grad_norm={options.max_grad_norm}"),
+    }
+    if _device(config, "offload_optimizer", where) == "cpu":
+        fixed["zero_force_ds_cpu_optimizer"] = (False, f"optim={options.optim!r}, an optimizer of torch")
+        if stage == 0:
+            raise OptionError(
+                f"{where}: zero_optimization.offload_optimizer at zero_optimization.stage=0 has no effect; "
+                f"set stage to 2 or 3, or remove it"
+            )
+    _check_param_offload(config, stage, where)
+    for section in ("bf16", "fp16", "data_types"):
+        for key, value in plan.ds[section].items():
+            fixed[f"{section}.{key}"] = (value, f"computing in {plan.compute}")
+    return _finished(config, {**fixed, **_MUST_BE}, Situation(hidden_size, stage, uses_cuda(options)), where)
+
+
+def placement_of(base: dict[str, Any]) -> str:
+    """Where a reference engine with this JSON lives: ``offload``, ``sharded`` or ``replica``."""
+    if value_at(base, "zero_optimization.stage") != 3:
+        return "replica"
+    device = value_at(base, "zero_optimization.offload_param.device")
+    return "sharded" if device in (None, "none") else "offload"
+
+
+def reference_placement(options: Any) -> str:
+    """The placement of the reference: as set, else as its own JSON says, else by the machine.
+
+    Returns:
+        ``none`` for CPO; else ``offload`` (default where there is a GPU), ``sharded`` or ``replica`` (default on
+        CPU, where there is no second memory to move to).
+    """
+    if options.method == "cpo":
+        return "none"
+    if options.ref_placement is not None:
+        return str(options.ref_placement)
+    if options.ref_deepspeed is not None:
+        return placement_of(load_deepspeed_config(options.ref_deepspeed, "ref_replica"))
+    return "offload" if uses_cuda(options) else "replica"
+
+
+def frozen_config(
+    options: Any,
+    base: dict[str, Any] | None,
+    placement: str,
+    plan: DtypePlan,
+    world_size: int,
+    hidden_size: int,
+    micro_batch: int,
+    where: str | None = None,
+) -> dict[str, Any]:
+    """The JSON of a forward-only engine: stage 3 with parameters in host memory or on the device, or stage 0.
+
+    Args:
+        options: the run's options.
+        base: the user's JSON for it, or None for the packaged one of the placement; not changed.
+        placement: ``offload``, ``sharded`` or ``replica``.
+        plan: the run's dtype plan; only its compute dtype matters here.
+        world_size: number of ranks.
+        hidden_size: of this engine's model, for "auto".
+        micro_batch: rows of one forward.
+        where: as for :func:`policy_config`.
+
+    Raises:
+        OptionError: stage 1 or 2, anything about an optimizer, or a JSON that contradicts ``placement``.
+    """
+    if placement not in _PACKAGED_FOR:
+        raise OptionError(f"ref_placement={placement!r}: it has no engine; set one of {', '.join(_PACKAGED_FOR)}")
+    if base is None:
+        base = load_deepspeed_config(None, _PACKAGED_FOR[placement])
+    where = where or _source(base)
+    config, stage = _checked_copy(base, where)
+    _check_frozen(config, stage, placement, where)
+    check_against_json(plan.compute, "the policy", config)
+    pin = uses_cuda(options)
+    if placement == "offload":
+        config["zero_optimization"]["offload_param"].setdefault("pin_memory", pin)
+    else:
+        config["zero_optimization"].pop("offload_param", None)
+    why = "a frozen engine takes no optimizer step"
+    fixed: dict[str, tuple[Any, str]] = {
+        "train_micro_batch_size_per_gpu": (micro_batch, f"a forward of {micro_batch} rows"),
+        "gradient_accumulation_steps": (1, why),
+        "train_batch_size": (micro_batch * world_size, f"a forward of {micro_batch} rows x {world_size} ranks"),
+        "gradient_clipping": (0.0, why),
+        "bf16.enabled": (plan.ds["bf16"]["enabled"], f"computing in {plan.compute}"),
+        "fp16.enabled": (plan.ds["fp16"]["enabled"], f"computing in {plan.compute}"),
+    }
+    return _finished(config, fixed, Situation(hidden_size, stage, pin), where)
+
+
+def _source(base: dict[str, Any]) -> str:
+    return base.source if isinstance(base, LoadedConfig) else "DeepSpeed mapping"
+
+
+def _checked_copy(base: dict[str, Any], where: str) -> tuple[dict[str, Any], int]:
+    """A copy with only keys that can be used, and its ZeRO stage."""
+    config = copy.deepcopy(dict(base))
+    check_keys(config, where)
+    with_full_names(config, where)
+    stage = config.setdefault("zero_optimization", {}).setdefault("stage", 0)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise OptionError(f"{where}: zero_optimization.stage={stage!r}: set 0, 1, 2 or 3")
+    return config, int(stage)
+
+
+def _device(config: dict[str, Any], section: str, where: str) -> str:
+    """The device of an offload section: ``none`` or ``cpu``."""
+    device = value_at(config, f"zero_optimization.{section}.device") or "none"
+    path = f"{where}: zero_optimization.{section}.device={device!r}"
+    if device == "nvme":
+        raise OptionError(f"{path}: NVMe offload is not supported yet; set cpu")
+    if device not in ("none", "cpu"):
+        raise OptionError(f"{path}: set cpu or none")
+    return str(device)
+
+
+def _check_param_offload(config: dict[str, Any], stage: int, where: str) -> None:
+    if _device(config, "offload_param", where) == "cpu" and stage != 3:
+        raise OptionError(
+            f"{where}: zero_optimization.offload_param at zero_optimization.stage={stage} has no effect; "
+            f"set stage to 3, or remove it"
+        )
+
+
+def _check_frozen(config: dict[str, Any], stage: int, placement: str, where: str) -> None:
+    """The stage and offload of a frozen engine are those of its placement."""
+    if stage in (1, 2):
+        raise OptionError(
+            f"{where}: zero_optimization.stage={stage}: a frozen engine is stage 3 or 0; set 3, or 0 for a replica"
+        )
+    if _device(config, "offload_optimizer", where) != "none":
+        raise OptionError(
+            f"{where}: zero_optimization.offload_optimizer.device='cpu': a frozen engine has no optimizer; remove it"
+        )
+    _check_param_offload(config, stage, where)
+    config["zero_optimization"].pop("offload_optimizer", None)
+    found = placement_of(config)
+    if found != placement:
+        raise OptionError(
+            f"{where}: zero_optimization.stage={stage} is the placement {found!r}, which contradicts "
+            f"ref_placement={placement!r}; change one of them"
+        )
+
+
+def _finished(
+    config: dict[str, Any], fixed: dict[str, tuple[Any, str]], situation: Situation, where: str
+) -> dict[str, Any]:
+    """Fill "auto", refuse what contradicts ``fixed`` (dotted path to value and reason), and write that."""
+    if isinstance(situation.hidden_size, bool) or situation.hidden_size < 1:
+        raise OptionError(f"hidden_size={situation.hidden_size!r}: the model's config must give a positive number")
+    automatic = {path: value for path, (value, _) in fixed.items()}
+    fill_auto(config, situation, {**_DEFAULTS, **automatic}, where)
+    for path, (value, reason) in fixed.items():
+        found = value_at(config, path)
+        # Text is compared as such: "fp32" and "float32" are settled by the dtype plan before.
+        if found is not None and found != value and not path.startswith("data_types."):
+            raise OptionError(f'{where}: {path}={found!r} contradicts {reason}; set {value!r} or "auto", or remove it')
+        set_at(config, path, value)
+    for key, value in _DEFAULTS.items():
+        config.setdefault(key, value)
+    check_values(config, where)
+    return config

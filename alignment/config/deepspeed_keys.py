@@ -1,0 +1,235 @@
+"""The keys of a DeepSpeed JSON: those that it reads, and those that are refused here and why.
+
+DeepSpeed ignores a top-level key that it does not know, so a slip would go unnoticed. A test compares these lists
+with the installed DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from alignment.config.errors import OptionError
+from alignment.config.fields import words
+from alignment.config.refusals import nearest
+
+TOP_LEVEL = frozenset(
+    words(
+        "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps "
+        "managed_gradient_accumulation steps_per_print dump_state disable_python_gc disable_allgather "
+        "communication_data_type seq_parallel_communication_data_type prescale_gradients "
+        "gradient_predivide_factor gradient_allreduce_op zero_optimization activation_checkpointing "
+        "comms_logger tensorboard wandb csv_monitor comet gradient_clipping fp16 bf16 bfloat16 torch_autocast "
+        "optimizer scheduler zero_allow_untested_optimizer zero_force_ds_cpu_optimizer flops_profiler "
+        "wall_clock_breakdown memory_breakdown autotuning use_data_before_expert_parallelism hybrid_engine "
+        "pipeline data_efficiency checkpoint data_types aio dataloader_drop_last log_level datastates_ckpt "
+        "weight_quantization compile timers tensor_parallel expert_parallel sequence_parallel_size "
+        "vocabulary_size"
+    )
+)
+
+# Short names that DeepSpeed takes as well, and the full ones that we write.
+STAGE3_SHORT = {
+    short: f"stage3_{short}"
+    for short in (
+        "prefetch_bucket_size",
+        "param_persistence_threshold",
+        "model_persistence_threshold",
+        "max_live_parameters",
+        "max_reuse_distance",
+        "gather_16bit_weights_on_model_save",
+        "module_granularity_threshold",
+        "use_all_reduce_for_fetch_params",
+        "allgather_sequential",
+    )
+}
+
+SECTIONS: dict[str, frozenset[str]] = {
+    "zero_optimization": frozenset(
+        words(
+            "stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce "
+            "allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights "
+            "elastic_checkpoint offload_param offload_optimizer zenflow sub_group_size cpu_offload_param "
+            "cpu_offload_use_pin_memory cpu_offload stage3_gather_fp16_weights_on_model_save "
+            "ignore_unused_parameters legacy_stage1 round_robin_gradients parameter_alignment "
+            "zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights "
+            "zero_quantized_gradients memory_efficient_linear pipeline_loading_checkpoint override_module_apply "
+            "log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module"
+        )
+    )
+    | set(STAGE3_SHORT)
+    | set(STAGE3_SHORT.values()),
+    "zero_optimization.offload_param": frozenset(
+        words("device nvme_path buffer_count buffer_size max_in_cpu pin_memory")
+    ),
+    "zero_optimization.offload_optimizer": frozenset(
+        words(
+            "device nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload "
+            "cpuadam_cores_perc"
+        )
+    ),
+    "zero_optimization.leaf_module": frozenset({"classes", "names", "name_suffixes"}),
+    "bf16": frozenset(
+        words("enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states")
+    ),
+    "fp16": frozenset(
+        words(
+            "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
+            "min_loss_scale fp16_master_weights_and_grads"
+        )
+    ),
+    "data_types": frozenset({"grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"}),
+}
+
+_MONITOR = "DeepSpeed's monitors would log a loss that is scaled for its own averaging; remove it: the log is JSONL"
+_PARALLEL = "only data parallelism is supported; remove it"
+_SCALING = "it would change the gradient, whose scaling is already exact; remove it"
+_NVME = "NVMe offload is not supported yet; remove it and set device to cpu"
+_CPU_ADAM = "it needs DeepSpeed's CPU Adam, which is not supported yet; remove it"
+_DTYPE = "number formats are set by bf16, fp16 and dtype; remove it"
+_GONE = "DeepSpeed has removed it; remove it here as well"
+_OFFLOAD_OPTIMIZER = 'write "offload_optimizer": {"device": "cpu"} instead'
+
+# Keys that would be ignored, or that would make the numbers wrong.
+REFUSED: dict[str, str] = {
+    "optimizer": "the optimizer is chosen by optim, learning_rate, weight_decay and adam_*; remove the section",
+    "scheduler": "the schedule is chosen by lr_scheduler_type and warmup_ratio; remove the section",
+    "bfloat16": "it is ignored beside bf16; write bf16",
+    "activation_checkpointing": "models of transformers do not read it; set gradient_checkpointing",
+    "tensorboard": _MONITOR,
+    "wandb": _MONITOR,
+    "csv_monitor": _MONITOR,
+    "comet": _MONITOR,
+    "pipeline": _PARALLEL,
+    "tensor_parallel": _PARALLEL,
+    "expert_parallel": _PARALLEL,
+    "sequence_parallel_size": _PARALLEL,
+    "use_data_before_expert_parallelism": _PARALLEL,
+    "hybrid_engine": "it serves a few old architectures only; remove it",
+    "data_efficiency": "rows are dealt out by the window plan; remove it",
+    "dataloader_drop_last": "set the option dataloader_drop_last instead",
+    "autotuning": "it needs DeepSpeed's own launcher loop; remove it",
+    "weight_quantization": "quantised weights are not supported yet; remove it",
+    "torch_autocast": _DTYPE,
+    "data_types.param_dtype": _DTYPE,
+    "fp16.auto_cast": _DTYPE,
+    "prescale_gradients": _SCALING,
+    "gradient_predivide_factor": _SCALING,
+    "gradient_allreduce_op": _SCALING,
+    "managed_gradient_accumulation": "the loop sets the accumulation boundary by itself; remove it",
+    "disable_allgather": "the engine no longer reads it; remove it",
+    "aio": _NVME,
+    "zero_optimization.offload_param.nvme_path": _NVME,
+    "zero_optimization.offload_optimizer.nvme_path": _NVME,
+    "zero_optimization.offload_optimizer.ratio": _CPU_ADAM,
+    "zero_optimization.offload_optimizer.super_offload": _CPU_ADAM,
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": _CPU_ADAM,
+    "zero_optimization.zenflow": "ZenFlow brings its own optimizer step, which is not supported; remove it",
+    "zero_optimization.compute_grad_norm": "the gradient norm is logged at every step; remove it",
+    "zero_optimization.zero_quantized_nontrainable_weights": "it is not reliable in bf16; remove it",
+    "zero_optimization.cpu_offload": _OFFLOAD_OPTIMIZER,
+    "zero_optimization.cpu_offload_param": 'write "offload_param": {"device": "cpu"} instead',
+    "zero_optimization.cpu_offload_use_pin_memory": "write pin_memory in offload_param or offload_optimizer instead",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
+        "write stage3_gather_16bit_weights_on_model_save instead"
+    ),
+    "zero_optimization.mics_shard_size": _GONE,
+    "zero_optimization.mics_hierarchical_params_gather": _GONE,
+    "zero_optimization.zeropp_loco_param": _GONE,
+    "amp": "DeepSpeed has removed it; set bf16 or fp16",
+    **dict.fromkeys(
+        words(
+            "nebula compression_training quantize_training sparse_gradients eigenvalue sparse_attention "
+            "elasticity graph_harvesting curriculum_learning progressive_layer_drop"
+        ),
+        _GONE,
+    ),
+}
+
+
+def value_at(config: dict[str, Any], path: str) -> Any:
+    """The value at a dotted path; None where there is none."""
+    value: Any = config
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def set_at(config: dict[str, Any], path: str, value: Any) -> None:
+    """Set the value at a dotted path, making the sections on the way."""
+    *sections, last = path.split(".")
+    for part in sections:
+        config = config.setdefault(part, {})
+    config[last] = value
+
+
+def _nested(key: str, value: Any) -> str:
+    """A dotted key in its nested form, as JSON-like text."""
+    text = repr(value)
+    for part in reversed(key.split(".")):
+        text = f'{{"{part}": {text}}}'
+    return text
+
+
+def check_keys(config: dict[str, Any], where: str) -> None:
+    """Refuse what DeepSpeed would ignore or what would change the numbers.
+
+    Raises:
+        OptionError: a dotted, unknown or refused key; it is named with its value and the nearest one.
+    """
+    for key, value in config.items():
+        if "." in key:
+            raise OptionError(f"{where}: {key}={value!r}: DeepSpeed ignores dotted keys; write {_nested(key, value)}")
+        _check_key(key, key, value, TOP_LEVEL, where)
+    for section, known in SECTIONS.items():
+        content = value_at(config, section)
+        if content is None:
+            continue
+        if not isinstance(content, dict):
+            raise OptionError(f"{where}: {section}={content!r}: expected a mapping with keys such as {min(known)!r}")
+        for key, value in content.items():
+            _check_key(key, f"{section}.{key}", value, known, where)
+
+
+def _check_key(key: str, path: str, value: Any, known: frozenset[str], where: str) -> None:
+    text = repr(value)
+    text = text if len(text) <= 80 else text[:77] + "…"
+    if path in REFUSED:
+        raise OptionError(f"{where}: {path}={text}: not usable here; {REFUSED[path]}")
+    if key not in known:
+        raise OptionError(f"{where}: {path}={text}: DeepSpeed has no such key{nearest(key, known) or '; remove it'}")
+
+
+def with_full_names(config: dict[str, Any], where: str) -> None:
+    """Write ZeRO-3's short key names in full, in place, so that no key is there under two names."""
+    zero = config.get("zero_optimization", {})
+    for short, full in STAGE3_SHORT.items():
+        if short in zero and full in zero:
+            raise OptionError(
+                f"{where}: zero_optimization.{short}={zero[short]!r} and {full} are the same; remove one"
+            )
+        if short in zero:
+            zero[full] = zero.pop(short)
+
+
+def check_values(config: dict[str, Any], where: str) -> None:
+    """Let DeepSpeed's own models read the finished sections, so that a wrong type is named before an engine is built.
+
+    Raises:
+        OptionError: a value that DeepSpeed would not take.
+    """
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    models = {"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config}
+    for section, model in models.items():
+        try:
+            model(**config.get(section, {}))
+        except ValidationError as error:
+            first = error.errors()[0]
+            path = ".".join(map(str, (section, *first["loc"])))
+            reason = " ".join(first["msg"].split())
+            raise OptionError(f"{where}: {path}={first['input']!r}: {reason}; correct or remove it") from None
+    for key in ("communication_data_type", "seq_parallel_communication_data_type"):
+        if config.get(key) not in (None, "fp32", "fp16", "bf16"):
+            raise OptionError(f'{where}: {key}={config[key]!r}: set "fp32", "fp16" or "bf16"')

@@ -1,0 +1,206 @@
+"""The dtype plan: compute, master and accumulation formats, decided once and checked before any engine exists."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from alignment.config.errors import OptionError
+from alignment.config.refusals import shown
+
+BF16, FP16, FP32 = "bfloat16", "float16", "float32"
+_SECTION = {BF16: "bf16", FP16: "fp16"}
+_SHORT = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
+_LONG = {short: long for long, short in _SHORT.items()} | {long: long for long in _SHORT}
+# Below this AdamW's updates vanish in bf16 master weights: they are smaller than half a unit in the last place.
+LEAST_RATE_FOR_BF16_MASTERS = 1e-4
+
+
+@dataclass(frozen=True)
+class DtypePlan:
+    """Number formats of a run, by torch's names.
+
+    ``compute``: weights and activations in forward and backward. ``master``: the optimizer's copy of the weights.
+    ``accumulate``: gradients between micro-batches. ``ds``: the sections of the DeepSpeed JSON that say so.
+    """
+
+    compute: str
+    master: str
+    accumulate: str
+    ds: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def uses_cuda(options: Any) -> bool:
+    """Whether this process computes on a CUDA (or ROCm) device."""
+    if options.use_cpu or os.environ.get("DS_ACCELERATOR", "").lower() == "cpu":
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def requested_dtype(options: Any) -> str | None:
+    """The compute dtype that ``dtype``, ``bf16`` and ``fp16`` ask for; None: left to the machine.
+
+    Raises:
+        OptionError: they contradict each other.
+    """
+    if options.bf16 and options.fp16:
+        raise OptionError("bf16=True and fp16=True: only one compute dtype is possible; leave one out")
+    if options.dtype in (None, "auto"):
+        if options.bf16 or options.fp16:
+            return BF16 if options.bf16 else FP16
+        return FP32 if options.bf16 is False else None
+    for flag, name in (("bf16", BF16), ("fp16", FP16)):
+        value = getattr(options, flag)
+        if value is not None and value != (options.dtype == name):
+            raise OptionError(
+                f"{shown('dtype', options.dtype)} and {shown(flag, value)}: they contradict each other; leave one "
+                f"out (master weights are fp32 under either)"
+            )
+    return str(options.dtype)
+
+
+def compute_dtype(options: Any) -> str:
+    """The compute dtype of these options on this machine, without a DeepSpeed JSON."""
+    requested = requested_dtype(options)
+    if requested is not None:
+        return requested
+    if not uses_cuda(options):
+        return FP32
+    import torch
+
+    return BF16 if torch.cuda.is_bf16_supported() else FP32
+
+
+def _explicit(ds_config: dict[str, Any], section: str, key: str = "enabled") -> Any:
+    """A value of a section of the JSON; None where it is absent or "auto"."""
+    value = ds_config.get(section) or {}
+    if not isinstance(value, dict):
+        raise OptionError(f"{section}={value!r} in the DeepSpeed JSON: expected a mapping, such as {{{key!r}: …}}")
+    value = value.get(key)
+    if key == "enabled" and value not in (None, "auto") and not isinstance(value, bool):
+        raise OptionError(f'{section}.enabled={value!r} in the DeepSpeed JSON: set true, false or "auto"')
+    return None if value == "auto" else value
+
+
+def check_against_json(compute: str, source: str, ds_config: dict[str, Any]) -> None:
+    """Raise :class:`OptionError`, naming both sides, when the JSON sets bf16 or fp16 otherwise than ``compute``."""
+    for name, section in _SECTION.items():
+        enabled = _explicit(ds_config, section)
+        if enabled is not None and enabled != (compute == name):
+            raise OptionError(
+                f"{section}.enabled={str(enabled).lower()} in the DeepSpeed JSON contradicts {source} (computing in "
+                f'{compute}); set it to "auto" or change one of them'
+            )
+
+
+def _source(options: Any) -> str:
+    """The option that asks for the compute dtype."""
+    for name in ("bf16", "fp16"):
+        if getattr(options, name):
+            return shown(name, True)
+    return shown("dtype", options.dtype) if options.dtype not in (None, "auto") else shown("bf16", options.bf16)
+
+
+def _compute(options: Any, ds_config: dict[str, Any]) -> str:
+    """The compute dtype of options and JSON together; the JSON decides where the options do not."""
+    requested = requested_dtype(options)
+    if requested is not None:
+        check_against_json(requested, _source(options), ds_config)
+        return requested
+    bf16, fp16 = _explicit(ds_config, "bf16"), _explicit(ds_config, "fp16")
+    if bf16 and fp16:
+        raise OptionError("bf16.enabled=true and fp16.enabled=true in the DeepSpeed JSON: leave one out")
+    if fp16 and options.fp16 is False:
+        raise OptionError("fp16.enabled=true in the DeepSpeed JSON contradicts fp16=False; leave one of them out")
+    if bf16 or fp16:
+        return BF16 if bf16 else FP16
+    compute = compute_dtype(options)
+    return FP32 if compute == BF16 and bf16 is False else compute
+
+
+def _accumulate(compute: str, stage: Any, ds_config: dict[str, Any]) -> str:
+    """The format of accumulated gradients: DeepSpeed's default is the compute dtype."""
+    value = _explicit(ds_config, "data_types", "grad_accum_dtype")
+    if value is None:
+        return compute
+    accumulate = _LONG.get(value) if isinstance(value, str) else None
+    if accumulate not in (compute, FP32):
+        raise OptionError(
+            f"data_types.grad_accum_dtype={value!r} in the DeepSpeed JSON: while computing in {compute}, set "
+            f'"{_SHORT[compute]}", "fp32" or "auto"'
+        )
+    if stage == 0 and accumulate != compute:
+        raise OptionError(
+            f"data_types.grad_accum_dtype={value!r} in the DeepSpeed JSON: ZeRO stage 0 accumulates in the compute "
+            f"dtype ({compute}) only; set zero_optimization.stage to 2 or 3"
+        )
+    return accumulate
+
+
+def _master(compute: str, stage: Any, options: Any, ds_config: dict[str, Any]) -> str:
+    """The format of the master weights: fp32 unless the JSON asks for bf16 and that can train."""
+    if _explicit(ds_config, "fp16", "fp16_master_weights_and_grads"):
+        raise OptionError(
+            "fp16.fp16_master_weights_and_grads=true in the DeepSpeed JSON: it needs DeepSpeed's CPU Adam, which is "
+            "not supported yet; remove it (masters are fp32)"
+        )
+    bf16_states = _explicit(ds_config, "bf16", "bf16_optimizer_states")
+    if not _explicit(ds_config, "bf16", "bf16_master_weights_and_grads"):
+        if bf16_states:
+            raise OptionError(
+                "bf16.bf16_optimizer_states=true in the DeepSpeed JSON: it needs bf16_master_weights_and_grads; "
+                "remove it"
+            )
+        return FP32
+    key = "bf16.bf16_master_weights_and_grads=true in the DeepSpeed JSON"
+    if compute != BF16 or stage == 0:
+        raise OptionError(f"{key}: it needs bf16=True and ZeRO stage 1, 2 or 3; remove it (masters are fp32)")
+    if options.learning_rate < LEAST_RATE_FOR_BF16_MASTERS:
+        raise OptionError(
+            f"{key} with {shown('learning_rate', options.learning_rate)}: bf16 masters lose every update smaller than "
+            f"about 2^-9 of the weight, so that below {LEAST_RATE_FOR_BF16_MASTERS:g} almost nothing trains; remove it"
+        )
+    if not bf16_states or _explicit(ds_config, "zero_optimization", "offload_optimizer"):
+        raise OptionError(
+            f"{key}: with fp32 or offloaded optimizer states it needs DeepSpeed's CPU Adam, which is not supported "
+            f"yet; set bf16.bf16_optimizer_states without offload_optimizer, or remove it"
+        )
+    return BF16
+
+
+def _check_fp16_supported(source: str) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if not accelerator.is_fp16_supported():
+        raise OptionError(
+            f"{source}: the accelerator {accelerator.device_name()!r} does not support fp16; set bf16=true or "
+            f"dtype=float32"
+        )
+
+
+def plan_dtypes(options: Any, ds_config: dict[str, Any]) -> DtypePlan:
+    """Decide every number format of a run.
+
+    Args:
+        options: the run's options.
+        ds_config: the policy's DeepSpeed JSON as the user wrote it; not changed.
+
+    Raises:
+        OptionError: options and JSON contradict each other, or the combination cannot train.
+    """
+    compute = _compute(options, ds_config)
+    if compute == FP16:
+        _check_fp16_supported(_source(options) if requested_dtype(options) else "fp16.enabled=true")
+    stage = _explicit(ds_config, "zero_optimization", "stage") or 0
+    master = _master(compute, stage, options, ds_config)
+    accumulate = _accumulate(compute, stage, ds_config)
+    sections: dict[str, dict[str, Any]] = {
+        "bf16": {"enabled": compute == BF16},
+        "fp16": {"enabled": compute == FP16},
+        "data_types": {"grad_accum_dtype": _SHORT[accumulate]},
+    }
+    return DtypePlan(compute, master, accumulate, sections)

@@ -1,0 +1,60 @@
+"""The text of ``--help``, made from the option classes."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from alignment.config.fields import Strategy
+from alignment.config.methods import METHODS
+from alignment.config.options import AlignmentConfig
+from alignment.config.refusals import refused_fields
+
+_USAGE = """\
+usage: [deepspeed|torchrun|python] launch/train.py [RECIPE] [--method METHOD] [--OPTION VALUE ...]
+
+RECIPE is a YAML file or the name of a packaged one (kto, cpo). Options given here override it.
+A truth value needs no VALUE; a mapping is given as JSON."""
+
+
+def grouped_fields(cls: type) -> Iterator[tuple[str, list[dataclasses.Field[Any]]]]:
+    """The options of a class by the title of the group that declares them, base classes first."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for part in reversed(cls.__mro__):
+        own = [fields[name] for name in inspect.get_annotations(part) if name in fields]
+        if own:
+            yield vars(part)["TITLE"], own
+
+
+def default_text(field: dataclasses.Field[Any]) -> str:
+    """A default as one would write it."""
+    if field.default is None:
+        return "unset"
+    if isinstance(field.default, bool):
+        return str(field.default).lower()
+    return str(field.default.value if isinstance(field.default, Strategy) else field.default)
+
+
+def help_text() -> str:
+    """Every option with its help and default: the shared groups once, then each method's own."""
+    lines = [_USAGE]
+    shared = {field.name for field in dataclasses.fields(AlignmentConfig)}
+    seen: set[str] = set()
+    for name, cls in METHODS.items():
+        for title, fields in grouped_fields(cls):
+            if title in seen:
+                continue
+            seen.add(title)
+            common = fields[0].name in shared or title == "Lengths"
+            lines.append(f"\n{title}{'' if common else f' (--method {name})'}:")
+            lines += [_entry(field) for field in fields]
+    return "\n".join(lines)
+
+
+def _entry(field: dataclasses.Field[Any]) -> str:
+    later = " (not supported yet)" if field.name in refused_fields() else ""
+    text = f"{field.metadata['help'].replace('`', '')} [{default_text(field)}]{later}"
+    return textwrap.fill(text, 100, initial_indent=f"  --{field.name}".ljust(33) + " ", subsequent_indent=" " * 34)

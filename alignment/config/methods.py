@@ -1,0 +1,17 @@
+"""The methods by name. A new method adds its options class here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from alignment.config.cpo import CPOConfig
+from alignment.config.kto import KTOConfig
+from alignment.config.options import AlignmentConfig
+
+METHODS: dict[str, type[AlignmentConfig]] = {"kto": KTOConfig, "cpo": CPOConfig}
+PLANNED = ("online_dpo", "reward", "sft")
+
+
+def option_names(cls: type[AlignmentConfig]) -> set[str]:
+    """The names of all options of one method."""
+    return {field.name for field in dataclasses.fields(cls)}

@@ -1,0 +1,158 @@
+"""The options that all methods share, and what callbacks read from them.
+
+These are our own dataclasses, not transformers' ``TrainingArguments``: nothing here builds device or process state.
+Every field is read outside this package or is refused by :mod:`alignment.config.refusals`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from alignment.config import checks, dtypes, refusals
+from alignment.config.conversion import convert_options
+from alignment.config.errors import OptionError
+from alignment.config.fields import Strategy
+from alignment.config.options_data import DataOptions
+from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions
+from alignment.config.options_training import LoggingOptions, MemoryOptions, SavingOptions, TrainingOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+def _environment_int(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise OptionError(f"{name}={text!r}: the launcher's variable must be a whole number; unset it") from None
+
+
+@dataclass(kw_only=True)
+class AlignmentConfig(
+    SavingOptions,
+    LoggingOptions,
+    AdapterOptions,
+    MemoryOptions,
+    PrecisionOptions,
+    TrainingOptions,
+    DataOptions,
+    ModelOptions,
+):
+    """What every method has. Use a method's class (``KTOConfig``, ``CPOConfig``), not this one.
+
+    Raises:
+        OptionError: an unknown name, a value of the wrong type, or one that cannot be used.
+    """
+
+    TITLE: ClassVar[str] = "Output"
+    method: ClassVar[str] = ""
+
+    output_dir: str | None = dataclasses.field(
+        default=None, kw_only=False, metadata={"help": "Folder for the model, the log and the resolved settings."}
+    )
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        # Before the generated __init__, whose TypeError could not name the nearest option.
+        refusals.check_names(cls, kwargs)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        convert_options(self)
+        refusals.refuse_not_yet(self)
+        checks.check_shared(self)
+        if self.per_device_eval_batch_size is None:
+            self.per_device_eval_batch_size = self.per_device_train_batch_size
+        if self.eval_steps is None:
+            self.eval_steps = self.logging_steps
+        self.resolve()
+
+    def resolve(self) -> None:
+        """Check the method's own options, and fill those that depend on each other."""
+
+    @property
+    def window_size(self) -> int:
+        """Rows of one optimizer step, over all ranks."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
+
+    @property
+    def train_batch_size(self) -> int:
+        """Rows of one micro-batch on this device."""
+        return self.per_device_train_batch_size
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Rows of one evaluation batch on this device."""
+        return self.per_device_eval_batch_size or self.per_device_train_batch_size
+
+    @property
+    def process_index(self) -> int:
+        """This process's rank."""
+        return _environment_int("RANK", 0)
+
+    @property
+    def local_process_index(self) -> int:
+        """This process's rank on its machine."""
+        return _environment_int("LOCAL_RANK", 0)
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return _environment_int("WORLD_SIZE", 1)
+
+    @property
+    def n_gpu(self) -> int:
+        """GPUs of this process: 1 or 0."""
+        return int(dtypes.uses_cuda(self))
+
+    @property
+    def parallel_mode(self) -> Any:
+        """transformers' ``ParallelMode``; only asked by callbacks, when transformers is loaded already."""
+        from transformers.training_args import ParallelMode
+
+        if self.world_size > 1:
+            return ParallelMode.DISTRIBUTED
+        return ParallelMode.NOT_DISTRIBUTED if self.n_gpu else ParallelMode.NOT_PARALLEL
+
+    @property
+    def logging_strategy(self) -> Strategy:
+        """Always by steps; read by transformers' DefaultFlowCallback."""
+        return Strategy.STEPS
+
+    @property
+    def eval_delay(self) -> int:
+        """Evaluation is never delayed; read by transformers' DefaultFlowCallback."""
+        return 0
+
+    @property
+    def resolved_bf16(self) -> bool:
+        """Whether these options and this machine, without a DeepSpeed JSON, give bfloat16."""
+        return dtypes.compute_dtype(self) == "bfloat16"
+
+    @property
+    def resolved_fp16(self) -> bool:
+        """Whether these options give float16."""
+        return dtypes.compute_dtype(self) == "float16"
+
+    def to_dict(self) -> dict[str, Any]:
+        """All options as plain values, with ``method`` first; a secret is replaced by its name."""
+        values: dict[str, Any] = {"method": self.method}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in refusals.SECRETS and value is not None:
+                value = f"<{field.name.upper()}>"
+            values[field.name] = value.value if isinstance(value, Strategy) else value
+        return values
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """The same with values that a metrics store takes: truth values, numbers and texts."""
+        values = {**self.to_dict(), "train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
+        return {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in values.items()}
+
+    def to_json_string(self) -> str:
+        """The same as indented JSON."""
+        return json.dumps(self.to_dict(), indent=2, default=str)

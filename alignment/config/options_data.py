@@ -1,0 +1,52 @@
+"""The options that say which rows are read, and how they are cut to length."""
+
+# ruff: noqa: RUF009 - option() is dataclasses.field() with a help text
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from alignment.config.fields import option
+
+TRUNCATION_MODES = ("keep_end", "keep_start")
+
+
+@dataclass(kw_only=True)
+class DataOptions:
+    """Rows and how they are dealt out."""
+
+    TITLE: ClassVar[str] = "Data"
+
+    dataset_name: str | None = option(None, "File, folder or hub name of the data (the command line needs it).")
+    dataset_config: str | None = option(None, "Configuration name of a hub dataset.")
+    dataset_train_split: str = option("train", "Split to train on.")
+    dataset_test_split: str | None = option(None, "Split to evaluate on; unset: none.")
+    dataset_mixture: list[Any] | dict[str, Any] | None = option(None, "Several datasets with mixing weights.")
+    column_map: dict[str, str] | None = option(None, "Names of the dataset's columns for those that are expected.")
+    max_train_samples: int | None = option(None, "Use only the first so many training rows.")
+    max_eval_samples: int | None = option(None, "Use only the first so many evaluation rows.")
+    dataset_num_proc: int | None = option(None, "Processes that tokenise; changes the speed, not the result.")
+    dataloader_num_workers: int = option(0, "Worker processes that collate batches; 0: the training process does.")
+    dataloader_drop_last: bool = option(False, "Drop the last window of an epoch when it is not full.")
+    max_tokens_per_batch: int | None = option(
+        None, "Cut windows into micro-batches of at most so many padded tokens; unset: by the batch size."
+    )
+    stratify_labels: bool = option(False, "KTO: give each window the data's share of desirable rows, to one row.")
+    strict_data: bool = option(False, "Make it an error when a row has to be dropped.")
+    dry_run: bool = option(False, "Print the resolved options, DeepSpeed JSON and first rows, then stop.")
+
+
+@dataclass(kw_only=True)
+class SequenceOptions:
+    """Lengths in tokens; the same for every method that trains on given completions."""
+
+    TITLE: ClassVar[str] = "Lengths"
+
+    max_length: int = option(1024, "Longest prompt and completion together, in tokens.")
+    max_prompt_length: int | None = option(512, "Longest prompt, in tokens; `null`: only `max_length` counts.")
+    max_completion_length: int | None = option(None, "Longest completion, in tokens; unset: only `max_length` counts.")
+    truncation_mode: str = option(
+        "keep_end", "Which part of a prompt that is too long is kept.", choices=TRUNCATION_MODES
+    )
+    generate_during_eval: bool = option(False, "Log a table of prompts with answers of policy and reference.")

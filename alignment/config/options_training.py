@@ -1,0 +1,96 @@
+"""The options of the loop: steps, optimizer, memory, logging, evaluation, saving and the hub."""
+
+# ruff: noqa: RUF009 - option() is dataclasses.field() with a help text
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from alignment.config.fields import Strategy, option
+
+
+@dataclass(kw_only=True)
+class TrainingOptions:
+    """Steps, optimizer and schedule."""
+
+    TITLE: ClassVar[str] = "Training"
+
+    per_device_train_batch_size: int = option(8, "Rows of one micro-batch on each device.")
+    per_device_eval_batch_size: int | None = option(None, "The same in evaluation; unset: as in training.")
+    gradient_accumulation_steps: int = option(1, "Micro-batches that make one optimizer step.")
+    learning_rate: float = option(1e-6, "Peak learning rate.")
+    weight_decay: float = option(0.0, "Decoupled weight decay.")
+    adam_beta1: float = option(0.9, "AdamW's decay of the first moment.")
+    adam_beta2: float = option(0.999, "AdamW's decay of the second moment.")
+    adam_epsilon: float = option(1e-8, "AdamW's term against division by zero.")
+    max_grad_norm: float = option(1.0, "Clip the global gradient norm to this; 0: no clipping.")
+    num_train_epochs: float = option(3.0, "Passes over the data.")
+    max_steps: int = option(-1, "Optimizer steps; takes the place of `num_train_epochs` when positive.")
+    lr_scheduler_type: str = option("linear", "Schedule of the learning rate, by transformers' names.")
+    lr_scheduler_kwargs: dict[str, Any] | None = option(None, "Further arguments of the schedule.")
+    warmup_ratio: float = option(0.0, "Share of the steps over which the learning rate rises from 0.")
+    warmup_steps: int = option(0, "The same as a number of steps.")
+    optim: str = option("adamw_torch", "Optimizer: `adamw_torch`, `adamw_torch_fused` or `sgd`.")
+    optim_args: str | dict[str, Any] | None = option(
+        None, "Further arguments of the optimizer: `key=value,key=value` or a mapping."
+    )
+    seed: int = option(42, "Seed of everything random.")
+    data_seed: int | None = option(None, "Seed of the order of the rows; unset: `seed`.")
+    full_determinism: bool = option(False, "Deterministic kernels only: slower, and repeats to the bit.")
+
+
+@dataclass(kw_only=True)
+class MemoryOptions:
+    """What trades time against memory."""
+
+    TITLE: ClassVar[str] = "Engine and memory"
+
+    deepspeed: str | dict[str, Any] | None = option(
+        None, "DeepSpeed JSON of the policy: path, name in `ds_configs/` or mapping; unset: `zero2`."
+    )
+    gradient_checkpointing: bool = option(True, "Recompute activations in backward instead of keeping them.")
+    gradient_checkpointing_kwargs: dict[str, Any] | None = option(None, "Arguments of torch's checkpoint function.")
+    activation_offloading: bool = option(False, "Keep activations in host memory until backward.")
+    auto_find_batch_size: bool = option(False, "Halve the micro-batch after running out of memory.")
+
+
+@dataclass(kw_only=True)
+class LoggingOptions:
+    """Logs and evaluation."""
+
+    TITLE: ClassVar[str] = "Logging and evaluation"
+
+    logging_steps: int = option(10, "Optimizer steps between two lines of the log.")
+    logging_first_step: bool = option(False, "Log the first step as well.")
+    report_to: str | list[str] = option("none", "Reporting integrations.")
+    run_name: str | None = option(None, "Name of the run in the log.")
+    disable_tqdm: bool = option(False, "No progress bar.")
+    include_num_input_tokens_seen: bool = option(False, "Keep the number of tokens seen in the trainer's state.")
+    include_tokens_per_second: bool = option(False, "Log the tokens trained on per second and device.")
+    eval_strategy: Strategy = option(Strategy.NO, "When to evaluate: `no`, `steps` or `epoch`.")
+    eval_steps: int | None = option(None, "Optimizer steps between evaluations; unset: `logging_steps`.")
+    eval_on_start: bool = option(False, "Evaluate once before the first step.")
+
+
+@dataclass(kw_only=True)
+class SavingOptions:
+    """Folders, checkpoints and the hub."""
+
+    TITLE: ClassVar[str] = "Saving and the hub"
+
+    overwrite_output_dir: bool = option(False, "Write into an output folder that is not empty.")
+    save_strategy: Strategy = option(Strategy.STEPS, "When to save the model: `no`, `steps` or `epoch`.")
+    save_steps: int = option(500, "Optimizer steps between saves.")
+    save_total_limit: int | None = option(None, "Keep only the newest so many checkpoint folders.")
+    save_only_model: bool = option(True, "Save the model without the optimizer's state.")
+    load_best_model_at_end: bool = option(False, "End with the checkpoint that evaluated best.")
+    metric_for_best_model: str | None = option(None, "Metric that decides which checkpoint is best.")
+    greater_is_better: bool | None = option(None, "Whether a greater metric is better.")
+    resume_from_checkpoint: str | bool | None = option(None, "Checkpoint folder to go on from.")
+    push_to_hub: bool = option(False, "Upload the model to the Hugging Face hub.")
+    hub_model_id: str | None = option(None, "Repository to upload to.")
+    hub_token: str | None = option(None, "Token for the hub; never logged or saved.")
+    hub_private_repo: bool | None = option(None, "Make the repository private.")
+    hub_strategy: str = option("every_save", "When to upload.")
+    hub_revision: str | None = option(None, "Branch to upload to.")

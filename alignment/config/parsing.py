@@ -1,0 +1,130 @@
+"""The command line: ``[--local_rank=N] [recipe.yaml] --key value --key=value --flag``.
+
+A recipe gives a method and options, flat or in sections; the command line overrides it. Nothing is converted here:
+values go as they are to the options class, whose conversion is the only one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from typing import Any, NoReturn
+
+from alignment.config import checks
+from alignment.config.conversion import hints, members
+from alignment.config.errors import OptionError
+from alignment.config.methods import METHODS, PLANNED, option_names
+from alignment.config.options import AlignmentConfig
+from alignment.config.recipes import read_recipe
+from alignment.config.refusals import nearest, shown, unknown_option
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser that raises instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(f"command line: {message}; --help lists the options")
+
+
+def parse(argv: list[str]) -> AlignmentConfig:
+    """Options of the method that the recipe or ``--method`` names.
+
+    Args:
+        argv: the arguments after the script's name.
+
+    Raises:
+        OptionError: anything that cannot be used, in one line.
+        SystemExit: with code 0, after ``--help``.
+    """
+    recipe_name, given = read_arguments(argv)
+    if "help" in given:
+        from alignment.config.help import help_text
+
+        print(help_text())
+        raise SystemExit(0)
+    recipe = read_recipe(recipe_name) if recipe_name is not None else {}
+    method = _method(given.pop("method", None), recipe.pop("method", None), recipe_name)
+    cls = METHODS[method]
+    names = option_names(cls)
+    for name, value in recipe.items():
+        if name not in names:
+            raise OptionError(f"{recipe_name}: {unknown_option(method, name, value)}")
+    for name, value in given.items():
+        if name not in names:
+            raise unknown_option(method, name, value)
+    try:
+        options = cls(**{**recipe, **given})
+        checks.check_command_line(options)
+    except OptionError as error:
+        at_fault = re.match(r"(\w+)=", str(error))
+        if at_fault and at_fault[1] in recipe and at_fault[1] not in given:
+            raise OptionError(f"{recipe_name}: {error}") from None
+        raise
+    return options
+
+
+def read_arguments(argv: list[str]) -> tuple[str | None, dict[str, Any]]:
+    """The recipe's name, if there is one, and the options given, as texts (lists of texts for list options).
+
+    Raises:
+        OptionError: an option that no method has, one given twice, or a value without an option.
+    """
+    fields = {f.name: cls for cls in METHODS.values() for f in dataclasses.fields(cls)}
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--local_rank", "--local-rank", nargs=1, action="append")
+    parser.add_argument("--method", nargs="*", action="append")
+    parser.add_argument("-h", "--help", action="store_const", const=[[]])
+    for name in fields:
+        parser.add_argument(f"--{name}", nargs="*", action="append")
+    parsed, rest = parser.parse_known_args(argv)
+    recipe = _recipe_name(rest, argv)
+    given: dict[str, Any] = {}
+    for name, occurrences in vars(parsed).items():
+        if name == "local_rank":
+            continue  # the launcher's; the environment says the same
+        if len(occurrences) > 1:
+            raise OptionError(f"--{name}: given {len(occurrences)} times; keep one")
+        given[name] = _value(name, occurrences[0], fields.get(name))
+    return recipe, given
+
+
+def _recipe_name(rest: list[str], argv: list[str]) -> str | None:
+    """The recipe among what argparse did not know; the rest is a fault."""
+    for index, token in enumerate(rest):
+        if token.startswith("-"):
+            name, _, value = token.lstrip("-").partition("=")
+            following = rest[index + 1 :]
+            if not value and following and not following[0].startswith("-"):
+                value = following[0]
+            raise unknown_option("", name, value or True)
+    if len(rest) > 1:
+        raise OptionError(f"command line: {rest[1]!r} belongs to no option; write --key value, the recipe first")
+    return rest[0] if rest else None
+
+
+def _value(name: str, values: list[str], cls: type | None) -> Any:
+    """A flag without value is true; several values are for list options only."""
+    if not values:
+        return True
+    if len(values) == 1:
+        return values[0]
+    if cls is not None and list in members(hints(cls)[name]):
+        return values
+    raise OptionError(f"--{name} {' '.join(values)}: takes one value; {values[1]!r} belongs to no option")
+
+
+def _method(given: Any, in_recipe: Any, recipe_name: str | None) -> str:
+    method = given if given is not None else in_recipe
+    if method is None:
+        where = f"{recipe_name}: method is missing" if recipe_name else "method=None: no recipe and no --method given"
+        raise OptionError(f"{where}; set method to one of {', '.join(METHODS)}")
+    if method in METHODS:
+        return str(method)
+    prefix = f"{recipe_name}: " if given is None else ""
+    if method in PLANNED:
+        raise OptionError(f"{prefix}{shown('method', method)}: not supported yet; set one of {', '.join(METHODS)}")
+    raise OptionError(
+        f"{prefix}{shown('method', method)}: no such method{nearest(str(method), METHODS)}; "
+        f"set one of {', '.join(METHODS)}"
+    )

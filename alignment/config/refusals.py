@@ -1,0 +1,227 @@
+"""Options that are refused by name, each with its reason and the nearest thing that works.
+
+Three tables: fields that exist but do nothing yet (``NOT_YET``), names that this project does not have
+(``REMOVED``), and names of a method that is still to come (``ONLINE_DPO``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from alignment.config.errors import OptionError
+from alignment.config.fields import words
+
+SECRETS = frozenset({"hub_token"})
+WORKING_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
+# transformers' OptimizerNames; a test compares the two.
+KNOWN_OPTIMIZERS = WORKING_OPTIMIZERS + words(
+    "adamw_torch_xla adamw_torch_npu_fused adafactor adamw_anyprecision "
+    "adamw_torch_4bit adamw_torch_8bit ademamix adagrad adamw_bnb_8bit adamw_8bit ademamix_8bit lion_8bit "
+    "lion_32bit paged_adamw_32bit paged_adamw_8bit paged_ademamix_32bit paged_ademamix_8bit "
+    "paged_lion_32bit paged_lion_8bit rmsprop rmsprop_bnb rmsprop_bnb_8bit rmsprop_bnb_32bit galore_adamw "
+    "galore_adamw_8bit galore_adafactor galore_adamw_layerwise galore_adamw_8bit_layerwise "
+    "galore_adafactor_layerwise lomo adalomo grokadamw schedule_free_radam schedule_free_adamw "
+    "schedule_free_sgd apollo_adamw apollo_adamw_layerwise stable_adamw"
+)
+
+
+@dataclass(frozen=True)
+class NotYet:
+    """A field of which only some values work: ``allowed`` ones pass, any other is refused with ``reason``.
+
+    ``partial`` is true where the allowed values differ from each other in effect, so that the field is read.
+    """
+
+    allowed: tuple[Any, ...]
+    reason: str
+    instead: str
+    partial: bool = False
+
+
+_PEFT = "adapters are not supported yet"
+_QUANT = "4- and 8-bit base weights are not supported yet"
+_WHOLE = "leave it out to train the whole model"
+_OFFLOADED = "leave it out; deepspeed=zero3_offload keeps weights and optimizer in host memory"
+_BEST = "choosing the best checkpoint is not supported yet"
+_LAST = "leave it out; every saved folder can be evaluated by itself"
+_HUB = "uploading is not supported yet"
+_UPLOAD = "leave it out and upload output_dir with `hf upload`"
+_SYNC = "a reference that follows the policy is not supported yet"
+_PRECOMPUTED = "reference log-probs from disk are not supported yet"
+
+NOT_YET: dict[str, NotYet] = {
+    "use_peft": NotYet((False,), _PEFT, _WHOLE),
+    "lora_r": NotYet((16,), _PEFT, _WHOLE),
+    "lora_alpha": NotYet((32,), _PEFT, _WHOLE),
+    "lora_dropout": NotYet((0.05,), _PEFT, _WHOLE),
+    "lora_target_modules": NotYet((None,), _PEFT, _WHOLE),
+    "lora_modules_to_save": NotYet((None,), _PEFT, _WHOLE),
+    "use_rslora": NotYet((False,), _PEFT, _WHOLE),
+    "use_dora": NotYet((False,), _PEFT, _WHOLE),
+    "load_in_4bit": NotYet((False,), _QUANT, _OFFLOADED),
+    "load_in_8bit": NotYet((False,), _QUANT, _OFFLOADED),
+    "bnb_4bit_quant_type": NotYet(("nf4",), _QUANT, _OFFLOADED),
+    "use_bnb_nested_quant": NotYet((False,), _QUANT, _OFFLOADED),
+    "ref_placement": NotYet(
+        (None, "none", "offload", "sharded", "replica"),
+        "this placement of the reference is not supported yet",
+        "set offload, sharded or replica",
+        partial=True,
+    ),
+    "optim": NotYet(
+        WORKING_OPTIMIZERS, "this optimizer is not supported yet", "the nearest that works is", partial=True
+    ),
+    "precompute_ref_log_probs": NotYet((False,), _PRECOMPUTED, "set ref_placement to offload, sharded or replica"),
+    "precompute_ref_batch_size": NotYet((None,), _PRECOMPUTED, "set ref_placement to offload, sharded or replica"),
+    "sync_ref_model": NotYet((False,), _SYNC, "leave it out: the reference stays the policy as given"),
+    "ref_model_mixup_alpha": NotYet((0.6,), _SYNC, "leave it out: the reference stays the policy as given"),
+    "ref_model_sync_steps": NotYet((512,), _SYNC, "leave it out: the reference stays the policy as given"),
+    "generate_during_eval": NotYet(
+        (False,), "sampling during evaluation is not supported yet", "leave it out and sample from a saved folder"
+    ),
+    "activation_offloading": NotYet(
+        (False,), "activations in host memory are not supported yet", "keep gradient_checkpointing=true"
+    ),
+    "auto_find_batch_size": NotYet(
+        (False,),
+        "searching for a batch size is not supported yet",
+        "set per_device_train_batch_size=1 and gradient_accumulation_steps to the rows of a step",
+    ),
+    "report_to": NotYet(
+        ("none", ["none"], []), "reporting integrations are not supported yet", "set none: the log is a JSONL file"
+    ),
+    "save_only_model": NotYet((True,), "resumable checkpoints are not supported yet", "leave it out"),
+    "resume_from_checkpoint": NotYet(
+        (None, False), "resuming is not supported yet", "give the checkpoint folder as model_name_or_path"
+    ),
+    "load_best_model_at_end": NotYet((False,), _BEST, _LAST),
+    "metric_for_best_model": NotYet((None,), _BEST, _LAST),
+    "greater_is_better": NotYet((None,), _BEST, _LAST),
+    "dataset_mixture": NotYet(
+        (None,), "mixtures of datasets are not supported yet", "join the files into one and set dataset_name"
+    ),
+    "column_map": NotYet((None,), "renaming columns is not supported yet", "rename the columns in the data"),
+    "push_to_hub": NotYet((False,), _HUB, _UPLOAD),
+    "hub_model_id": NotYet((None,), _HUB, _UPLOAD),
+    "hub_token": NotYet((None,), _HUB, "leave it out; `hf auth login` gives access to gated models"),
+    "hub_private_repo": NotYet((None,), _HUB, _UPLOAD),
+    "hub_strategy": NotYet(("every_save",), _HUB, _UPLOAD),
+    "hub_revision": NotYet((None,), _HUB, _UPLOAD),
+}
+
+_NO_PAD_LABEL = "there is no pad label here: completions are marked by position"
+_DECODER = "encoder-decoder models are not supported; use a causal language model"
+
+REMOVED: dict[str, str] = {
+    "fsdp": "the engine is DeepSpeed; set deepspeed to zero3, which shards parameters likewise",
+    "tpu": "DeepSpeed does not run on TPUs; use a GPU or the CPU",
+    "use_ipex": "Intel's extension is no longer needed; leave it out",
+    "label_pad_token_id": _NO_PAD_LABEL + "; leave it out",
+    "padding_value": _NO_PAD_LABEL + "; leave it out",
+    "is_encoder_decoder": _DECODER,
+    "max_target_length": _DECODER + " and max_completion_length",
+    "model_adapter_name": _PEFT + "; " + _WHOLE,
+    "ref_adapter_name": _PEFT + "; set ref_model_name_or_path",
+    "local_rank": "the launcher sets it in the environment; leave it out",
+    "evaluation_strategy": "set eval_strategy",
+    "torch_dtype": "set dtype",
+    "max_seq_length": "set max_length",
+    "tokenizer": "the model's own tokenizer is used; in Python pass processing_class to the trainer",
+    "tokenizer_name_or_path": "the model's own tokenizer is used; save the other one in the model's folder",
+    "model": "set model_name_or_path",
+    "model_name": "set model_name_or_path",
+    "ref_model": "set ref_model_name_or_path",
+    "dataset": "set dataset_name",
+    "data_path": "set dataset_name",
+    "lr": "set learning_rate",
+    "epochs": "set num_train_epochs",
+    "batch_size": "set per_device_train_batch_size",
+    "train_batch_size": "set per_device_train_batch_size and gradient_accumulation_steps",
+    "no_cuda": "set use_cpu",
+    "fp16_full_eval": "evaluation computes as training does; set fp16 or bf16",
+    "bf16_full_eval": "evaluation computes as training does; set fp16 or bf16",
+    "logging_strategy": "set logging_steps",
+    "logging_dir": "the log lies in output_dir",
+    "use_liger_kernel": "the log-prob head is already fused; leave it out",
+    "padding_free": "set max_tokens_per_batch",
+    "group_by_length": "set max_tokens_per_batch",
+    "remove_unused_columns": "columns that a method does not need are always left aside; leave it out",
+    "gamma": "set simpo_gamma",
+    "fsdp_config": "the engine is DeepSpeed; set deepspeed to zero3",
+}
+_REMOVED_PREFIXES = ("fsdp_", "tpu_", "ddp_")
+
+ONLINE_DPO = frozenset(
+    words(
+        "rollout_batch_size rollout_backend reward_model reward_model_path reward_funcs reward_weights judge "
+        "max_new_tokens temperature top_p top_k min_p repetition_penalty generation_kwargs "
+        "missing_eos_penalty num_generations"
+    )
+)
+
+
+def refused_fields() -> set[str]:
+    """The fields of which only the default works: those that nothing reads yet."""
+    return {name for name, entry in NOT_YET.items() if not entry.partial}
+
+
+def shown(name: str, value: Any) -> str:
+    """``name=value`` for a message: on one line, shortened, and without secrets."""
+    text = "<hidden>" if name in SECRETS else repr(value.value if isinstance(value, Enum) else value)
+    return f"{name}={text if len(text) <= 100 else text[:97] + '…'}"
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"`` when one of the names is close, else an empty string."""
+    close = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def refuse_not_yet(options: Any) -> None:
+    """Raise :class:`OptionError` for the first field whose value does not work yet."""
+    for name, entry in NOT_YET.items():
+        value = getattr(options, name, entry.allowed[0])
+        # False == 0 in Python: the type decides as well.
+        if any(value == allowed and type(value) is type(allowed) for allowed in entry.allowed):
+            continue
+        instead = entry.instead
+        if name == "optim":
+            if value not in KNOWN_OPTIMIZERS:
+                close = nearest(value, KNOWN_OPTIMIZERS)
+                raise OptionError(
+                    f"{shown(name, value)}: no such optimizer{close}; set adamw_torch, adamw_torch_fused or sgd"
+                )
+            instead += " sgd" if "sgd" in value else " adamw_torch"
+        raise OptionError(f"{shown(name, value)}: {entry.reason}; {instead}")
+
+
+def unknown_option(method: str, name: str, value: Any) -> OptionError:
+    """The error for a name that is not a field of the method's options."""
+    text = shown(name, value)
+    if name in REMOVED:
+        return OptionError(f"{text}: not an option here; {REMOVED[name]}")
+    for prefix in _REMOVED_PREFIXES:
+        if name.startswith(prefix):
+            return OptionError(f"{text}: not an option here; the engine is DeepSpeed, configured by deepspeed")
+    if name in ONLINE_DPO:
+        return OptionError(f"{text}: an option of Online DPO, which is not supported yet; leave it out for {method}")
+    from alignment.config.methods import METHODS, option_names
+
+    for other, cls in METHODS.items():
+        if name in option_names(cls):
+            return OptionError(f"{text}: an option of method {other}, not of {method}; leave it out or use {other}")
+    known = option_names(METHODS[method]) if method in METHODS else set().union(*map(option_names, METHODS.values()))
+    return OptionError(f"{text}: unknown option{nearest(name, known) or '; --help lists the options'}")
+
+
+def check_names(cls: type, values: dict[str, Any]) -> None:
+    """Raise :class:`OptionError` for the first name that is not a field of ``cls``."""
+    known = {f.name for f in dataclasses.fields(cls)}
+    for name, value in values.items():
+        if name not in known:
+            raise unknown_option(getattr(cls, "method", ""), name, value)

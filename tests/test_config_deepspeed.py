@@ -1,0 +1,486 @@
+"""The DeepSpeed JSON and the dtype plan: "auto", contradictions, refusals, and how DeepSpeed reads the result."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignment.config.cpo import CPOConfig
+from alignment.config.deepspeed import (
+    frozen_config,
+    load_deepspeed_config,
+    placement_of,
+    policy_config,
+    reference_placement,
+)
+from alignment.config.deepspeed_auto import _RULES
+from alignment.config.deepspeed_keys import REFUSED, SECTIONS, STAGE3_SHORT, TOP_LEVEL, set_at, value_at
+from alignment.config.dtypes import plan_dtypes
+from alignment.config.errors import OptionError
+from alignment.config.kto import KTOConfig
+from alignment.config.options import AlignmentConfig
+from alignment.config.paths import packaged, packaged_names
+
+POLICIES = ("zero0", "zero2", "zero2_offload", "zero3", "zero3_offload")
+PLACEMENTS = ("offload", "sharded", "replica")
+HIDDEN = 1024
+
+
+@pytest.fixture(autouse=True)
+def one_cpu_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+
+def build(base: dict[str, Any], world_size: int = 1, **options: Any) -> dict[str, Any]:
+    config = KTOConfig("out", **options)
+    return policy_config(config, base, plan_dtypes(config, base), world_size, HIDDEN)
+
+
+def refused(base: dict[str, Any], **options: Any) -> str:
+    with pytest.raises(OptionError) as caught:
+        build(base, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def frozen(placement: str, base: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    config: AlignmentConfig = KTOConfig("out", **options)
+    return frozen_config(config, base, placement, plan_dtypes(config, {}), 1, HIDDEN, micro_batch=4)
+
+
+def autos(value: Any) -> bool:
+    return any(map(autos, value.values())) if isinstance(value, dict) else value == "auto"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("options", [{}, {"bf16": True, "max_grad_norm": 0, "gradient_accumulation_steps": 4}])
+def test_policy_is_what_deepspeed_reads(name: str, options: dict[str, Any]) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    base = load_deepspeed_config(name, "zero2")
+    before = copy.deepcopy(base)
+    config = build(base, **options)
+    assert base == before, "the input was changed"
+    assert not autos(config) and json.loads(json.dumps(config)) == config
+    read = DeepSpeedConfig(copy.deepcopy(config))
+    accumulation = options.get("gradient_accumulation_steps", 1)
+    assert (read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps) == (8, accumulation)
+    assert read.train_batch_size == 8 * accumulation
+    assert read.gradient_clipping == options.get("max_grad_norm", 1.0)
+    assert read.bfloat16_config.enabled is bool(options.get("bf16")) and not read.float16_config.enabled
+    zero = read.zero_config
+    assert zero.stage == int(name[4]) and zero.gather_16bit_weights_on_model_save
+    assert read.zero_allow_untested_optimizer and not read.wall_clock_breakdown and read.steps_per_print >= 10**9
+    offloaded = zero.offload_optimizer is not None
+    assert offloaded == name.endswith("_offload") and read.zero_force_ds_cpu_optimizer == (not offloaded)
+    if zero.stage == 3:
+        assert zero.prefetch_bucket_size == 12 * HIDDEN**2 and zero.max_live_parameters == 36 * HIDDEN**2
+        assert zero.param_persistence_threshold == 10_000
+    if name == "zero3_offload":
+        assert zero.offload_param.device == "cpu" and zero.offload_param.pin_memory is False
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_frozen_is_what_deepspeed_reads(placement: str) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = frozen(placement, bf16=True)
+    assert not autos(config) and placement_of(config) == placement
+    read = DeepSpeedConfig(copy.deepcopy(config))
+    assert (read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps, read.train_batch_size) == (4, 1, 4)
+    assert read.zero_config.stage == (0 if placement == "replica" else 3)
+    assert read.bfloat16_config.enabled and read.gradient_clipping == 0.0
+    assert (read.zero_config.offload_param is not None) == (placement == "offload")
+
+
+def test_every_packaged_file_is_tested() -> None:
+    assert set(packaged_names("ds_configs")) == {*POLICIES, *(f"ref_{placement}" for placement in PLACEMENTS)}
+    assert packaged("ds_configs", "zero2") == packaged("ds_configs", "zero2.json")
+
+
+def test_world_size_enters_the_batch() -> None:
+    base = load_deepspeed_config(None, "zero2")
+    assert build(base, world_size=4, gradient_accumulation_steps=2)["train_batch_size"] == 64
+
+
+@pytest.mark.parametrize("path", sorted(_RULES))
+@pytest.mark.parametrize("hidden", [64, 896, 8192])
+def test_every_auto_is_filled(path: str, hidden: int) -> None:
+    base: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+    if "offload" in path:
+        set_at(base, path.rsplit(".", 1)[0], {"device": "cpu"})
+    set_at(base, path, "auto")
+    options = KTOConfig("out")
+    value = value_at(policy_config(options, base, plan_dtypes(options, base), 1, hidden), path)
+    assert isinstance(value, (int, bool)) and value != "auto"
+    if "bucket" in path:
+        assert min(hidden**2, 10**6) <= value <= 5 * 10**7 or path.endswith("prefetch_bucket_size")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "train_batch_size",
+        "gradient_clipping",
+        "bf16.enabled",
+        "fp16.enabled",
+        "data_types.grad_accum_dtype",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "zero_allow_untested_optimizer",
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    ],
+)
+def test_auto_of_what_the_options_decide(path: str) -> None:
+    base: dict[str, Any] = {"zero_optimization": {"stage": 2}}
+    set_at(base, path, "auto")
+    assert value_at(build(base), path) not in (None, "auto")
+
+
+@pytest.mark.parametrize("path", ["communication_data_type", "zero_optimization.zero_hpz_partition_size"])
+def test_unknown_auto(path: str) -> None:
+    base: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+    set_at(base, path, "auto")
+    assert f'{path}="auto"' in refused(base)
+
+
+def test_deepspeeds_own_auto_stays() -> None:
+    assert build({"data_types": {"keep_in_fp32_modules": "auto"}})["data_types"]["keep_in_fp32_modules"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("base", "said"),
+    [
+        ({"train_micro_batch_size_per_gpu": 2}, ["train_micro_batch_size_per_gpu=2", "per_device_train_batch_size=8"]),
+        ({"gradient_accumulation_steps": 2}, ["gradient_accumulation_steps=2", "gradient_accumulation_steps=1"]),
+        ({"train_batch_size": 9}, ["train_batch_size=9", "per_device_train_batch_size=8", "1 ranks"]),
+        ({"gradient_clipping": 0.5}, ["gradient_clipping=0.5", "max_grad_norm=1.0"]),
+        ({"bf16": {"enabled": False}}, ["bf16.enabled=false", "bf16=True"]),
+        ({"fp16": {"enabled": True}}, ["fp16.enabled=true", "bf16=True"]),
+        ({"zero_allow_untested_optimizer": False}, ["zero_allow_untested_optimizer=False", "torch"]),
+        (
+            {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": False}},
+            ["stage3_gather_16bit_weights_on_model_save=False", "whole weights"],
+        ),
+        (
+            {
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+                "zero_force_ds_cpu_optimizer": True,
+            },
+            ["zero_force_ds_cpu_optimizer=True", "optim='adamw_torch'"],
+        ),
+    ],
+)
+def test_contradictions_name_both_sides(base: dict[str, Any], said: list[str]) -> None:
+    message = refused(base, bf16=True)
+    for part in said:
+        assert part in message
+
+
+def test_agreement_is_accepted() -> None:
+    base = {"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 1, "bf16": {"enabled": True}}
+    assert build(base, bf16=True)["train_batch_size"] == 8
+    assert build({"steps_per_print": 5})["steps_per_print"] == 5
+
+
+@pytest.mark.parametrize(
+    ("base", "said"),
+    [
+        ({"zero_optimization.stage": 3}, ["zero_optimization.stage=3", '{"zero_optimization": {"stage": 3}}']),
+        ({"zero_optimisation": {"stage": 3}}, ["zero_optimisation=", "did you mean 'zero_optimization'"]),
+        ({"_comment": "hello"}, ["_comment='hello'", "no such key"]),
+        ({"zero_optimization": {"stag": 3}}, ["zero_optimization.stag=3", "did you mean 'stage'"]),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"devise": "cpu"}}},
+            ["zero_optimization.offload_param.devise='cpu'", "'device'"],
+        ),
+        ({"bf16": {"enable": True}}, ["bf16.enable=True", "'enabled'"]),
+        ({"data_types": {"grad_acum_dtype": "fp32"}}, ["data_types.grad_acum_dtype='fp32'", "'grad_accum_dtype'"]),
+        ({"zero_optimization": 3}, ["zero_optimization=3", "mapping"]),
+        ({"zero_optimization": {"stage": 4}}, ["zero_optimization.stage=4", "0, 1, 2 or 3"]),
+        ({"zero_optimization": {"stage": True}}, ["zero_optimization.stage=True"]),
+        ({"zero_optimization": {"stage": "auto"}}, ["zero_optimization.stage='auto'"]),
+        ({"optimizer": {"type": "AdamW"}}, ["optimizer=", "chosen by optim"]),
+        ({"scheduler": {"type": "WarmupLR"}}, ["scheduler=", "lr_scheduler_type"]),
+        ({"gradient_allreduce_op": "sum"}, ["gradient_allreduce_op='sum'", "gradient"]),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, ["cpu_offload=True", "offload_optimizer"]),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, ["offload_param", "stage=2"]),
+        (
+            {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
+            ["offload_optimizer", "stage=0"],
+        ),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, ["device='nvme'", "not supported"]),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, ["device='nvme'", "set cpu"]),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}, ["device='disk'", "cpu or none"]),
+        (
+            {"zero_optimization": {"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}},
+            ["prefetch_bucket_size=1", "the same"],
+        ),
+    ],
+)
+def test_refused_keys(base: dict[str, Any], said: list[str]) -> None:
+    message = refused(base)
+    for part in said:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("zero_optimization.reduce_bucket_size", "big"),
+        ("zero_optimization.stage3_max_live_parameters", -1),
+        ("zero_optimization.offload_optimizer.pin_memory", "perhaps"),
+        ("zero_optimization.overlap_comm", [1]),
+        ("bf16.check_grad_overflow", "perhaps"),
+        ("fp16.initial_scale_power", "high"),
+        ("communication_data_type", "fp8"),
+    ],
+)
+def test_wrong_values(path: str, value: Any) -> None:
+    base: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+    set_at(base, path, value)
+    assert f"{path}={value!r}: " in refused(base)
+
+
+@pytest.mark.parametrize("section", ["offload_param", "offload_optimizer"])
+def test_a_text_for_a_section(section: str) -> None:
+    base = {"zero_optimization": {"stage": 3, section: "cpu"}}
+    assert placement_of(base) == "sharded"
+    assert f"zero_optimization.{section}='cpu': expected a mapping" in refused(base)
+
+
+@pytest.mark.parametrize("path", sorted(REFUSED))
+def test_every_refused_key(path: str) -> None:
+    base: dict[str, Any] = {}
+    set_at(base, path, 1)
+    assert f"{path}=1: not usable here; " in refused(base)
+
+
+def test_short_names_are_written_in_full() -> None:
+    zero = build({"zero_optimization": {"stage": 3, "prefetch_bucket_size": 7}})["zero_optimization"]
+    assert zero["stage3_prefetch_bucket_size"] == 7 and "prefetch_bucket_size" not in zero
+
+
+@pytest.mark.parametrize(
+    ("placement", "base", "said"),
+    [
+        ("sharded", {"zero_optimization": {"stage": 2}}, ["stage=2", "a frozen engine is stage 3 or 0"]),
+        ("sharded", {"zero_optimization": {"stage": 1}}, ["stage=1", "a frozen engine is stage 3 or 0"]),
+        (
+            "sharded",
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
+            ["offload_optimizer", "no optimizer"],
+        ),
+        ("replica", {"zero_optimization": {"stage": 3}}, ["stage=3", "ref_placement='replica'"]),
+        ("offload", {"zero_optimization": {"stage": 3}}, ["'sharded'", "ref_placement='offload'"]),
+        ("replica", {"gradient_clipping": 1.0}, ["gradient_clipping=1.0", "no optimizer step"]),
+        ("replica", {"train_batch_size": 3}, ["train_batch_size=3", "4 rows"]),
+        ("replica", {"bf16": {"enabled": True}}, ["bf16.enabled=true", "float32"]),
+        ("adapter", None, ["ref_placement='adapter'", "offload, sharded, replica"]),
+        ("replica", {"optimizer": {}}, ["optimizer={}"]),
+    ],
+)
+def test_refused_references(placement: str, base: dict[str, Any] | None, said: list[str]) -> None:
+    with pytest.raises(OptionError) as caught:
+        frozen(placement, base)
+    for part in said:
+        assert part in str(caught.value)
+
+
+def test_placement_of_the_reference() -> None:
+    assert reference_placement(CPOConfig("out")) == "none"
+    assert reference_placement(KTOConfig("out")) == "replica"
+    assert reference_placement(KTOConfig("out", ref_placement="sharded")) == "sharded"
+    assert reference_placement(KTOConfig("out", ref_deepspeed="ref_offload")) == "offload"
+    assert reference_placement(KTOConfig("out", ref_deepspeed={"zero_optimization": {"stage": 3}})) == "sharded"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{\n  "a": 1,\n  "b": }\n', ["line 3", "not valid JSON"]),
+        ('{"a": 1, "a": 2}', ["a=2", "twice"]),
+        ("[1]", ["expected a JSON object", "list"]),
+    ],
+)
+def test_bad_json(tmp_path: Path, text: str, said: list[str]) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(OptionError) as caught:
+        load_deepspeed_config(path, "zero2")
+    for part in [*said, "mine.json"]:
+        assert part in str(caught.value)
+
+
+def test_messages_name_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text('{"optimizer": {}}', encoding="utf-8")
+    assert refused(load_deepspeed_config(str(path), "zero2")).startswith(f"{path}: optimizer=")
+    assert refused(load_deepspeed_config({"optimizer": {}}, "zero2")).startswith("DeepSpeed mapping: optimizer=")
+
+
+def test_missing_file() -> None:
+    with pytest.raises(OptionError, match="'zero4.json': no such file.*did you mean.*there are: ref_offload"):
+        load_deepspeed_config("zero4.json", "zero2")
+    with pytest.raises(OptionError, match="nowhere"):
+        load_deepspeed_config("/nowhere/zero2.json", "zero2")
+
+
+# --- the dtype plan ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "base", "expected"),
+    [
+        ({}, {}, ("float32", "float32", "float32")),
+        ({"bf16": True}, {}, ("bfloat16", "float32", "bfloat16")),
+        ({"dtype": "bfloat16"}, {}, ("bfloat16", "float32", "bfloat16")),
+        ({"dtype": "auto"}, {}, ("float32", "float32", "float32")),
+        ({"dtype": "float32", "bf16": False}, {}, ("float32", "float32", "float32")),
+        ({}, {"bf16": {"enabled": True}}, ("bfloat16", "float32", "bfloat16")),
+        ({"bf16": True}, {"bf16": {"enabled": "auto"}}, ("bfloat16", "float32", "bfloat16")),
+        (
+            {"bf16": True},
+            {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}},
+            ("bfloat16", "float32", "float32"),
+        ),
+        (
+            {"bf16": True, "learning_rate": 1e-4},
+            {
+                "zero_optimization": {"stage": 2},
+                "bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+            },
+            ("bfloat16", "bfloat16", "bfloat16"),
+        ),
+    ],
+)
+def test_plan(options: dict[str, Any], base: dict[str, Any], expected: tuple[str, str, str]) -> None:
+    plan = plan_dtypes(KTOConfig("out", **options), base)
+    assert (plan.compute, plan.master, plan.accumulate) == expected
+    assert plan.ds["bf16"] == {"enabled": expected[0] == "bfloat16"} and plan.ds["fp16"] == {"enabled": False}
+
+
+_MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "base", "said"),
+    [
+        ({"bf16": False}, {"bf16": {"enabled": True}}, ["bf16.enabled=true", "bf16=False"]),
+        ({"dtype": "float32"}, {"bf16": {"enabled": True}}, ["bf16.enabled=true", "dtype='float32'"]),
+        ({"fp16": False}, {"fp16": {"enabled": True}}, ["fp16.enabled=true", "fp16=False"]),
+        ({}, {"bf16": {"enabled": True}, "fp16": {"enabled": True}}, ["bf16.enabled=true", "fp16.enabled=true"]),
+        ({}, {"bf16": {"enabled": "yes"}}, ["bf16.enabled='yes'"]),
+        ({}, {"bf16": True}, ["bf16=True", "mapping"]),
+        (
+            {"bf16": True, "learning_rate": 1e-6},
+            {"zero_optimization": {"stage": 2}, "bf16": _MASTERS},
+            ["bf16_master_weights_and_grads", "learning_rate=1e-06", "2^-9"],
+        ),
+        ({"bf16": True}, {"bf16": _MASTERS}, ["bf16_master_weights_and_grads", "stage 1, 2 or 3"]),
+        ({"bf16": True}, {"bf16": {"bf16_optimizer_states": True}}, ["bf16_optimizer_states", "remove it"]),
+        ({}, {"fp16": {"fp16_master_weights_and_grads": True}}, ["fp16_master_weights_and_grads", "CPU Adam"]),
+        (
+            {"bf16": True, "learning_rate": 1e-3},
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "bf16": _MASTERS},
+            ["bf16_master_weights_and_grads", "CPU Adam"],
+        ),
+        ({"bf16": True}, {"data_types": {"grad_accum_dtype": "fp32"}}, ["grad_accum_dtype='fp32'", "stage 0"]),
+        ({"bf16": True}, {"data_types": {"grad_accum_dtype": "fp8"}}, ["grad_accum_dtype='fp8'", '"bf16"']),
+        ({}, {"data_types": {"grad_accum_dtype": "bf16"}}, ["grad_accum_dtype='bf16'", "float32"]),
+    ],
+)
+def test_refused_plans(options: dict[str, Any], base: dict[str, Any], said: list[str]) -> None:
+    with pytest.raises(OptionError) as caught:
+        plan_dtypes(KTOConfig("out", **options), base)
+    for part in said:
+        assert part in str(caught.value)
+
+
+def test_fp16_needs_an_accelerator_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
+    with pytest.raises(OptionError, match="fp16=True: the accelerator 'cpu' does not support fp16; set bf16=true"):
+        plan_dtypes(KTOConfig("out", fp16=True), {})
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    assert plan_dtypes(KTOConfig("out", fp16=True), {}).compute == "float16"
+
+
+def test_resolved_flags() -> None:
+    assert KTOConfig("out", bf16=True).resolved_bf16 and not KTOConfig("out").resolved_bf16
+    assert KTOConfig("out", dtype="float16").resolved_fp16
+
+
+# --- the key lists against the installed DeepSpeed --------------------------------------------------------------
+
+
+class Recorder(dict[str, Any]):
+    """A mapping that notes which keys are asked for."""
+
+    asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def keys(self) -> Any:
+        return self
+
+
+def test_top_level_keys_are_those_that_deepspeed_reads() -> None:
+    from deepspeed.runtime import config as ds
+
+    Recorder.asked = set()
+    ds.DeepSpeedConfig(Recorder({"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1}))
+    removed = set(ds._REMOVED_TOP_LEVEL_CONFIG_KEYS)
+    assert removed <= set(REFUSED), "DeepSpeed removed a key that is not refused here"
+    asked = Recorder.asked - removed
+    assert asked - TOP_LEVEL == set(), "DeepSpeed reads keys that are unknown here"
+    assert TOP_LEVEL - asked <= {"scheduler", "optimizer", "bfloat16", "datastates_ckpt", "sequence_parallel_size"}
+
+
+def test_section_keys_are_those_of_deepspeed() -> None:
+    from deepspeed.runtime import precision_config
+    from deepspeed.runtime.zero import config, leaf_module_config, offload_config
+
+    models = {
+        "zero_optimization": config.DeepSpeedZeroConfig,
+        "zero_optimization.offload_param": offload_config.DeepSpeedZeroOffloadParamConfig,
+        "zero_optimization.offload_optimizer": offload_config.DeepSpeedZeroOffloadOptimizerConfig,
+        "zero_optimization.leaf_module": leaf_module_config.DeepSpeedZeroLeafModuleConfig,
+        "bf16": precision_config.DeepSpeedBF16Config,
+        "fp16": precision_config.DeepSpeedFP16Config,
+    }
+    for section, model in models.items():
+        fields = model.model_fields
+        assert SECTIONS[section] == set(fields) | {f.alias for f in fields.values() if f.alias}, section
+    aliases = {name: f.alias for name, f in config.DeepSpeedZeroConfig.model_fields.items() if f.alias}
+    assert aliases == STAGE3_SHORT
+
+
+def test_names_are_those_of_transformers() -> None:
+    from transformers.trainer_utils import SchedulerType
+    from transformers.training_args import OptimizerNames
+
+    from alignment.config.checks import SCHEDULES
+    from alignment.config.refusals import KNOWN_OPTIMIZERS
+
+    assert set(SCHEDULES) == {member.value for member in SchedulerType}
+    assert set(KNOWN_OPTIMIZERS) == {member.value for member in OptimizerNames}

@@ -1,0 +1,375 @@
+"""Options in Python: conversion, defaults, every refusal with key and value, and what callbacks read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignment.config import refusals
+from alignment.config.conversion import parse_optim_args
+from alignment.config.cpo import CPOConfig
+from alignment.config.errors import AlignmentError, OptionError
+from alignment.config.fields import Strategy
+from alignment.config.kto import KTOConfig
+from alignment.config.methods import METHODS, option_names
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+
+def refused(cls: type, **options: Any) -> str:
+    """The message with which the options are refused; one line."""
+    with pytest.raises(OptionError) as caught:
+        cls("out", **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("learning_rate", "5e-7", 5e-7),
+        ("learning_rate", 1, 1.0),
+        ("per_device_train_batch_size", "4", 4),
+        ("per_device_train_batch_size", 4.0, 4),
+        ("bf16", "false", False),
+        ("bf16", "none", None),
+        ("gradient_checkpointing", "yes", True),
+        ("max_completion_length", "null", None),
+        ("model_init_kwargs", '{"a": [1, 2]}', {"a": [1, 2]}),
+        ("deepspeed", '{"zero_optimization": {"stage": 3}}', {"zero_optimization": {"stage": 3}}),
+        ("deepspeed", "zero3", "zero3"),
+        ("deepspeed", Path("a/b.json"), "a/b.json"),
+        ("optim_args", "momentum=0.9", "momentum=0.9"),
+        ("eval_strategy", "epoch", Strategy.EPOCH),
+        ("save_strategy", False, Strategy.NO),
+        ("report_to", ["none"], ["none"]),
+        ("lr_scheduler_kwargs", {"power": 2.0}, {"power": 2.0}),
+        ("max_steps", "-1", -1),
+        ("resume_from_checkpoint", False, False),
+    ],
+)
+def test_conversion(name: str, given: Any, expected: Any) -> None:
+    value = getattr(KTOConfig("out", **{name: given}), name)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("learning_rate", "fast", "a number"),
+        ("learning_rate", True, "a number"),
+        ("learning_rate", "nan", "finite"),
+        ("max_grad_norm", float("inf"), "finite"),
+        ("per_device_train_batch_size", True, "whole number"),
+        ("per_device_train_batch_size", 1.5, "whole number"),
+        ("max_train_samples", False, "whole number"),
+        ("seed", None, "cannot be empty"),
+        ("bf16", "maybe", "true or false"),
+        ("run_name", 2024, "a text"),
+        ("model_init_kwargs", "{broken", "mapping"),
+        ("model_init_kwargs", [1], "mapping"),
+        ("deepspeed", 3, "a text or a mapping"),
+        ("lora_modules_to_save", 1, "a list of texts"),
+        ("eval_strategy", "best", "no, steps, epoch"),
+        ("eval_strategy", True, "no, steps, epoch"),
+        ("save_steps", 0.1, "fraction of the run"),
+        ("eval_steps", "0.5", "fraction of the run"),
+    ],
+)
+def test_wrong_type(name: str, given: Any, said: str) -> None:
+    message = refused(KTOConfig, **{name: given})
+    assert message.startswith(f"{name}={given!r}: ")
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "said"),
+    [
+        (KTOConfig, {"beta": 0}, ["beta=0.0", "greater than 0"]),
+        (CPOConfig, {"beta": -0.1}, ["beta=-0.1", "greater than 0"]),
+        (KTOConfig, {"learning_rate": -1e-6}, ["learning_rate=-1e-06", "at least 0"]),
+        (KTOConfig, {"per_device_train_batch_size": 0}, ["per_device_train_batch_size=0", "at least 1"]),
+        (KTOConfig, {"per_device_eval_batch_size": 0}, ["per_device_eval_batch_size=0", "at least 1"]),
+        (KTOConfig, {"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps=0", "at least 1"]),
+        (KTOConfig, {"logging_steps": 0}, ["logging_steps=0", "at least 1"]),
+        (KTOConfig, {"save_total_limit": 0}, ["save_total_limit=0", "at least 1"]),
+        (KTOConfig, {"max_prompt_length": 0}, ["max_prompt_length=0", "at least 1"]),
+        (KTOConfig, {"max_completion_length": 0}, ["max_completion_length=0", "at least 1"]),
+        (KTOConfig, {"max_length": 1}, ["max_length=1", "at least 2"]),
+        (KTOConfig, {"max_steps": 0}, ["max_steps=0", "-1"]),
+        (KTOConfig, {"num_train_epochs": 0}, ["num_train_epochs=0.0", "greater than 0"]),
+        (KTOConfig, {"weight_decay": -1}, ["weight_decay=-1.0"]),
+        (KTOConfig, {"adam_beta2": 1}, ["adam_beta2=1.0", "below 1"]),
+        (KTOConfig, {"adam_epsilon": 0}, ["adam_epsilon=0.0"]),
+        (KTOConfig, {"warmup_ratio": 1}, ["warmup_ratio=1.0", "below 1"]),
+        (KTOConfig, {"warmup_ratio": 0.1, "warmup_steps": 5}, ["warmup_ratio=0.1", "warmup_steps=5"]),
+        (KTOConfig, {"lr_scheduler_type": "consine"}, ["lr_scheduler_type='consine'", "'cosine'"]),
+        (KTOConfig, {"lr_scheduler_type": "reduce_lr_on_plateau"}, ["reduce_lr_on_plateau", "constant_with_warmup"]),
+        (KTOConfig, {"lr_scheduler_type": "warmup_stable_decay"}, ["warmup_stable_decay", "num_decay_steps"]),
+        (KTOConfig, {"lr_scheduler_type": "constant", "warmup_steps": 3}, ["warmup_steps=3", "constant_with_warmup"]),
+        (KTOConfig, {"bf16": True, "fp16": True}, ["bf16=True", "fp16=True"]),
+        (KTOConfig, {"dtype": "float32", "bf16": True}, ["dtype='float32'", "bf16=True"]),
+        (KTOConfig, {"dtype": "bfloat16", "bf16": False}, ["dtype='bfloat16'", "bf16=False"]),
+        (KTOConfig, {"dtype": "float61"}, ["dtype='float61'", "'float16'"]),
+        (KTOConfig, {"optim": "sgd", "adam_beta1": 0.5}, ["adam_beta1=0.5", "sgd"]),
+        (KTOConfig, {"loss_type": "ktoo"}, ["loss_type='ktoo'", "kto, apo_zero_unpaired", "did you mean 'kto'"]),
+        (KTOConfig, {"truncation_mode": "keep_start_"}, ["truncation_mode='keep_start_'", "'keep_start'"]),
+        (KTOConfig, {"ref_placement": "none"}, ["ref_placement='none'", "KTO needs a reference"]),
+        (KTOConfig, {"desirable_weight": -1}, ["desirable_weight=-1.0"]),
+        (KTOConfig, {"desirable_weight": 0, "undesirable_weight": 0}, ["desirable_weight=0.0", "undesirable_weight"]),
+        (KTOConfig, {"max_tokens_per_batch": 1000}, ["max_tokens_per_batch=1000", "max_length=1024", "1024"]),
+        (CPOConfig, {"max_tokens_per_batch": 2000}, ["max_tokens_per_batch=2000", "a pair", "2048"]),
+        (
+            KTOConfig,
+            {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": {"a": 1}},
+            ["gradient_checkpointing_kwargs={'a': 1}", "gradient_checkpointing=False"],
+        ),
+        (KTOConfig, {"per_device_train_batch_size": 1}, ["gradient_accumulation_steps >= 2; 16 advised"]),
+        (CPOConfig, {"loss_type": "simpoo"}, ["loss_type='simpoo'", "did you mean 'simpo'", "alphapo"]),
+        (CPOConfig, {"label_smoothing": 0.5}, ["label_smoothing=0.5", "below 0.5"]),
+        (CPOConfig, {"label_smoothing": 0.1, "loss_type": "ipo"}, ["label_smoothing=0.1", "loss_type='ipo'"]),
+        (CPOConfig, {"simpo_gamma": 1.0}, ["simpo_gamma=1.0", "loss_type='sigmoid'", "simpo"]),
+        (CPOConfig, {"cpo_alpha": -1}, ["cpo_alpha=-1.0"]),
+        (CPOConfig, {"alpha": 0.1}, ["alpha=0.1", "length-normalised", "loss_type='sigmoid'"]),
+        (CPOConfig, {"alpha": 0.1, "loss_type": "ipo"}, ["alpha=0.1", "loss_type='ipo'"]),
+        (CPOConfig, {"alpha": 0, "loss_type": "alphapo"}, ["alpha=0.0", "that is simpo"]),
+        (CPOConfig, {"stratify_labels": True}, ["stratify_labels=True", "labels"]),
+        (CPOConfig, {"ref_model_name_or_path": "x"}, ["ref_model_name_or_path='x'", "no reference"]),
+        (CPOConfig, {"ref_placement": "replica"}, ["ref_placement='replica'", "no reference"]),
+        (CPOConfig, {"ref_deepspeed": {"a": 1}}, ["ref_deepspeed={'a': 1}", "no reference"]),
+    ],
+)
+def test_refused_values(cls: type, options: dict[str, Any], said: list[str]) -> None:
+    message = refused(cls, **options)
+    for part in said:
+        assert part in message
+
+
+@pytest.mark.parametrize("output_dir", [None, ""])
+def test_output_dir_is_required(output_dir: Any) -> None:
+    with pytest.raises(OptionError, match="^output_dir=None: .*set output_dir"):
+        KTOConfig(output_dir=output_dir)
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "value", "said"),
+    [
+        (KTOConfig, "betta", 0.1, "did you mean 'beta'"),
+        (KTOConfig, "evaluation_strategy", "steps", "set eval_strategy"),
+        (KTOConfig, "torch_dtype", "bfloat16", "set dtype"),
+        (KTOConfig, "max_seq_length", 512, "set max_length"),
+        (KTOConfig, "tokenizer", "x", "processing_class"),
+        (KTOConfig, "fsdp", "full_shard", "DeepSpeed"),
+        (KTOConfig, "fsdp_transformer_layer", "x", "DeepSpeed"),
+        (KTOConfig, "label_pad_token_id", -100, "pad label"),
+        (KTOConfig, "padding_value", 0, "pad label"),
+        (KTOConfig, "is_encoder_decoder", True, "causal language model"),
+        (KTOConfig, "model_adapter_name", "a", "adapters"),
+        (KTOConfig, "rollout_batch_size", 4, "Online DPO"),
+        (KTOConfig, "simpo_gamma", 0.5, "an option of method cpo, not of kto"),
+        (CPOConfig, "desirable_weight", 1.0, "an option of method kto, not of cpo"),
+        (CPOConfig, "precompute_ref_log_probs", True, "an option of method kto"),
+        (KTOConfig, "zzz", 1, "--help"),
+    ],
+)
+def test_unknown_names(cls: type, name: str, value: Any, said: str) -> None:
+    message = refused(cls, **{name: value})
+    assert message.startswith(f"{name}={value!r}: ")
+    assert said in message
+
+
+_OTHER_VALUES: dict[str, Any] = {
+    "lora_r": 8,
+    "lora_alpha": 8,
+    "lora_dropout": 0.1,
+    "lora_target_modules": "all-linear",
+    "lora_modules_to_save": ["lm_head"],
+    "bnb_4bit_quant_type": "fp4",
+    "ref_placement": "adapter",
+    "optim": "paged_adamw_8bit",
+    "precompute_ref_batch_size": 4,
+    "ref_model_mixup_alpha": 0.5,
+    "ref_model_sync_steps": 64,
+    "report_to": "wandb",
+    "save_only_model": False,
+    "resume_from_checkpoint": "last",
+    "metric_for_best_model": "loss",
+    "dataset_mixture": [{"name": "a"}],
+    "column_map": {"prompt": "question"},
+    "hub_model_id": "me/model",
+    "hub_token": "hf_secret",
+    "hub_strategy": "end",
+    "hub_revision": "main",
+}
+
+
+@pytest.mark.parametrize("name", sorted(refusals.NOT_YET))
+def test_not_yet(name: str) -> None:
+    value = _OTHER_VALUES.get(name, True)
+    message = refused(KTOConfig, **{name: value})
+    shown = "<hidden>" if name == "hub_token" else repr(value)
+    assert message.startswith(f"{name}={shown}: ")
+    assert "not supported yet" in message
+    assert "; " in message, "what to use instead is missing"
+    assert "hf_secret" not in message
+
+
+def test_not_yet_defaults_are_accepted() -> None:
+    for cls in METHODS.values():
+        for field in dataclasses.fields(cls):
+            if field.name in refusals.NOT_YET:
+                assert field.default in refusals.NOT_YET[field.name].allowed, field.name
+    assert refusals.refused_fields() == set(refusals.NOT_YET) - {"optim", "ref_placement"}
+    assert refusals.refused_fields() <= set().union(*map(option_names, METHODS.values()))
+
+
+def test_unknown_optimizer_is_not_promised() -> None:
+    message = refused(KTOConfig, optim="adam_torch")
+    assert message.startswith("optim='adam_torch': no such optimizer; did you mean 'adamw_torch'")
+
+
+def test_every_default_of_the_feature_list() -> None:
+    kto, cpo = KTOConfig("out"), CPOConfig("out")
+    for options in (kto, cpo):
+        assert (options.max_length, options.max_prompt_length, options.max_completion_length) == (1024, 512, None)
+        assert (options.per_device_train_batch_size, options.gradient_accumulation_steps) == (8, 1)
+        assert (options.learning_rate, options.num_train_epochs, options.max_grad_norm) == (1e-6, 3.0, 1.0)
+        assert (options.lr_scheduler_type, options.logging_steps, options.seed) == ("linear", 10, 42)
+        assert (options.eval_strategy, options.save_strategy, options.save_steps) == ("no", "steps", 500)
+        assert options.gradient_checkpointing is True and options.disable_dropout is True
+        assert options.truncation_mode == "keep_end" and options.beta == 0.1
+        assert options.bf16 is None and options.deepspeed is None and options.trust_remote_code is False
+    assert (kto.loss_type, kto.desirable_weight, kto.undesirable_weight) == ("kto", 1.0, 1.0)
+    assert (cpo.loss_type, cpo.label_smoothing, cpo.simpo_gamma) == ("sigmoid", 0.0, 0.5)
+
+
+@pytest.mark.parametrize("cls", METHODS.values())
+def test_every_option_has_help(cls: type) -> None:
+    for field in dataclasses.fields(cls):
+        text = field.metadata["help"]
+        assert text.endswith((".", "…")) and len(text) > 10, field.name
+
+
+@pytest.mark.parametrize(
+    ("given", "alpha", "cpo_alpha"),
+    [
+        ({}, 0.0, 1.0),
+        ({"loss_type": "simpo"}, 0.0, 1.0),
+        ({"loss_type": "simpo", "cpo_alpha": 0.0, "alpha": 0.1}, 0.1, 0.0),
+        ({"loss_type": "alphapo"}, 0.25, 0.0),
+        ({"loss_type": "alphapo", "alpha": -0.5, "cpo_alpha": 0.2}, -0.5, 0.2),
+        ({"alpha": 0.0}, 0.0, 1.0),
+    ],
+)
+def test_alpha_by_loss(given: dict[str, Any], alpha: float, cpo_alpha: float) -> None:
+    options = CPOConfig("out", **given)
+    assert (options.alpha, options.cpo_alpha) == (alpha, cpo_alpha)
+
+
+def test_window_of_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert KTOConfig("out", per_device_train_batch_size=1, gradient_accumulation_steps=2).window_size == 2
+    assert KTOConfig("out", per_device_train_batch_size=1, loss_type="apo_zero_unpaired").window_size == 1
+    assert CPOConfig("out", per_device_train_batch_size=1).window_size == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert KTOConfig("out", per_device_train_batch_size=1).window_size == 2
+
+
+def test_resolved_sizes() -> None:
+    options = KTOConfig("out", per_device_train_batch_size=3, logging_steps=7)
+    assert (options.per_device_eval_batch_size, options.eval_steps) == (3, 7)
+    assert (options.train_batch_size, options.eval_batch_size) == (3, 3)
+    options = KTOConfig("out", per_device_eval_batch_size=5, eval_steps=2)
+    assert (options.eval_batch_size, options.eval_steps) == (5, 2)
+
+
+def test_process_properties(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = KTOConfig("out")
+    assert (options.process_index, options.local_process_index, options.world_size, options.n_gpu) == (0, 0, 1, 0)
+    for name, value in (("RANK", "3"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    assert (options.process_index, options.local_process_index, options.world_size) == (3, 1, 4)
+    assert options.window_size == 32
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(OptionError, match="WORLD_SIZE='many'"):
+        _ = options.world_size
+
+
+def test_to_dict_masks_the_token() -> None:
+    options = KTOConfig("out", model_init_kwargs={"a": 1})
+    options.hub_token = "hf_secret"
+    values = options.to_dict()
+    assert values["method"] == "kto" and values["hub_token"] == "<HUB_TOKEN>" and values["save_strategy"] == "steps"
+    assert type(values["save_strategy"]) is str
+    assert set(values) == option_names(KTOConfig) | {"method"}
+    assert json.loads(options.to_json_string()) == values
+    sanitized = options.to_sanitized_dict()
+    assert sanitized["model_init_kwargs"] == "{'a': 1}" and sanitized["train_batch_size"] == 8
+    assert all(isinstance(value, (bool, int, float, str)) for value in sanitized.values())
+    assert "hf_secret" not in options.to_json_string() + str(sanitized)
+
+
+def test_a_mapping_is_not_shared_with_the_caller() -> None:
+    mine = {"a": 1}
+    options = KTOConfig("out", model_init_kwargs=mine)
+    options.model_init_kwargs["b"] = 2
+    assert mine == {"a": 1}
+
+
+def test_replace_and_path() -> None:
+    options = dataclasses.replace(KTOConfig(Path("out")), beta="0.2")
+    assert (options.beta, options.output_dir) == (0.2, "out")
+    assert CPOConfig("x").method == "cpo" and issubclass(OptionError, AlignmentError)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, {}),
+        ({"momentum": 0.9}, {"momentum": 0.9}),
+        ("momentum=0.9, nesterov=True", {"momentum": 0.9, "nesterov": True}),
+        ("betas=(0.9, 0.95),eps=1e-6", {"betas": (0.9, 0.95), "eps": 1e-6}),
+        ("foreach=none,name=fast,n=3", {"foreach": None, "name": "fast", "n": 3}),
+    ],
+)
+def test_optim_args(text: Any, expected: dict[str, Any]) -> None:
+    assert parse_optim_args(text) == expected
+
+
+@pytest.mark.parametrize("text", ["momentum", "momentum=", "a=1,a=2", "=1"])
+def test_bad_optim_args(text: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(f"optim_args={text!r}")):
+        parse_optim_args(text)
+
+
+def test_strategies_are_read_by_transformers_as_their_own() -> None:
+    from transformers.trainer_utils import IntervalStrategy
+
+    options = KTOConfig("out", eval_strategy="steps")
+    assert options.eval_strategy == IntervalStrategy.STEPS and options.eval_strategy.value == "steps"
+    assert options.save_strategy != IntervalStrategy.NO and options.logging_strategy == IntervalStrategy.STEPS
+    assert f"{options.eval_strategy}" == "steps" and options.eval_delay == 0
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys; from alignment.config.parsing import parse\n"
+        "from alignment.config.errors import OptionError\n"
+        "try: parse(['kto', '--betta', '1'])\n"
+        "except OptionError: pass\n"
+        "assert not {'torch', 'deepspeed', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    root = Path(__file__).resolve().parent.parent
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=60)

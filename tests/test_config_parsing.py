@@ -1,0 +1,185 @@
+"""The command line and recipes: grammar, sections, precedence, and every message with file, key and value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignment.config.cpo import CPOConfig
+from alignment.config.errors import OptionError
+from alignment.config.kto import KTOConfig
+from alignment.config.methods import METHODS, option_names
+from alignment.config.parsing import parse
+from alignment.config.paths import packaged, packaged_names
+from alignment.config.recipes import read_recipe
+
+NEEDED = ["--output_dir", "out", "--dataset_name", "rows.jsonl", "--model_name_or_path", "m"]
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def write(folder: Path, text: str, name: str = "recipe.yaml") -> str:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def refused(argv: list[str]) -> str:
+    with pytest.raises(OptionError) as caught:
+        parse(argv)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_recipe_flat_and_in_sections(tmp_path: Path) -> None:
+    flat = write(tmp_path, "method: kto\nlearning_rate: 5e-7\nbeta: '0.2'\nsave_strategy: no\n", "flat.yaml")
+    sections = write(
+        tmp_path,
+        "method: kto\ntraining:\n  learning_rate: 5e-7\n  beta: 0.2\nsaving:\n  save_strategy: no\nlogging:\n",
+        "sections.yaml",
+    )
+    first, second = parse([flat, *NEEDED]), parse([sections, *NEEDED])
+    assert first == second
+    assert isinstance(first, KTOConfig)
+    assert (first.learning_rate, first.beta, first.save_strategy) == (5e-7, 0.2, "no")
+
+
+def test_a_mapping_under_an_option_is_its_value(tmp_path: Path) -> None:
+    recipe = write(tmp_path, "method: cpo\ndeepspeed:\n  zero_optimization:\n    stage: 3\n")
+    assert parse([recipe, *NEEDED]).deepspeed == {"zero_optimization": {"stage": 3}}
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [["--local_rank=1"], ["--local_rank", "1"], ["--local-rank=1"], []],
+)
+def test_local_rank_before_the_recipe(tmp_path: Path, launcher: list[str]) -> None:
+    recipe = write(tmp_path, "method: kto\n")
+    assert parse([*launcher, recipe, *NEEDED, "--beta=0.3"]).beta == 0.3
+
+
+def test_command_line_forms(tmp_path: Path) -> None:
+    recipe = write(tmp_path, "method: kto\nbeta: 0.1\nbf16: false\n")
+    argv = [recipe, *NEEDED, "--beta", "0.5", "--bf16", "--use_cpu", "true", "--max_steps", "-1"]
+    argv += ["--model_init_kwargs", '{"a": {"b": 1}}', "--run_name=a=b", "--report_to", "none"]
+    options = parse(argv)
+    assert (options.beta, options.bf16, options.use_cpu, options.max_steps) == (0.5, True, True, -1)
+    assert options.model_init_kwargs == {"a": {"b": 1}} and options.run_name == "a=b"
+
+
+def test_method_without_recipe() -> None:
+    options = parse(["--method", "cpo", *NEEDED, "--loss_type", "simpo"])
+    assert isinstance(options, CPOConfig) and options.loss_type == "simpo"
+
+
+def test_command_line_method_wins(tmp_path: Path) -> None:
+    assert isinstance(parse([write(tmp_path, "method: kto\n"), "--method", "cpo", *NEEDED]), CPOConfig)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--betta", "0.1"], ["betta='0.1'", "did you mean 'beta'"]),
+        (["--betta=0.1"], ["betta='0.1'", "did you mean 'beta'"]),
+        (["--learn", "1"], ["learn='1'", "unknown option"]),
+        (["--evaluation_strategy", "steps"], ["evaluation_strategy='steps'", "set eval_strategy"]),
+        (["--cpo_alpha", "1"], ["cpo_alpha='1'", "an option of method cpo, not of kto"]),
+        (["--beta", "0.1", "0.2"], ["--beta 0.1 0.2", "takes one value"]),
+        (["--beta", "0.1", "--beta", "0.2"], ["--beta", "2 times"]),
+        (["--beta"], ["beta=True", "a number"]),
+        (["--beta", "x"], ["beta='x'", "a number"]),
+        (["--local_rank"], ["--local_rank", "expected 1 argument"]),
+        (["--method", "ktoo"], ["method='ktoo'", "did you mean 'kto'"]),
+        (["--method", "online_dpo"], ["method='online_dpo'", "not supported yet"]),
+        (["--eval_strategy", "steps"], ["eval_strategy='steps'", "set dataset_test_split"]),
+        (["--eval_on_start"], ["eval_on_start=True", "set dataset_test_split"]),
+        (["--model_init_kwargs", "{a: 1"], ["model_init_kwargs='{a: 1'", "JSON"]),
+    ],
+)
+def test_bad_command_lines(tmp_path: Path, arguments: list[str], said: list[str]) -> None:
+    message = refused([write(tmp_path, "method: kto\n"), *NEEDED, *arguments])
+    for part in said:
+        assert part in message
+
+
+@pytest.mark.parametrize("left_out", ["--output_dir", "--dataset_name", "--model_name_or_path"])
+def test_what_the_command_line_needs(left_out: str) -> None:
+    at = NEEDED.index(left_out)
+    message = refused(["--method", "kto", *NEEDED[:at], *NEEDED[at + 2 :]])
+    assert message.startswith(f"{left_out[2:]}=None: ") and f"set {left_out[2:]}" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("method: kto\nbeta: [1\n", ["line 3", "not valid YAML"]),
+        ("method: kto\nbeta: 1\nbeta: 2\n", ["line 3", "beta", "twice"]),
+        ("method: kto\nbeta: 1\ntraining:\n  beta: 2\n", ["section training", "beta=2", "twice"]),
+        ("beta: 1\n", ["method is missing", "kto, cpo"]),
+        ("method: dpo\n", ["method='dpo'", "kto, cpo"]),
+        ("method: kto\nbeta: x\n", ["beta='x'", "a number"]),
+        ("method: kto\ntraining:\n  betta: 1\n", ["betta=1", "did you mean 'beta'"]),
+        ("method: kto\nbetta:\n", ["betta=None", "did you mean 'beta'"]),
+        ("method: kto\ntraining:\n  inner:\n    beta: 1\n", ["inner={'beta': 1}", "unknown option"]),
+        ("method: cpo\ndesirable_weight: 1.0\n", ["desirable_weight=1.0", "an option of method kto"]),
+        ("- method: kto\n", ["expected keys with values", "list"]),
+        ("method: kto\n1: 2\n", ["1: an option's name must be a text"]),
+    ],
+)
+def test_bad_recipes(tmp_path: Path, text: str, said: list[str]) -> None:
+    message = refused([write(tmp_path, text), *NEEDED])
+    assert "recipe.yaml" in message
+    for part in said:
+        assert part in message
+
+
+def test_an_overridden_fault_of_the_recipe_is_not_blamed_on_it(tmp_path: Path) -> None:
+    recipe = write(tmp_path, "method: kto\nbeta: 0.1\n")
+    assert refused([recipe, *NEEDED, "--beta", "-2"]).startswith("beta=-2.0: ")
+
+
+def test_missing_and_unreadable_recipes(tmp_path: Path) -> None:
+    assert "ktoo.yaml" in refused(["ktoo.yaml", *NEEDED]) and "kto" in refused(["ktoo.yaml", *NEEDED])
+    assert "no such file" in refused([str(tmp_path), *NEEDED])
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "binary.yaml" in refused([str(tmp_path / "binary.yaml"), *NEEDED])
+    assert "no recipe" in refused(NEEDED)
+
+
+def test_a_value_without_option(tmp_path: Path) -> None:
+    assert "'stray'" in refused([write(tmp_path, "method: kto\n"), "stray", *NEEDED])
+
+
+@pytest.mark.parametrize("name", packaged_names("recipes"))
+def test_packaged_recipes(name: str) -> None:
+    content: dict[str, Any] = read_recipe(name)
+    assert content["method"] == name
+    options = parse([f"{name}.yaml", "--output_dir", "out", "--dataset_name", "rows.jsonl"])
+    assert options.model_name_or_path == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert options.learning_rate == 1e-6 and options.window_size == 32
+    first = packaged("recipes", name).read_text(encoding="utf-8").splitlines()[:4]
+    assert any("deepspeed launch/train.py" in line for line in first)
+    assert "dataset_name=None" in refused([name, "--output_dir", "out"])
+
+
+def test_a_folder_named_like_a_recipe_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kto").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert read_recipe("kto")["method"] == "kto"
+
+
+def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for cls in METHODS.values():
+        for name in option_names(cls):
+            assert f"--{name} " in text, name
+    assert "(--method kto)" in text and "(--method cpo)" in text and "[1e-06]" in text
