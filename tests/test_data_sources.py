@@ -1,0 +1,209 @@
+"""Reading files, folders and Python objects: exact values, and errors that name file and line."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from datasets import Dataset, DatasetDict
+
+from alignment.config.errors import DataError
+from alignment.data.sources import dataset_from_python, load_split, take
+
+ROWS = [{"prompt": f"p{i}", "completion": f"c{i}", "label": i % 2 == 0} for i in range(5)]
+
+
+def write(path: Path, *rows: Any) -> str:
+    """Write JSON Lines; a string is written as it is."""
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), "utf-8")
+    return str(path)
+
+
+def refused(name: str, split: str = "train", config: str | None = None) -> str:
+    with pytest.raises(DataError) as caught:
+        load_split(name, config, split)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl", "csv", "parquet", "arrow"])
+def test_every_file_kind(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"data.{suffix}"
+    if suffix == "json":
+        path.write_text(json.dumps(ROWS, indent=1))
+    elif suffix == "jsonl":
+        write(path, *ROWS)
+    elif suffix == "csv":
+        path.write_text("prompt,completion,label\n" + "".join(f"p{i},c{i},{i % 2 == 0}\n" for i in range(5)))
+    elif suffix == "parquet":
+        Dataset.from_list(ROWS).to_parquet(str(path))
+    else:
+        Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+        next((tmp_path / "saved").glob("*.arrow")).rename(path)
+    dataset = load_split(str(path), None, "train")
+    assert dataset.to_list() == ROWS
+    assert take(dataset, 2).to_list() == ROWS[:2]
+    assert len(take(dataset, None)) == len(take(dataset, 99)) == 5
+
+
+def test_slices_and_missing_splits(tmp_path: Path) -> None:
+    path = write(tmp_path / "data.jsonl", *ROWS)
+    assert load_split(path, None, "train[1:3]").to_list() == ROWS[1:3]
+    assert load_split(path, None, "train[:1]+train[-1:]").to_list() == [ROWS[0], ROWS[4]]
+    assert refused(path, "test") == f"{path}: has no split 'test'; it has: train"
+    assert "split 'train[:x]' cannot be read" in refused(path, "train[:x]")
+    assert "holds no rows" in refused(path, "train[:0]")
+
+
+def test_folders(tmp_path: Path) -> None:
+    saved = Dataset.from_list(ROWS)
+    saved.save_to_disk(str(tmp_path / "one"))
+    DatasetDict(train=saved, test=saved.select([1])).save_to_disk(str(tmp_path / "two"))
+    (tmp_path / "three").mkdir()
+    write(tmp_path / "three" / "train-0.jsonl", *ROWS[:2])
+    write(tmp_path / "three" / "train-1.jsonl", *ROWS[2:])
+    write(tmp_path / "three" / "test.jsonl", ROWS[3])
+    (tmp_path / "three" / "README.md").write_text("about")
+    assert load_split(str(tmp_path / "one"), None, "train").to_list() == ROWS
+    assert load_split(str(tmp_path / "two"), None, "test").to_list() == [ROWS[1]]
+    assert load_split(str(tmp_path / "three"), None, "train").to_list() == ROWS
+    assert load_split(str(tmp_path / "three"), None, "test").to_list() == [ROWS[3]]
+    assert refused(str(tmp_path / "two"), "eval").endswith("has no split 'eval'; it has: train, test")
+    assert "remove it" in refused(str(tmp_path / "two"), config="en")
+    (tmp_path / "four").mkdir()
+    assert "holds neither a saved dataset nor data files" in refused(str(tmp_path / "four"))
+
+
+def test_missing_and_unreadable(tmp_path: Path) -> None:
+    for name in ("missing.jsonl", "./missing", "~/missing-folder-of-data", str(tmp_path / "missing")):
+        assert refused(name).startswith(f"{name}: no such file or folder")
+    text = tmp_path / "data.txt"
+    text.write_text("hello")
+    assert "cannot read .txt; give one of .json" in refused(str(text))
+    for suffix in ("parquet", "arrow"):
+        torn = tmp_path / f"torn.{suffix}"
+        torn.write_bytes(b"PAR1 but no more")
+        assert refused(str(torn)).startswith(f"{torn}: cannot be read: ")
+    assert "dataset nobody/nothing, split train: cannot be loaded" in refused("nobody/nothing")
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", "[]"])
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_empty_files(tmp_path: Path, content: str, suffix: str) -> None:
+    path = tmp_path / f"data.{suffix}"
+    path.write_text(content)
+    assert refused(str(path)).startswith(f"{path}: holds no rows")
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([ROWS[0], ROWS[1], '{"prompt": "p", "compl'], "line 3: not valid JSON: Unterminated string"),
+        ([ROWS[0], "", "", '{"prompt": 1,}'], "line 4: not valid JSON"),
+        ([json.dumps(ROWS[0]) * 2], "line 1: not valid JSON: Extra data"),
+        ([ROWS[0], "[1, 2]"], r"line 2: the row is \[1, 2\] \(a list\); give an object"),
+        ([ROWS[0], '"text"'], "line 2: the row is 'text'"),
+        ([ROWS[0], '{"score": NaN}'], "line 2: not valid JSON: NaN is not a JSON value"),
+        ([ROWS[0], r'{"prompt": "\ud83d"}'], "line 2: a string holds a half-written character"),
+        (["{", '"prompt": "p"', "}"], "line 1: not valid JSON: .*one object per line"),
+        ([ROWS[0], {**ROWS[1], "label": 1}], r"line 2: label is 1 \(an integer\), but other rows have a boolean"),
+        (
+            [ROWS[0], {**ROWS[1], "label": "true"}],
+            r"line 2: label is 'true' \(a string\), but .* set it to true or fa",
+        ),
+        ([{**ROWS[1], "label": 0}, ROWS[0]], r"line 1: label is 0 \(an integer\), but other rows have a boolean"),
+        ([ROWS[0], {**ROWS[1], "prompt": 3}], r"line 2: prompt is 3 \(an integer\), but other rows have a string"),
+        (
+            [{"prompt": [{"role": "user", "content": "x"}]}, "", {"prompt": [{"role": "user", "content": 3}]}],
+            r"line 3: prompt\[0\].content is 3 \(an integer\); write it as a string",
+        ),
+    ],
+)
+def test_torn_or_mixed_lines_are_named(tmp_path: Path, lines: list[Any], message: str) -> None:
+    path = write(tmp_path / "data.jsonl", *lines)
+    assert re.match(f"{re.escape(path)} {message}", refused(path))
+
+
+def test_torn_json_list_and_wrong_encoding(tmp_path: Path) -> None:
+    path = tmp_path / "data.json"
+    path.write_text('[\n{"prompt": "a"},\n{"prompt": "b"\n')
+    assert refused(str(path)).startswith(f"{path} line 4: not valid JSON")
+    path.write_text(json.dumps([ROWS[0], {**ROWS[1], "label": 1}]))
+    assert refused(str(path)).startswith(f"{path} row 2: label is 1")
+    latin = tmp_path / "latin.jsonl"
+    latin.write_bytes(b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n')
+    assert refused(str(latin)).startswith(f"{latin} line 2: not UTF-8 text")
+
+
+def test_values_are_kept_exactly(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "2020-01-01", "completion": "1", "label": True, "meta": "true", "n": 1},
+        {"prompt": "2021-01-01 10:00:00", "completion": "null", "label": False, "meta": True, "n": 2.5},
+        {"prompt": "\ufeff\u2028x\x00", "completion": '{"a": 1}', "label": True, "meta": {"b": [1, None]}, "n": None},
+    ]
+    dataset = load_split(write(tmp_path / "data.jsonl", *rows), None, "train")
+    assert dataset.to_list() == rows
+    assert [type(value) for value in dataset["meta"]] == [str, bool, dict]
+    assert dataset_from_python(rows).to_list() == rows
+    messages = [{"chosen": [{"role": "user", "content": "2020-01-01"}]}, {"chosen": [{"role": "tool", "x": 1}]}]
+    assert load_split(write(tmp_path / "chat.jsonl", *messages), None, "train").to_list() == messages
+
+
+def test_csv_has_no_guessed_types(tmp_path: Path) -> None:
+    path = tmp_path / "data.csv"
+    path.write_text('prompt,completion,label\n1,NA,True\n"a, ""b""\nc",,false\n')
+    expected = [
+        {"prompt": "1", "completion": "NA", "label": True},
+        {"prompt": 'a, "b"\nc', "completion": "", "label": False},
+    ]
+    assert load_split(str(path), None, "train").to_list() == expected
+    for content, message in [
+        ("prompt,completion,label\na,b,True\na,b,1\n", "line 3: label is '1' (a string); write true or false"),
+        ("prompt,completion,label\na,b\n", "line 2: has 2 cells where the header has 3"),
+        ("prompt,prompt\na,b\n", "line 1: the header names the column 'prompt' twice"),
+        ('prompt,completion\na,"b\n', "line 2: not valid CSV"),
+    ]:
+        path.write_text(content)
+        assert refused(str(path)).startswith(f"{path} {message}")
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    first = load_split(write(path, *ROWS), None, "train")
+    again = load_split(write(path, *ROWS), None, "train")
+    changed = load_split(write(path, *ROWS[::-1]), None, "train")
+    assert changed.to_list() == ROWS[::-1]
+    assert first._fingerprint == again._fingerprint != changed._fingerprint
+
+
+def test_python_objects() -> None:
+    dataset = Dataset.from_list(ROWS)
+    assert dataset_from_python(dataset) is dataset
+    assert dataset_from_python(ROWS).to_list() == ROWS
+    assert dataset_from_python([{"a": 1}, {"b": "x"}]).to_list() == [{"a": 1, "b": None}, {"a": None, "b": "x"}]
+    for value, message in [
+        (dataset.to_iterable_dataset(), "streamed data is not supported yet: save it first, or pass a Dataset"),
+        (DatasetDict(train=dataset), r"pass dataset\['train'\]"),
+        ([], "an empty list"),
+        ([{}], "have no columns"),
+        ("data.jsonl", "of type str"),
+        ([1], "dataset row 1: is 1"),
+        ([ROWS[0], {**ROWS[1], "label": 1}], r"dataset row 2: label is 1 \(an integer\), but other rows"),
+        ([{"meta": object()}], "cannot be stored"),
+        ([{"meta": [float("nan")]}], "cannot be stored"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            dataset_from_python(value)
+
+
+def test_nothing_is_said_about_a_hub_split_but_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ValueError('Unknown split "x". Should be one of ["train"].\nMore')
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    message = refused("owner/name", "x", "en")
+    assert message.startswith('dataset owner/name (config en), split x: cannot be loaded: Unknown split "x".')

@@ -1,0 +1,224 @@
+"""Golden tokenisations: where the prompt ends, and which special tokens are there, once."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from data_tokenizers import CHATML, PLAIN, byte_tokenizer, char_tokenizer, word_tokenizer
+
+from alignment.config.errors import DataError, OptionError
+from alignment.data.tokenization import Encoded, RowTokenizer, Source
+from alignment.data.truncation import EMPTY, NO_CONTEXT, NO_ROOM, Limits, fit
+
+BOS = ("<s>",)
+
+
+def encode(tokenizer: Any, prompt: Any, *completions: Any, **template: Any) -> Encoded:
+    return RowTokenizer(tokenizer).encode([Source(prompt, completions, "data row 1", template)])[0]
+
+
+def golden(tokenizer: Any, prompt: Any, *completions: Any) -> list[str]:
+    """Prompt and completions as tokens joined by ``|``."""
+    encoded = encode(tokenizer, prompt, *completions)
+    return ["|".join(tokenizer.convert_ids_to_tokens(ids)) for ids in (encoded.prompt, *encoded.completions)]
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt", "completions", "expected"),
+    [
+        ({"before": BOS}, "xy", ["cd"], ["<s>|x|y", "c|d|</s>"]),
+        ({}, "xy", ["cd"], ["x|y", "c|d|</s>"]),  # a BOS token exists but is not added by default
+        ({"before": BOS}, "<s>xy", ["cd"], ["<s>|x|y", "c|d|</s>"]),  # the text brings its own BOS
+        ({"before": BOS}, "<s><s>xy", ["c"], ["<s>|x|y", "c|</s>"]),
+        ({"before": BOS}, "xy", ["cd</s>"], ["<s>|x|y", "c|d|</s>"]),  # … or its own EOS
+        (
+            {"before": BOS, "after": ("</s>",)},
+            "xy",
+            ["cd"],
+            ["<s>|x|y", "c|d|</s>"],
+        ),  # a tokenizer that adds EOS itself
+        ({"before": BOS, "after": ("</s>",)}, "xy", ["cd</s></s>"], ["<s>|x|y", "c|d|</s>"]),
+        ({"before": ("[gMASK]", "<s>")}, "xy", ["c"], ["[gMASK]|<s>|x|y", "c|</s>"]),
+        ({"before": ("[gMASK]", "<s>")}, "[gMASK]<s>xy", ["c"], ["[gMASK]|<s>|x|y", "c|</s>"]),
+        ({"before": ("[gMASK]", "<s>")}, "<s>xy", ["c"], ["[gMASK]|<s>|x|y", "c|</s>"]),
+        ({"before": BOS}, "xa", ["bc"], ["<s>|x", "ab|c|</s>"]),  # the merged border token is the completion's
+        ({"before": BOS}, "xa", ["bc", "d"], ["<s>|x", "ab|c|</s>", "a|d|</s>"]),  # … for both answers of a pair
+        ({"before": BOS}, "", ["cd"], ["<s>", "c|d|</s>"]),
+        ({"before": BOS}, "xy", [""], ["<s>|x|y", "</s>"]),
+        ({"bos": None}, "", ["cd"], ["c", "d|</s>"]),  # nothing predicts the first token: it becomes context
+        ({"bos": None}, "", ["cd", "ce"], ["c", "d|</s>", "e|</s>"]),
+        ({"bos": None}, "", ["cd", "e"], ["</s>", "c|d|</s>", "e|</s>"]),
+        ({"bos": None}, "a", ["bc"], ["ab", "c|</s>"]),  # a merge that swallows the whole prompt
+        ({"before": BOS, "eos": None}, "xy", ["cd"], ["<s>|x|y", "c|d"]),
+    ],
+)
+def test_standard_text(options: dict[str, Any], prompt: str, completions: list[str], expected: list[str]) -> None:
+    assert golden(char_tokenizer(**options), prompt, *completions) == expected
+
+
+def test_word_level_text() -> None:
+    assert golden(word_tokenizer("what is it a cat"), "what is it", " a cat") == ["what|is|it", "a|cat|</s>"]
+
+
+def test_byte_level_border_and_round_trip() -> None:
+    tokenizer = byte_tokenizer()
+    encoded = encode(tokenizer, "what is the", " answer é", " the mat")
+    assert tokenizer.decode(encoded.prompt + encoded.completions[0]) == "what is the answer é<|endoftext|>"
+    assert tokenizer.decode(encoded.completions[1]) == " the mat<|endoftext|>"
+    merged = encode(tokenizer, "on th", "e mat")  # " the" is one token: the prompt ends before it
+    assert tokenizer.decode(merged.prompt) == "on"
+    assert tokenizer.decode(merged.completions[0]) == " the mat<|endoftext|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "completion", "expected"),
+    [
+        (
+            CHATML,
+            [user("x")],
+            [assistant("cd")],
+            ["<|im_start|>|u|s|e|r|\n|x|<|im_end|>|\n|<|im_start|>|a|s|s|i|s|t|a|n|t|\n", "c|d|<|im_end|>"],
+        ),
+        (PLAIN, [user("x")], [assistant("cd")], ["u|s|e|r|:| |x|\n|a|s|s|i|s|t|a|n|t|:", " |c|d|\n|</s>"]),
+        (
+            CHATML,  # the answer goes on with a message that the prompt began
+            [user("x"), assistant("c")],
+            [assistant("d")],
+            [
+                "<|im_start|>|u|s|e|r|\n|x|<|im_end|>|\n|<|im_start|>|a|s|s|i|s|t|a|n|t|\n|c",
+                "<|im_end|>|\n|<|im_start|>|a|s|s|i|s|t|a|n|t|\n|d|<|im_end|>",
+            ],
+        ),
+        (CHATML, [], [assistant("cd")], ["<|im_start|>|a|s|s|i|s|t|a|n|t|\n", "c|d|<|im_end|>"]),
+        (PLAIN, [], [user("x"), assistant("c")], ["u|s|e|r|:| ", "x|\n|a|s|s|i|s|t|a|n|t|:| |c|\n|</s>"]),
+        ("<s>" + CHATML, [], [assistant("c")], ["<s>|<|im_start|>|a|s|s|i|s|t|a|n|t|\n", "c|<|im_end|>"]),
+    ],
+)
+def test_conversations(template: str, prompt: list[Any], completion: list[Any], expected: list[str]) -> None:
+    assert golden(char_tokenizer(template=template, before=BOS), prompt, completion) == expected
+
+
+def test_generation_prompt_that_is_no_prefix_of_the_full_text() -> None:
+    thinking = CHATML.replace("assistant\n{% endif", "assistant\n[think]{% endif")
+    tokenizer = char_tokenizer(template=thinking)
+    expected = [*golden(char_tokenizer(template=CHATML), [user("x")], [assistant("cd")])]
+    assert golden(tokenizer, [user("x")], [assistant("cd")]) == expected
+
+
+def test_end_of_turn_token_without_the_special_flag() -> None:
+    tokenizer = char_tokenizer(template=CHATML, special_turns=False)
+    assert golden(tokenizer, [user("x")], [assistant("c")])[1] == "c|<|im_end|>"
+    # the same token written by the message itself, under a template that ends no turn, is followed by EOS
+    plain = char_tokenizer(template=PLAIN, special_turns=False)
+    assert golden(plain, [user("x")], [assistant("c<|im_end|>")])[1] == " |c|<|im_end|>|\n|</s>"
+
+
+def test_an_unknown_character_ends_no_turn() -> None:
+    tokenizer = word_tokenizer("user: x assistant: c")
+    tokenizer.chat_template = PLAIN
+    assert golden(tokenizer, [user("x")], [assistant("c ?")]) == ["user:|x|assistant:", "c|[UNK]|</s>"]
+
+
+def test_template_that_writes_eos_gets_no_second_one() -> None:
+    tokenizer = char_tokenizer(template="{% for m in messages %}{{ m['content'] }}</s>\n{% endfor %}")
+    assert golden(tokenizer, [user("x")], [assistant("c")]) == ["x|</s>|\n", "c|</s>"]
+
+
+def test_row_options_reach_the_template() -> None:
+    tokenizer = char_tokenizer(template="{{ mood }}" + PLAIN)
+    encoded = encode(tokenizer, [user("x")], [assistant("c")], mood="glad")
+    assert tokenizer.decode(encoded.prompt).startswith("gladuser: x")
+
+
+def test_a_batch_of_both_kinds_is_what_single_rows_are() -> None:
+    tokenizer = char_tokenizer(template=CHATML, before=BOS)
+    sources = [
+        Source("xa", ("b", "c"), "row 1", {}),
+        Source([user("x")], ([assistant("c")],), "row 2", {}),
+        Source("", ("c",), "row 3", {}),
+    ]
+    rows = RowTokenizer(tokenizer)
+    assert rows.encode(sources) == [rows.encode([source])[0] for source in sources]
+    assert rows.encode([]) == []
+
+
+def test_conversation_without_chat_template() -> None:
+    with pytest.raises(DataError, match="data row 1: is conversational, but tokenizer .* has no chat template"):
+        encode(char_tokenizer(), [user("x")], [assistant("c")])
+
+
+def test_template_error_names_the_row() -> None:
+    tokenizer = char_tokenizer(template="{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(DataError, match="data row 1: the chat template .* roles must alternate") as caught:
+        encode(tokenizer, [user("x")], [assistant("c")])
+    assert "\n" not in str(caught.value)
+
+
+def test_tokenizer_without_eos_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="alignment"):
+        rows = RowTokenizer(char_tokenizer(eos=None))
+        for _ in range(2):
+            rows.encode([Source("x", ("c",), "row 1", {})])
+    assert [record.message for record in caplog.records if "no EOS token" in record.message] == [caplog.messages[0]]
+
+
+def test_nothing_to_condition_on() -> None:
+    encoded = encode(char_tokenizer(bos=None, eos=None), "", "c", "d")
+    fitted = fit(encoded.prompt, encoded.completions, Limits(), 0)
+    assert fitted.reasons == [NO_CONTEXT, NO_CONTEXT]
+
+
+@pytest.mark.parametrize(
+    ("limits", "head", "prompt", "completions"),
+    [
+        (Limits(), 1, [1, 5, 6, 7], [[8, 9, 2], [3]]),
+        (Limits(max_prompt_length=3), 1, [1, 6, 7], [[8, 9, 2], [3]]),  # keep_end keeps BOS
+        (Limits(max_prompt_length=3), 0, [5, 6, 7], [[8, 9, 2], [3]]),
+        (Limits(max_prompt_length=3, truncation_mode="keep_start"), 1, [1, 5, 6], [[8, 9, 2], [3]]),
+        (Limits(max_prompt_length=1), 1, [1], [[8, 9, 2], [3]]),
+        (Limits(max_completion_length=2), 1, [1, 5, 6, 7], [[8, 9], [3]]),
+        (Limits(max_length=5), 1, [1, 5, 6, 7], [[8], [3]]),
+        (Limits(max_length=5, max_prompt_length=3, max_completion_length=1), 1, [1, 6, 7], [[8], [3]]),
+        (Limits(max_length=5, max_prompt_length=3), 1, [1, 6, 7], [[8, 9], [3]]),
+    ],
+)
+def test_truncation(limits: Limits, head: int, prompt: list[int], completions: list[list[int]]) -> None:
+    full = [[8, 9, 2], [3]]
+    fitted = fit([1, 5, 6, 7], full, limits, head)
+    assert (fitted.prompt, fitted.completions) == (prompt, completions)
+    assert fitted.prompt_cut == (len(prompt) < 4)
+    assert fitted.cut == [new != old for new, old in zip(completions, full, strict=True)]
+    assert fitted.reasons == [None, None]
+
+
+def test_completions_without_room_or_tokens() -> None:
+    assert fit([1, 2, 3], [[4], [5]], Limits(max_length=3), 0).reasons == [NO_ROOM, NO_ROOM]
+    assert fit([1, 2, 3], [[4], [5]], Limits(max_length=2), 0).reasons == [NO_ROOM, NO_ROOM]
+    one_empty = fit([1, 2, 3], [[4], []], Limits(), 0)
+    assert (one_empty.reasons, one_empty.completions) == ([None, EMPTY], [[4], []])
+
+
+def test_head_length() -> None:
+    assert RowTokenizer(char_tokenizer(before=("[gMASK]", "<s>"))).head_length([2, 0, 9]) == 2
+    assert RowTokenizer(char_tokenizer()).head_length([0, 9]) == 1
+    assert RowTokenizer(char_tokenizer()).head_length([9, 0]) == 0
+    assert RowTokenizer(char_tokenizer(bos=None)).head_length([0]) == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_length": 0}, {"max_prompt_length": True}, {"max_completion_length": "9"}, {"truncation_mode": "end"}],
+)
+def test_limits_that_make_no_sense(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=next(iter(options))):
+        Limits(**options)

@@ -1,0 +1,238 @@
+"""The log-prob head against dense float64, its memory, and its fallback."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CohereConfig, Gemma2Config, GPT2Config, GraniteConfig, LlamaConfig, OPTConfig
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from alignment.config.errors import ModelError
+from alignment.models.head import LogProbHead, checkpointed_logprobs, install_logprob_head
+from alignment.models.logprobs import LogitTransform, tile_length, token_logprobs
+from alignment.models.scorer import CompletionScorer, check_scorer
+
+TRANSFORMS = {
+    "plain": LogitTransform(),
+    "capped": LogitTransform(softcap=3.0),
+    "scaled": LogitTransform(scale=0.25),
+    "both": LogitTransform(scale=1.7, softcap=4.0),
+}
+
+
+def dense(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, transform: LogitTransform) -> Tensor:
+    """The same in float64, by autograd, with the whole matrix; written out and not shared with the code under test."""
+    logits = hidden @ weight.T if bias is None else hidden @ weight.T + bias
+    logits = logits * transform.scale
+    if transform.softcap is not None:
+        logits = transform.softcap * torch.tanh(logits / transform.softcap)
+    return torch.log_softmax(logits, -1)[torch.arange(len(targets)), targets]
+
+
+def problem(
+    tokens: int, width: int, vocabulary: int, bias: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    hidden = torch.randn(tokens, width, generator=generator)
+    weight = torch.randn(vocabulary, width, generator=generator) * 0.5
+    offset = torch.randn(vocabulary, generator=generator) if bias else None
+    targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    return hidden, weight, offset, targets, torch.randn(tokens, generator=generator)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("trained", [False, True])
+def test_values_and_gradients_against_dense_float64(name: str, bias: bool, trained: bool) -> None:
+    transform = TRANSFORMS[name]
+    hidden, weight, offset, targets, upstream = problem(700, 24, 333, bias)
+    wide = [None if t is None else t.double().requires_grad_() for t in (hidden, weight, offset)]
+    expected = dense(wide[0], wide[1], wide[2], targets, transform)
+    expected.backward(upstream.double())
+
+    hidden.requires_grad_()
+    for parameter in (weight, offset):
+        if parameter is not None:
+            parameter.requires_grad_(trained)
+    # A small budget: three tiles forward, several slices of the vocabulary backward.
+    found = token_logprobs(hidden, weight, offset, targets, transform, tile_bytes=6 * 333 * 100)
+    found.backward(upstream)
+
+    assert found.dtype == torch.float32
+    assert bool(((found - expected).abs() <= 1e-5 * expected.abs().clamp(min=1)).all())
+    for ours, theirs in zip((hidden, weight, offset), wide):
+        if ours is None or not ours.requires_grad:
+            assert ours is None or ours.grad is None
+            continue
+        assert theirs is not None
+        error = (ours.grad - theirs.grad).norm() / theirs.grad.norm()
+        assert float(error) < 1e-5
+
+
+def test_gradcheck_in_float64() -> None:
+    hidden, weight, offset, targets, _ = problem(5, 4, 11, True)
+    assert offset is not None
+    inputs = [t.double().requires_grad_() for t in (hidden, weight, offset)]
+    assert torch.autograd.gradcheck(lambda h, w, b: token_logprobs(h, w, b, targets, LogitTransform(0.7, 2.0)), inputs)
+
+
+def test_no_tokens_still_reach_every_parameter() -> None:
+    hidden, weight, _, targets, _ = problem(0, 8, 50, False)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    logps = token_logprobs(hidden, weight, None, targets)
+    logps.sum().backward()
+    assert logps.shape == (0,)
+    assert weight.grad is not None and float(weight.grad.abs().max()) == 0.0
+    assert hidden.grad is not None and hidden.grad.shape == (0, 8)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_bf16_keeps_fp32_logps(trained: bool) -> None:
+    """bf16 inputs, fp32 sums: far closer to the truth of the rounded inputs than a bf16 log-softmax (rms 2e-2)."""
+    hidden, weight, _, targets, upstream = problem(600, 64, 9000, False)
+    hidden, weight = hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_(trained)
+    wide_hidden, wide_weight = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    expected = dense(wide_hidden, wide_weight, None, targets, LogitTransform())
+    expected.backward(upstream.double())
+    found = token_logprobs(hidden, weight, None, targets)
+    found.backward(upstream)
+    assert found.dtype == torch.float32
+    assert float((found - expected).detach().abs().max()) < 1e-4
+    assert hidden.grad is not None and wide_hidden.grad is not None
+    assert float((hidden.grad - wide_hidden.grad).norm() / wide_hidden.grad.norm()) < 1e-2
+    if trained:
+        assert weight.grad is not None and wide_weight.grad is not None
+        assert float((weight.grad - wide_weight.grad).norm() / wide_weight.grad.norm()) < 1e-2
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, Tensor):
+                self.elements = max(self.elements, value.numel())
+        return result
+
+
+@pytest.mark.parametrize("tokens", [300, 1024])
+@pytest.mark.parametrize("trained", [False, True])
+def test_never_half_of_the_logits(tokens: int, trained: bool) -> None:
+    vocabulary = 32000
+    hidden, weight, _, targets, upstream = problem(tokens, 16, vocabulary, False)
+    hidden.requires_grad_()
+    weight.requires_grad_(trained)
+    with LargestTensor() as largest:
+        token_logprobs(hidden, weight, None, targets).backward(upstream)
+    assert 0 < largest.elements < tokens * vocabulary // 2
+
+
+def test_tile_length_keeps_its_budget() -> None:
+    assert tile_length(100_000, 32000, 256 * 2**20) == 256 * 2**20 // (6 * 32000)
+    assert tile_length(100_000, 10**9, 2**20) == 256  # the floor
+    assert tile_length(900, 512, 256 * 2**20) == 300  # a third of the rows
+    assert tile_length(0, 512, 2**20) >= 1
+
+
+COMMON = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+ARCHITECTURES = {
+    "llama-untied": LlamaConfig(**COMMON, intermediate_size=48, tie_word_embeddings=False),
+    "llama-tied": LlamaConfig(**COMMON, intermediate_size=48, tie_word_embeddings=True),
+    "gemma2-capped": Gemma2Config(
+        **COMMON, intermediate_size=48, head_dim=8, num_key_value_heads=2, final_logit_softcapping=0.05
+    ),
+    "cohere-scaled": CohereConfig(**COMMON, intermediate_size=48, logit_scale=0.3),
+    "granite-divided": GraniteConfig(**COMMON, intermediate_size=48, logits_scaling=4.0),
+    "gpt2": GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4),
+    "opt": OPTConfig(**COMMON, ffn_dim=48, word_embed_proj_dim=32),
+}
+
+
+def scored(scorer: CompletionScorer, ids: Tensor) -> Tensor:
+    length = ids.shape[1]
+    return scorer(ids, torch.ones_like(ids), torch.arange(length - 1), ids[0, 1:], length - 1).logps
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_scorer_equals_the_models_own_logits(name: str) -> None:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES[name]).double().eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(5)
+    ids = torch.randint(3, 97, (1, 20))
+    logits = model(ids).logits[0, :-1]
+    expected = logits.log_softmax(-1)[torch.arange(19), ids[0, 1:]]
+    expected.sum().backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    names = [n for n, _ in model.named_parameters()]
+
+    scorer = CompletionScorer(model).eval()
+    found = scored(scorer, ids)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    found.sum().backward()
+    assert [n for n, _ in model.named_parameters()] == names, "replacing the head must not change a parameter's name"
+    for n, p in model.named_parameters():
+        if n in gradients:
+            torch.testing.assert_close(p.grad, gradients[n], rtol=1e-7, atol=1e-9, msg=n)
+    check_scorer(scorer, torch.device("cpu"))
+
+
+def test_check_finds_an_unknown_scale() -> None:
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES["cohere-scaled"])
+    for parameter in model.parameters():
+        parameter.data.mul_(5)
+    scorer = CompletionScorer(model)
+    head = model.get_output_embeddings()
+    assert isinstance(head, LogProbHead)
+    head.transform = LogitTransform()
+    with pytest.raises(ModelError, match="CohereForCausalLM computes its logits in a way"):
+        check_scorer(scorer, torch.device("cpu"))
+
+
+def test_head_still_generates_and_is_installed_once() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES["llama-tied"]).eval()
+    ids = torch.randint(3, 97, (1, 5))
+    before = model.generate(ids, max_new_tokens=6, do_sample=False)
+    head = install_logprob_head(model)
+    assert install_logprob_head(model) is not head and isinstance(model.lm_head, LogProbHead)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), before)
+
+
+class DoubledHead(nn.Linear):
+    """A head of a model's own: not a plain linear layer."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) * 2
+
+
+@pytest.mark.parametrize("longest", [130, 700])
+def test_fallback_for_an_unknown_head(longest: int) -> None:
+    """Chunks follow from the longest share of any rank; own tokens may be fewer, chunks then are empty."""
+    hidden, weight, _, targets, upstream = problem(130, 24, 333, False)
+    head = DoubledHead(24, 333, bias=False)
+    head.weight.data.copy_(weight)
+    wide_hidden, wide_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    expected = dense(wide_hidden, wide_weight * 2, None, targets, TRANSFORMS["capped"])
+    expected.backward(upstream.double())
+    hidden.requires_grad_()
+    calls: list[int] = []
+    head.register_forward_hook(lambda *_: calls.append(1))
+    found = checkpointed_logprobs(head, hidden, targets, TRANSFORMS["capped"], 6 * 333 * 100, longest)
+    assert len(calls) == -(-longest // tile_length(longest, 333, 6 * 333 * 100))
+    found.backward(upstream)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    assert hidden.grad is not None and head.weight.grad is not None
+    assert wide_hidden.grad is not None and wide_weight.grad is not None
+    assert float((hidden.grad - wide_hidden.grad).norm() / wide_hidden.grad.norm()) < 1e-5
+    assert float((head.weight.grad - wide_weight.grad).norm() / wide_weight.grad.norm()) < 1e-5
