@@ -1,6 +1,6 @@
 """Data: rows of preference data in, token ids out.
 
-The trip of a row: ``sources`` (a file, folder, hub name or Python object becomes a dataset) → ``formats`` (a row becomes
+The trip of a row: ``sources`` (a file, folder, hub name or object becomes a dataset) → ``formats`` (a row becomes
 a canonical, checked one) → ``tokenization`` (text becomes ids, prompt and completion apart) → ``prepare`` (all of it,
 once, cached on disk). Window planning and batching follow in ``windows`` and ``batching``.
 """

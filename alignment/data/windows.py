@@ -1,8 +1,8 @@
 """Which rows make up each optimizer step, and which rank computes which of them in which forward.
 
 The *window* is the rows of one optimizer step. Its plan is a pure function of (seed, epoch, step, lengths): every rank
-computes the same one, and it is the only source for collation, for the counts that means are divided by, for the number
-of schedule steps and for resuming.
+computes the same one. It is the only source for collation, for the counts that means are divided by, for the number of
+schedule steps and for resuming.
 """
 
 from __future__ import annotations
@@ -239,7 +239,13 @@ class WindowSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands: the window to be computed next."""
-        return {"epoch": self.epoch, "step": self.step, "seed": self.seed, "rows": len(self.table), "window": self.window}
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "seed": self.seed,
+            "rows": len(self.table),
+            "window": self.window,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved position.
@@ -250,7 +256,9 @@ class WindowSampler:
         own = self.state_dict()
         for key in ("seed", "rows", "window"):
             if state[key] != own[key]:
-                raise ValueError(f"sampler state has {key} {state[key]}, this run has {own[key]}: they cannot continue")
+                raise ValueError(
+                    f"sampler state has {key} {state[key]}, this run has {own[key]}: they cannot continue"
+                )
         self.epoch, self.step = int(state["epoch"]), int(state["step"])
 
 

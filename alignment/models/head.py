@@ -1,8 +1,8 @@
 """The model's language-modelling head, replaced in place by one that can answer with log-probs.
 
 :class:`LogProbHead` keeps the name, the Parameter (tied or not) and the behaviour of the ``nn.Linear`` it replaces, so
-``generate`` and ``save_pretrained`` do not notice. Called with targets, it returns per-token log-probs. It is *called as
-a module*, which is what makes ZeRO-3 gather and release its weight. A head that is not a plain ``nn.Linear`` (a 4-bit
+``generate`` and ``save_pretrained`` do not notice. Called with targets, it returns per-token log-probs. It is *called
+as a module*, which is what makes ZeRO-3 gather and release its weight. A head that is no plain ``nn.Linear`` (a 4-bit
 layer, an adapter, something of the model's own) is left as it is and scored by :func:`checkpointed_logprobs`.
 """
 

@@ -56,9 +56,7 @@ def check_weights(folder: Path, key: str) -> None:
         except FileNotFoundError as error:
             raise ModelError(f"{key}: {folder / name} is named in {index.name} but missing") from error
         except (SafetensorError, OSError) as error:
-            raise ModelError(
-                f"{key}: {folder / name} is torn ({error}); copy or download the file again"
-            ) from error
+            raise ModelError(f"{key}: {folder / name} is torn ({error}); copy or download the file again") from error
 
 
 def check_positions(config: PretrainedConfig, max_length: int | None) -> None:
@@ -69,4 +67,6 @@ def check_positions(config: PretrainedConfig, max_length: int | None) -> None:
     """
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if max_length is not None and positions and max_length > positions:
-        raise OptionError(f"max_length: {max_length} is more than the model's {positions} positions; set max_length: {positions}")
+        raise OptionError(
+            f"max_length: {max_length} is more than the model's {positions} positions; set max_length: {positions}"
+        )

@@ -85,5 +85,10 @@ def disable_dropout(model: nn.Module) -> None:
 def enable_checkpointing(model: PreTrainedModel, kwargs: dict[str, Any] | None) -> None:
     """Recompute activations in the backward pass, without re-entrant autograd unless ``kwargs`` ask for it."""
     if not model.supports_gradient_checkpointing:
-        raise OptionError(f"gradient_checkpointing: {type(model).__name__} has none; set gradient_checkpointing: false")
-    model.gradient_checkpointing_enable({"use_reentrant": False} | (kwargs or {}))
+        raise OptionError(
+            f"gradient_checkpointing: {type(model).__name__} has none; set gradient_checkpointing: false"
+        )
+    enable = getattr(
+        model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+    )  # its name until 5.22
+    enable({"use_reentrant": False} | (kwargs or {}))

@@ -1,15 +1,15 @@
 """Per-token log-probs straight from hidden states, one tile of the logits at a time.
 
 For logits ``z = f(W h + b)`` the gradient of ``log softmax(z)[y]`` towards ``h`` is one vector as long as ``h``. It is
-computed while the tile of logits is still there and kept, so that the backward pass of *any* loss built on the log-probs
-is a product, and nothing of size (tokens x vocabulary) ever exists. A head that is trained needs its own gradient too:
+computed while the tile of logits is still there, and kept: the backward pass of *any* loss built on log-probs is then a
+product, and nothing of size (tokens x vocabulary) ever exists. A head that is trained needs its own gradient too:
 the backward pass then recomputes the logits, this time in slices of the vocabulary, each finished with one product.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ class LogitTransform:
 def tile_length(rows: int, width: int, tile_bytes: int) -> int:
     """How many of ``rows`` to take at once so that a tile of ``width`` columns stays inside ``tile_bytes``.
 
-    Never more than a third of the rows (unless they are few): the whole matrix must not exist, however large the budget.
+    Never more than a third of the rows (unless they are few): the whole matrix must not exist, whatever the budget.
     """
     return max(1, min(max(_SMALLEST_TILE, -(-rows // 3)), max(256, tile_bytes // (_BYTES_PER_LOGIT * width))))
 
@@ -83,10 +83,17 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: Logi
     return transform.apply_(logits)
 
 
+class _Tile(NamedTuple):
+    """Log-probs (C,), log-sum-exps (C,) and, if asked for, d logp / d hidden (C, H) of one tile of tokens."""
+
+    logps: Tensor
+    lse: Tensor
+    jacobian: Tensor | None
+
+
 def _score_tile(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, transform: LogitTransform, jacobian: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-probs (C,), log-sum-exps (C,) and, if asked for, d logp / d hidden (C, H) of one tile of tokens."""
+) -> _Tile:
     logits = _logits(hidden, weight, bias, transform)
     chosen = logits.gather(1, targets[:, None])
     slope = transform.derivative(logits) if jacobian else 1.0
@@ -95,12 +102,12 @@ def _score_tile(
     total = logits.sub_(largest).exp_().sum(1, keepdim=True)
     lse = largest + total.log()
     if not jacobian:
-        return (chosen - lse)[:, 0], lse[:, 0], None
+        return _Tile((chosen - lse)[:, 0], lse[:, 0], None)
     coefficients = logits.div_(-total)
     coefficients.scatter_add_(1, targets[:, None], torch.ones_like(chosen))
     coefficients.mul_(slope)
     rows = wide_product(coefficients, weight, logits.dtype)
-    return (chosen - lse)[:, 0], lse[:, 0], rows.to(hidden.dtype)
+    return _Tile((chosen - lse)[:, 0], lse[:, 0], rows.to(hidden.dtype))
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -125,11 +132,10 @@ class _TokenLogProbs(torch.autograd.Function):
         step = tile_length(tokens, weight.shape[0], tile_bytes)
         for start in range(0, tokens, step):
             part = slice(start, start + step)
-            logps[part], lse[part], tile_rows = _score_tile(
-                hidden[part], weight, bias, targets[part], transform, jacobian
-            )
-            if rows is not None:
-                rows[part] = tile_rows
+            scored = _score_tile(hidden[part], weight, bias, targets[part], transform, jacobian)
+            logps[part], lse[part] = scored.logps, scored.lse
+            if rows is not None and scored.jacobian is not None:
+                rows[part] = scored.jacobian
         trained = with_graph and (weight.requires_grad or (bias is not None and bias.requires_grad))
         # The Parameter itself is saved, not a detached view: ZeRO-3 gathers it again for the backward pass, where a
         # view would keep the first gathered copy alive.

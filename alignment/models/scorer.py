@@ -20,7 +20,7 @@ from alignment.models.logprobs import DEFAULT_TILE_BYTES
 
 
 class ScorerOutput(NamedTuple):
-    """``logps`` (N,) fp32 with graph; ``aux_loss`` 0-dim with graph (0 for dense models); ``stats`` detached tensors."""
+    """``logps`` (N,) fp32 with graph; ``aux_loss`` 0-dim with graph (0 if dense); ``stats`` detached tensors."""
 
     logps: Tensor
     aux_loss: Tensor

@@ -86,5 +86,7 @@ def cpo_loss(
     else:
         if loss_type != "sigmoid":
             margins = margins - simpo_gamma / beta
-        losses = -F.logsigmoid(beta * margins) * (1 - label_smoothing) - F.logsigmoid(-beta * margins) * label_smoothing
+        losses = (
+            -F.logsigmoid(beta * margins) * (1 - label_smoothing) - F.logsigmoid(-beta * margins) * label_smoothing
+        )
     return CPOLoss(losses, beta * chosen.detach(), beta * rejected.detach())

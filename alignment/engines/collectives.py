@@ -1,0 +1,41 @@
+"""The few collectives this project needs. Their shapes are fixed, so no rank can wait for one that another skips."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Add a tensor of the same shape over all ranks, in place; return it."""
+    dist.all_reduce(values)
+    return values
+
+
+def gathered(value: Any) -> list[Any]:
+    """A picklable object of every rank, on every rank."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def from_first_rank(value: Any) -> Any:
+    """The first rank's picklable object, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def barrier() -> None:
+    """Wait for every rank."""
+    dist.all_reduce(torch.zeros((), device=device()))
+
+
+def device() -> torch.device:
+    """This rank's device."""
+    from deepspeed.accelerator import get_accelerator
+
+    return torch.device(get_accelerator().current_device_name())

@@ -1,0 +1,76 @@
+"""Writing a model as a Hugging Face folder, from any ZeRO stage, so that no reader ever sees half of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from alignment.config.errors import OutputError
+
+
+def gathered_state_dict(model: PreTrainedModel, keep: bool) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer, whole, on the CPU. All ranks must call it; one at a time is gathered.
+
+    Args:
+        model: the model inside an engine, or a plain one.
+        keep: whether this rank wants the result; the others get an empty dict.
+    """
+    state: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        context = deepspeed.zero.GatheredParameters(parameter, enabled=hasattr(parameter, "ds_id"))
+        with context:
+            if keep:
+                state[name] = parameter.detach().to("cpu", copy=True).contiguous()
+    if keep:
+        persistent = model.state_dict().keys()
+        state |= {name: b.detach().cpu().clone() for name, b in model.named_buffers() if name in persistent}
+    return state
+
+
+def write_model(model: PreTrainedModel, tokenizer: Any, folder: Path, *, first_rank: bool) -> None:
+    """``save_pretrained`` model and tokenizer into ``folder``; collective.
+
+    The files are written to a hidden sibling first and moved into place when all of them are there.
+
+    Raises:
+        OutputError: the folder cannot be written, a full disk included.
+    """
+    state = gathered_state_dict(model, keep=first_rank)
+    if not first_rank:
+        return
+    partial = folder.parent / f".{folder.name}.partial"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        model.save_pretrained(partial, state_dict=state)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        move_into(partial, folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise OutputError(f"output_dir: could not write the model to {folder}: {error}") from error
+
+
+def move_into(source: Path, target: Path) -> None:
+    """Move the files of ``source`` into ``target``, replacing those of the same name; ``source`` disappears.
+
+    Where the target does not exist this is one rename. Weights that the new files do not replace are removed, so that
+    an index never points into an older model.
+    """
+    if not target.exists():
+        os.replace(source, target)
+        return
+    names = {file.name for file in source.iterdir()}
+    for old in [*target.glob("model*.safetensors"), *target.glob("model.safetensors.index.json")]:
+        if old.name not in names:
+            old.unlink()
+    for file in source.iterdir():
+        os.replace(file, target / file.name)
+    source.rmdir()

@@ -1,0 +1,145 @@
+"""DeepSpeed engines that score completions: one that only answers, one that learns."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from alignment.data.batching import Batch
+from alignment.engines.collectives import device
+from alignment.models.scorer import CompletionScorer
+
+
+class ScoringEngine:
+    """What the two kinds of engine share: log-probs of the sequences of a batch.
+
+    Attributes:
+        engine: the DeepSpeed engine.
+        scorer: the module that it wraps.
+        device: where batches have to be.
+    """
+
+    def __init__(self, scorer: CompletionScorer, ds_config: dict[str, Any], **kwargs: Any) -> None:
+        self.scorer, self.device = scorer, device()
+        # Not initialised by DeepSpeed a second time, and the configuration is copied because it writes into it.
+        self.engine, *_ = deepspeed.initialize(
+            model=scorer, config=copy.deepcopy(ds_config), dist_init_required=False, **kwargs
+        )
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(S,) summed completion log-probs in fp32, and the 0-dim balancing loss of a mixture of experts (else 0).
+
+        Both carry the graph, also when the batch holds no sequence: a rank without rows takes part in every collective
+        of the backward pass.
+        """
+        output = self.engine(batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.longest)
+        zeros = output.logps.new_zeros(batch.lengths.shape[0])
+        return zeros.index_add(0, batch.segments, output.logps), output.aux_loss
+
+    @torch.no_grad()
+    def sequence_logps(self, batch: Batch) -> Tensor:
+        """(S,) summed completion log-probs without graph."""
+        return self.forward(batch.to(self.device))[0]
+
+    @contextlib.contextmanager
+    def sweep(self) -> Iterator[None]:
+        """Forward-only use: no dropout, no graph; the mode from before comes back on any exit."""
+        training = self.engine.module.training
+        self.engine.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.engine.train(training)
+
+    def close(self) -> None:
+        """Release the engine and its optimizer's memory."""
+        self.engine.destroy()
+
+
+class FrozenEngine(ScoringEngine):
+    """An engine without optimizer: ZeRO stage 3 (with or without parameter offload) or stage 0.
+
+    Args:
+        scorer: the model; its parameters are frozen here.
+        ds_config: this engine's own DeepSpeed configuration.
+    """
+
+    def __init__(self, scorer: CompletionScorer, ds_config: dict[str, Any]) -> None:
+        self._froze = [p for p in scorer.parameters() if p.requires_grad]
+        scorer.requires_grad_(False)
+        super().__init__(scorer, ds_config)
+        self.engine.eval()
+
+    def close(self) -> None:
+        """Release the engine; parameters that were trainable before are so again."""
+        super().close()
+        for parameter in self._froze:
+            parameter.requires_grad_(True)
+
+
+class PolicyEngine(ScoringEngine):
+    """A training engine.
+
+    Three rules keep gradients exact at every ZeRO stage, and all live here: the accumulation boundary is set for each
+    micro-batch, the backward pass is ``engine.backward`` without DeepSpeed's own scaling, and the wrapped module
+    returns no differentiable output that the loss leaves out.
+
+    Args:
+        scorer: the model to train.
+        ds_config: the policy's DeepSpeed configuration.
+        optimizer: over the scorer's trainable parameters.
+        scheduler: stepped by the engine, with the optimizer.
+    """
+
+    def __init__(
+        self, scorer: CompletionScorer, ds_config: dict[str, Any], optimizer: Optimizer, scheduler: LRScheduler
+    ) -> None:
+        super().__init__(scorer, ds_config, optimizer=optimizer, lr_scheduler=scheduler)
+        self.scheduler = scheduler
+        self.world_size = int(self.engine.world_size)
+        self.engine.train()
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Accumulate the gradient of this rank's share of the window's loss.
+
+        Args:
+            loss: 0-dim, the local sum over the *global* count. DeepSpeed averages gradients over ranks, so it is
+                multiplied by their number here.
+            last: whether this is the window's last micro-batch.
+        """
+        self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.backward(loss * self.world_size, scale_wrt_gas=False)
+
+    def step(self) -> float:
+        """Apply the accumulated gradient; return its global L2 norm before clipping.
+
+        An fp16 overflow is DeepSpeed's to handle: it skips the update and lowers its loss scale.
+        """
+        # DeepSpeed reports no norm where it does not wrap the optimizer (stage 0, fp32); gradients are whole there.
+        wrapped = hasattr(self.engine.optimizer, "_global_grad_norm")
+        norm = None if wrapped else self._whole_norm()
+        self.engine.step()
+        return float(self.engine.get_global_grad_norm() if norm is None else norm)
+
+    @property
+    def skips_overflow(self) -> bool:
+        """Whether a non-finite gradient is a matter of loss scaling (fp16), and so no fault."""
+        return bool(self.engine.fp16_enabled())
+
+    def _whole_norm(self) -> Tensor:
+        return get_total_norm([p.grad for p in self.scorer.parameters() if p.grad is not None])
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next step."""
+        return float(self.scheduler.get_last_lr()[0])

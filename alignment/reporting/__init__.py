@@ -1,0 +1,1 @@
+"""Metric accumulators, the progress bar and the run's log."""

@@ -1,0 +1,35 @@
+"""The run's log: one JSON object per line, appended and flushed at once, so that a crash loses nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from alignment.config.errors import OutputError
+
+
+class JsonlLog:
+    """Appends records to ``path``; the file and its folder are made at the first record.
+
+    Args:
+        path: the file, or None to write nothing (ranks other than the first).
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        if self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise OutputError(f"output_dir: could not write {self.path}: {error}") from error

@@ -1,0 +1,82 @@
+"""Means as (sum, count), so that no split of a window into batches or ranks can change them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class MetricSums:
+    """Sums and counts of one window on one rank, for a fixed list of names.
+
+    The list is fixed so that the tensor which the ranks add up always has the same shape: a rank whose rows lack a
+    class contributes zeros.
+
+    Args:
+        names: the metrics.
+        device: where the sums are kept until they are reduced.
+        first_rank: whether this rank speaks for values that are the window's and not a row's.
+    """
+
+    def __init__(self, names: Iterable[str], device: torch.device, first_rank: bool) -> None:
+        self.names, self.first_rank = tuple(names), first_rank
+        self._index = {name: i for i, name in enumerate(self.names)}
+        self.values = torch.zeros((2, len(self.names)), dtype=torch.float64, device=device)
+
+    def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
+        """Add a sum over ``count`` things; neither is read back from the device here."""
+        column = self._index[name]
+        for row, value in enumerate((total, count)):
+            self.values[row, column] += value.detach() if isinstance(value, Tensor) else value
+
+    def add_part(self, name: str, part: Tensor) -> None:
+        """Add a part of a value that belongs to the window as a whole, such as its loss; counts once per window."""
+        self.add(name, part, 0)
+        self.values[1, self._index[name]] = 1.0 if self.first_rank else 0.0
+
+    def add_once(self, name: str, value: Tensor) -> None:
+        """Record a value of the window that every rank already has."""
+        if self.first_rank:
+            self.add(name, value, 1)
+
+    def items(self) -> dict[str, tuple[float, float]]:
+        """``{name: (sum, count)}`` as Python floats."""
+        sums, counts = self.values.tolist()
+        return {name: (sums[i], counts[i]) for name, i in self._index.items()}
+
+
+def means(items: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Means of the metrics that have something to average, and ``rewards/margins`` where both classes are there."""
+    result = {name: total / count for name, (total, count) in items.items() if count}
+    if "rewards/chosen" in result and "rewards/rejected" in result:
+        result["rewards/margins"] = result["rewards/chosen"] - result["rewards/rejected"]
+    return result
+
+
+class MetricHistory:
+    """Reduced sums and counts since the last log."""
+
+    def __init__(self) -> None:
+        self._items: dict[str, tuple[float, float]] = {}
+
+    def add(self, items: Mapping[str, tuple[float, float]]) -> None:
+        """Add one window's reduced sums and counts."""
+        for name, (total, count) in items.items():
+            before = self._items.get(name, (0.0, 0.0))
+            self._items[name] = (before[0] + total, before[1] + count)
+
+    def pop(self) -> dict[str, float]:
+        """The means since the last call."""
+        result, self._items = means(self._items), {}
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """The running sums."""
+        return {"items": {name: list(pair) for name, pair in self._items.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        self._items = {name: (float(pair[0]), float(pair[1])) for name, pair in state["items"].items()}

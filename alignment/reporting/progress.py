@@ -1,0 +1,48 @@
+"""The progress bar of a run: loss, margin, KL or accuracy, tokens per second, memory."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Mapping
+
+import torch
+from tqdm.auto import tqdm
+
+_SHOWN = {"loss": "loss", "rewards/margins": "margin", "kl": "kl", "rewards/accuracies": "acc"}
+
+
+def memory_gib(device: torch.device) -> float:
+    """Peak memory in GiB: of the device's allocator, or on a CPU the resident set of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+class Progress:
+    """A bar over optimizer steps (or evaluation batches); silent where ``enabled`` is False."""
+
+    def __init__(self, total: int, description: str, enabled: bool, device: torch.device) -> None:
+        self._bar = tqdm(total=total, desc=description, disable=not enabled, dynamic_ncols=True)
+        self._device, self._tokens, self._start = device, 0, time.monotonic()
+
+    def advance(self, metrics: Mapping[str, float] | None = None, tokens: int = 0) -> None:
+        """One step further, with the newest metrics and the number of tokens it took."""
+        self._tokens += tokens
+        if metrics is not None and not self._bar.disable:
+            shown = {label: f"{metrics[name]:.4g}" for name, label in _SHOWN.items() if name in metrics}
+            rate = self._tokens / max(time.monotonic() - self._start, 1e-9)
+            shown |= {"tok/s": f"{rate:.0f}", "mem": f"{memory_gib(self._device):.1f}G"}
+            self._bar.set_postfix(shown, refresh=False)
+        self._bar.update()
+
+    def note(self, text: str) -> None:
+        """Print a line above the bar."""
+        if not self._bar.disable:
+            self._bar.write(text)
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self._bar.close()

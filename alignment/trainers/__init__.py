@@ -1,0 +1,1 @@
+"""One training loop, one evaluation, and a short file per method."""

@@ -1,0 +1,71 @@
+"""The arguments of a trainer's constructor that are not options: tokenizer, datasets, and those that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from alignment.config.errors import ModelError, OptionError
+from alignment.config.options import AlignmentConfig
+from alignment.trainers.model_setup import ModelSource
+
+_REFUSED = {
+    "callbacks": "callbacks are not supported yet; read log.jsonl instead",
+    "data_collator": "batches are planned over the whole window; give token lengths by max_length instead",
+    "model_init": "not supported yet; pass the model itself",
+    "compute_metrics": "not supported yet; the metrics of the method are logged",
+    "preprocess_logits_for_metrics": "no logits exist: log-probs are computed without them",
+    "peft_config": "adapters are not supported yet; train the whole model",
+    "model_adapter_name": "adapters are not supported yet; train the whole model",
+    "ref_adapter_name": "adapters are not supported yet; pass ref_model",
+}
+
+
+def refuse_arguments(arguments: dict[str, Any]) -> None:
+    """Refuse TRL's arguments that do nothing here, unless they are None.
+
+    Raises:
+        OptionError: one is set.
+        TypeError: one is unknown, as Python does.
+    """
+    for name, value in arguments.items():
+        if name not in _REFUSED:
+            raise TypeError(f"unexpected keyword argument {name!r}")
+        if value is not None:
+            raise OptionError(f"{name}: {_REFUSED[name]}")
+
+
+def load_tokenizer(given: Any, older_name: Any, policy: ModelSource, options: AlignmentConfig) -> Any:
+    """The tokenizer that was given, or the policy's own.
+
+    Raises:
+        OptionError: two different ones were given.
+        ModelError: the model's folder has none, or it is not a tokenizer.
+    """
+    if given is not None and older_name is not None and given is not older_name:
+        raise OptionError("tokenizer: processing_class was given as well; leave the older name out")
+    tokenizer = given if given is not None else older_name
+    if tokenizer is None:
+        kwargs = {k: v for k, v in policy.init_kwargs.items() if k in ("revision", "token", "cache_dir", "subfolder")}
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                policy.name, trust_remote_code=options.trust_remote_code, **kwargs
+            )
+        except (OSError, ValueError, KeyError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise ModelError(
+                f"processing_class: no tokenizer could be loaded from {policy.name!r}: {first}"
+            ) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ModelError(f"processing_class: {type(tokenizer).__name__} is not a transformers tokenizer")
+    return tokenizer
+
+
+def named_datasets(value: Any) -> dict[str, Any]:
+    """None, one dataset, or a dict of several -> datasets by name; a single one is called ``""``."""
+    if value is None:
+        return {}
+    if isinstance(value, dict):
+        return dict(value)
+    return {"": value}

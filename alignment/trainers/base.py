@@ -1,0 +1,328 @@
+"""What every trainer is: checks and plans when made, builds engines when first needed, trains, evaluates.
+
+The constructor has TRL's shape, so that a script written for TRL runs after changing its import. It loads no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedModel, TrainerState, enable_full_determinism, set_seed
+from transformers.trainer_utils import TrainOutput
+
+from alignment.config.errors import DataError, OptionError
+from alignment.config.options import AlignmentConfig
+from alignment.data.prepare import check_vocabulary
+from alignment.data.windows import WindowSampler
+from alignment.engines.collectives import barrier, device
+from alignment.engines.launch_env import init_distributed, rank, world_size
+from alignment.engines.phases import Phases
+from alignment.engines.saving import write_model
+from alignment.models.inspection import check_positions
+from alignment.reporting.log import JsonlLog
+from alignment.trainers.arguments import load_tokenizer, named_datasets, refuse_arguments
+from alignment.trainers.data_setup import PreparedData, limits_of, prepare_data
+from alignment.trainers.evaluation import evaluate
+from alignment.trainers.loop import TrainingLoop, total_steps
+from alignment.trainers.method import Method, Models
+from alignment.trainers.model_setup import (
+    balancing_coefficient,
+    build_engine,
+    model_source,
+    plan_engines,
+    reference_model,
+)
+from alignment.trainers.output import check_output_folder, write_json
+from alignment.trainers.window import WindowPass
+
+
+class AlignmentTrainer:
+    """Base of the trainers; use :class:`KTOTrainer` or :class:`CPOTrainer`.
+
+    Args:
+        model: path, hub name or a live transformers model; None takes ``args.model_name_or_path``.
+        ref_model: the same for the reference; None means the policy as it is given here.
+        args: the options.
+        train_dataset: a ``datasets.Dataset`` or a list of rows; not needed for evaluation alone.
+        eval_dataset: the same, or a dict of several by name.
+        processing_class: the tokenizer; None loads the model's.
+        tokenizer: older name of ``processing_class``.
+        optimizers: own ``(optimizer, scheduler)`` over the parameters of a live ``model``, or Nones.
+        **unsupported: TRL's further arguments (callbacks, adapters, collators …); each is refused by name.
+
+    Raises:
+        AlignmentError: anything about options, model, tokenizer, data or folder that can be known before loading.
+    """
+
+    config_class: ClassVar[type[AlignmentConfig]]
+    method_class: ClassVar[type[Method]]
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | None = None,
+        ref_model: str | PreTrainedModel | None = None,
+        args: AlignmentConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        tokenizer: Any = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        **unsupported: Any,
+    ) -> None:
+        refuse_arguments(unsupported)
+        model, self.args = self._model_and_options(model, args)
+        self._models: Models | None = None
+        self._trainable = False
+        self._pass: WindowPass | None = None
+        self.state = TrainerState()
+        init_distributed(self.args.use_cpu)
+        self.method = self.method_class(self.args)
+        self.output_dir = Path(self.args.output_dir or "")
+        if train_dataset is not None and rank() == 0:
+            check_output_folder(self.output_dir, self.args.overwrite_output_dir)
+        self._prepare_models(model, ref_model, optimizers)
+        self.processing_class = load_tokenizer(processing_class, tokenizer, self.policy_source, self.args)
+        check_vocabulary(self.processing_class, self.policy_source.config.get_text_config().vocab_size)
+        self._prepare_datasets(train_dataset, eval_dataset)
+        self.phases = Phases(device())
+        self.log_file = JsonlLog(self.output_dir / "log.jsonl" if rank() == 0 else None)
+
+    def _model_and_options(
+        self, model: str | PreTrainedModel | None, args: AlignmentConfig | None
+    ) -> tuple[str | PreTrainedModel, AlignmentConfig]:
+        name = type(self).__name__
+        if args is not None and not isinstance(args, self.config_class):
+            raise OptionError(f"args: {name} needs a {self.config_class.__name__}, not {type(args).__name__}")
+        model = model if model is not None else args.model_name_or_path if args is not None else None
+        if model is None:
+            raise OptionError(f"model: {name} got none; pass a path or a model, or set model_name_or_path")
+        if args is None:
+            source = model if isinstance(model, str) else model.config.name_or_path
+            args = self.config_class(output_dir=f"{Path(source).name or 'model'}-{self.method_class.name.upper()}")
+        if not args.output_dir:
+            raise OptionError("output_dir: not set; name the folder for the model and the log")
+        return model, args
+
+    def _prepare_models(
+        self,
+        model: str | PreTrainedModel,
+        ref_model: str | PreTrainedModel | None,
+        optimizers: tuple[Any, Any],
+    ) -> None:
+        args = self.args
+        ref_model = ref_model if ref_model is not None else args.ref_model_name_or_path
+        if ref_model is not None and not self.method.needs_reference:
+            raise OptionError(f"ref_model: {args.method} has no reference model; leave it out")
+        if ref_model is not None and ref_model is model and not isinstance(model, str):
+            raise OptionError(
+                "ref_model: is the very object given as model, so it would be trained too; leave ref_model out "
+                "(a copy is taken) or pass a copy"
+            )
+        if any(optimizers) and isinstance(model, str):
+            raise OptionError("optimizers: they need a live model; pass the model object that they were made for")
+        self.optimizers = optimizers
+        self.policy_source = model_source(model, "model_name_or_path", args, args.model_init_kwargs)
+        self.reference_source = self.policy_source
+        if ref_model is not None:
+            kwargs = args.ref_model_init_kwargs or args.model_init_kwargs
+            self.reference_source = model_source(ref_model, "ref_model_name_or_path", args, kwargs)
+        config = self.policy_source.config
+        for source in (self.policy_source, self.reference_source):
+            check_positions(source.config, limits_of(args).max_length)
+        self._aux_coefficient = balancing_coefficient(args, config)
+        self.engine_plan = plan_engines(args, config, self.method.needs_reference)
+
+    def _prepare_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
+        args = self.args
+        self.train_data: PreparedData | None = None
+        self.sampler: WindowSampler | None = None
+        if train_dataset is not None:
+            self.train_data = self._prepare(train_dataset, args.max_train_samples, "train_dataset")
+            self.sampler = WindowSampler(
+                self.train_data.table,
+                world_size=world_size(),
+                batch_size=args.per_device_train_batch_size,
+                accumulation=args.gradient_accumulation_steps,
+                seed=args.data_seed if args.data_seed is not None else args.seed,
+                draw_partners=self.method.draws_partners,
+                stratify=args.stratify_labels,
+                drop_last=args.dataloader_drop_last,
+                max_tokens=args.max_tokens_per_batch,
+            )
+            if self.sampler.steps_per_epoch == 0:
+                raise DataError(
+                    f"train_dataset: {len(self.train_data.table)} rows are fewer than one window of "
+                    f"{self.sampler.window}; set dataloader_drop_last: false or a smaller batch"
+                )
+        self.eval_data = {
+            name: self._prepare(source, args.max_eval_samples, f"eval_dataset{f' {name}' if name else ''}")
+            for name, source in named_datasets(eval_dataset).items()
+        }
+        if not self.eval_data and (args.eval_strategy != "no" or args.eval_on_start):
+            raise OptionError(
+                f"eval_strategy: {args.eval_strategy.value} (eval_on_start: {args.eval_on_start}) needs data to "
+                "evaluate on; set dataset_test_split, or pass eval_dataset"
+            )
+
+    def _prepare(self, source: Any, limit: int | None, where: str) -> PreparedData:
+        load = source if callable(source) else lambda: source
+        where = getattr(source, "where", where)
+        data = prepare_data(load, limit, self.method, self.processing_class, self.args, where)
+        if self.is_world_process_zero():
+            print(f"{data.where}: {data.report.summary()}", flush=True)
+        return data
+
+    # What a run does ------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
+        """Train to the end of the schedule.
+
+        Returns:
+            transformers' ``TrainOutput``: steps, mean loss, and metrics.
+
+        Raises:
+            OptionError: there is no training data, or a resume is asked for.
+            TrainingError: the loss became non-finite; no update was made with it.
+        """
+        if resume_from_checkpoint:
+            raise OptionError(
+                f"resume_from_checkpoint={resume_from_checkpoint!r}: resuming is not supported yet; start from a "
+                "saved folder with model_name_or_path"
+            )
+        if self.train_data is None or self.sampler is None:
+            raise OptionError("train_dataset: none was given, so there is nothing to train on")
+        loop = TrainingLoop(self, self.train_data, self.sampler)
+        self._build(loop.total_steps)
+        self._write_settings()
+        return loop.run()
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Loss and metrics of the evaluation data, or of ``eval_dataset``; with several sets, ``eval_NAME_loss`` …
+
+        Args:
+            eval_dataset: in place of the constructor's: a dataset, a list of rows, or a dict of several.
+            ignore_keys: of no effect on losses that have no model outputs; refused unless empty.
+            metric_key_prefix: what the names begin with.
+        """
+        if ignore_keys:
+            raise OptionError(f"ignore_keys={ignore_keys}: models return no outputs here that could be ignored")
+        data = self.eval_data
+        if eval_dataset is not None:
+            data = {n: self._prepare(d, None, "eval_dataset") for n, d in named_datasets(eval_dataset).items()}
+        if not data:
+            raise OptionError("eval_dataset: none was given, so there is nothing to evaluate on")
+        if self._pass is None:
+            self._build(total_steps(self.args, self.sampler) if self.sampler is not None else None)
+        metrics: dict[str, float] = {}
+        for name, part in data.items():
+            prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
+            metrics |= evaluate(self, part, prefix)
+        self.log(metrics)
+        return metrics
+
+    # What callers may ask for ---------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> PreTrainedModel | None:
+        """The policy: the live model, or once it is loaded the one inside the engine, else None."""
+        if self._models is not None:
+            return self._models.policy.scorer.model
+        return self.policy_source.live
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the first rank."""
+        return rank() == 0
+
+    def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
+        """Write model and tokenizer as a Hugging Face folder, whatever the ZeRO stage. All ranks must call it."""
+        if self._models is None and self.state.global_step and self.policy_source.live is None:
+            raise OptionError("save_model: the trained weights went with close(); call save_model before it")
+        self._build(None)
+        assert self.model is not None
+        folder = Path(output_dir or self.output_dir)
+        write_model(self.model, self.processing_class, folder, first_rank=self.is_world_process_zero())
+        barrier()
+
+    def save_state(self) -> None:
+        """Write ``trainer_state.json`` into the output folder."""
+        self.write_state(self.output_dir)
+
+    def write_state(self, folder: Path) -> None:
+        """Write ``trainer_state.json`` into ``folder``, on the first rank."""
+        if self.is_world_process_zero():
+            folder.mkdir(parents=True, exist_ok=True)
+            self.state.save_to_json(str(folder / "trainer_state.json"))
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> None:
+        """Not there yet."""
+        raise OptionError("push_to_hub: not supported yet; save_model() and upload the folder with the `hf` command")
+
+    def add_callback(self, callback: Any) -> None:
+        """Not there yet."""
+        raise OptionError(f"add_callback({callback!r}): callbacks are not supported yet; read log.jsonl instead")
+
+    remove_callback = pop_callback = add_callback
+
+    def log(self, record: Mapping[str, float]) -> None:
+        """Add a record to ``state.log_history`` and to ``log.jsonl``."""
+        entry = {**record, "step": self.state.global_step}
+        if self.state.epoch is not None:
+            entry.setdefault("epoch", self.state.epoch)
+        self.state.log_history.append(entry)
+        if self.sampler is not None:
+            self.log_file.write(entry)
+
+    def close(self) -> None:
+        """Release the engines; the next ``train`` or ``evaluate`` builds new ones."""
+        if self._models is not None:
+            self._models.close()
+        self._models = self._pass = None
+
+    # Engines --------------------------------------------------------------------------------------------------------
+
+    @property
+    def window_pass(self) -> WindowPass:
+        """The computation of one window; there once engines are."""
+        assert self._pass is not None
+        return self._pass
+
+    def _build(self, training_steps: int | None) -> None:
+        if self._pass is not None and (self._trainable or training_steps is None):
+            return
+        self.close()
+        args, plan = self.args, self.engine_plan
+        (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
+        if args.tf32 is not None:
+            torch.backends.cuda.matmul.allow_tf32 = args.tf32
+        reference = None
+        if plan.reference is not None:
+            twin = reference_model(self.reference_source, self.policy_source, args, plan)
+            reference = build_engine(twin, args, plan.reference, training_steps=None)
+        ds_config = plan.policy_frozen if training_steps is None else plan.policy
+        policy = build_engine(
+            self.policy_source.load(args, plan.compute, ds_config),
+            args,
+            ds_config,
+            training_steps=training_steps,
+            optimizers=self.optimizers,
+            aux_loss=self._aux_coefficient is not None,
+        )
+        self._models = Models(policy, reference)
+        self._trainable = training_steps is not None
+        self._pass = WindowPass(self.method, self._models, self.phases, self._aux_coefficient)
+        if self.is_world_process_zero():
+            print(plan.describe(self.policy_source, self.reference_source), flush=True)
+
+    def _write_settings(self) -> None:
+        if not self.is_world_process_zero():
+            return
+        settings = {"options.json": self.args.to_dict(), "deepspeed.json": self.engine_plan.policy}
+        if self.engine_plan.reference is not None:
+            settings["ref_deepspeed.json"] = self.engine_plan.reference
+        for name, content in settings.items():
+            write_json(self.output_dir / name, content)

@@ -1,0 +1,47 @@
+"""Evaluation: the whole set as one window, without gradients."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from alignment.data.batching import MicroBatches
+from alignment.data.windows import evaluation_plan
+from alignment.engines.launch_env import rank, world_size
+from alignment.reporting.metrics import means
+from alignment.reporting.progress import Progress
+
+if TYPE_CHECKING:
+    from alignment.trainers.base import AlignmentTrainer
+    from alignment.trainers.data_setup import PreparedData
+
+
+def evaluate(trainer: AlignmentTrainer, data: PreparedData, prefix: str) -> dict[str, float]:
+    """Loss and metrics of a dataset, named ``{prefix}_loss`` … with runtime and rates.
+
+    Means are over all rows and KTO's KL is clamped once, so no number depends on the batch size or on the ranks.
+    """
+    args, method = trainer.args, trainer.method
+    start = time.monotonic()
+    plan = evaluation_plan(
+        data.table,
+        world_size=world_size(),
+        batch_size=args.eval_batch_size,
+        seed=args.data_seed if args.data_seed is not None else args.seed,
+        draw_partners=method.draws_partners,
+        max_tokens=args.max_tokens_per_batch,
+    )
+    shown = trainer.is_world_process_zero() and not args.disable_tqdm
+    progress = Progress(len(plan.micro_batches) * method.passes, prefix, shown, trainer.window_pass.device)
+    batches = MicroBatches(method.collate, data.dataset, data.table, plan, rank(), progress.advance)
+    try:
+        items = trainer.window_pass(plan, batches, data.source_row, train=False)
+    finally:
+        progress.close()
+    seconds = time.monotonic() - start
+    result = {f"{prefix}_{name}": value for name, value in means(items).items()}
+    return result | {
+        f"{prefix}_runtime": seconds,
+        f"{prefix}_samples_per_second": plan.counts.rows / seconds,
+        f"{prefix}_steps_per_second": len(plan.micro_batches) / seconds,
+    }

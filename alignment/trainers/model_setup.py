@@ -1,0 +1,200 @@
+"""From what the user gave (a path or a live model) to engines, each with its own DeepSpeed configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from alignment.config.deepspeed import (
+    frozen_config,
+    load_deepspeed_config,
+    placement_of,
+    policy_config,
+    reference_placement,
+)
+from alignment.config.dtypes import DtypePlan, plan_dtypes
+from alignment.config.errors import ModelError, OptionError
+from alignment.config.options import AlignmentConfig
+from alignment.engines.launch_env import world_size
+from alignment.engines.optimization import build_optimizer, build_scheduler
+from alignment.engines.scoring import FrozenEngine, PolicyEngine, ScoringEngine
+from alignment.models.inspection import read_config
+from alignment.models.loading import disable_dropout, enable_checkpointing, load_causal_lm, snapshot
+from alignment.models.scorer import CompletionScorer, check_scorer
+
+GiveModel = Callable[[dict[str, Any]], PreTrainedModel]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model as the user gave it: a path or hub name, or a live object. ``config`` is known before it is loaded."""
+
+    path: str | None
+    live: PreTrainedModel | None
+    config: PretrainedConfig
+    init_kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """For messages and default folder names."""
+        return self.path or self.config.name_or_path or type(self.live).__name__
+
+    def load(self, options: AlignmentConfig, dtype: torch.dtype, ds_config: dict[str, Any]) -> PreTrainedModel:
+        """The live object, or a model loaded for an engine with ``ds_config``."""
+        if self.live is not None:
+            # A live model keeps its own parameters; only a narrower format than the run computes in is widened.
+            return self.live if self.live.dtype == dtype or dtype != torch.float32 else self.live.to(dtype)
+        assert self.path is not None
+        return load_causal_lm(
+            self.path,
+            dtype,
+            ds_config=ds_config,
+            attn_implementation=options.attn_implementation,
+            trust_remote_code=options.trust_remote_code,
+            init_kwargs=self.init_kwargs,
+        )
+
+
+def model_source(
+    value: str | PreTrainedModel, key: str, options: AlignmentConfig, init_kwargs: dict[str, Any] | None
+) -> ModelSource:
+    """Look at a path or object without loading anything.
+
+    Raises:
+        ModelError: it is neither, or cannot be used.
+    """
+    kwargs = init_kwargs or {}
+    if isinstance(value, str):
+        config = read_config(value, key=key, trust_remote_code=options.trust_remote_code, init_kwargs=kwargs)
+        return ModelSource(value, None, config, kwargs)
+    if not isinstance(value, PreTrainedModel):
+        raise ModelError(f"{key}: {type(value).__name__} is neither a path nor a transformers model")
+    if value.config.is_encoder_decoder:
+        raise ModelError(
+            f"{key}: {type(value).__name__} is an encoder-decoder model; only decoder-only ones are supported"
+        )
+    return ModelSource(None, value, value.config, kwargs)
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """Dtypes and DeepSpeed configurations of policy and reference, decided before anything is loaded."""
+
+    dtypes: DtypePlan
+    policy: dict[str, Any]
+    policy_frozen: dict[str, Any]
+    reference: dict[str, Any] | None
+    placement: str
+
+    @property
+    def compute(self) -> torch.dtype:
+        """The dtype of weights and activations."""
+        dtype: torch.dtype = getattr(torch, self.dtypes.compute)
+        return dtype
+
+    def describe(self, policy: ModelSource, reference: ModelSource) -> str:
+        """One line for the start of a run: where policy and reference live, in which format, at what cost."""
+        stage = self.policy["zero_optimization"]["stage"]
+        formats = f"computing in {self.dtypes.compute}, {self.dtypes.master} masters"
+        text = f"policy: {policy.name}, ZeRO stage {stage}, {formats}"
+        if self.reference is None:
+            return f"{text}; no reference model"
+        size = torch.empty(0, dtype=self.compute).element_size()
+        cost = {
+            "replica": f"{size} bytes per parameter on every device",
+            "sharded": f"{size} bytes per parameter, divided by {world_size()} rank(s), on the devices",
+            "offload": f"{size} bytes per parameter, divided by {world_size()} rank(s), in host memory",
+        }[self.placement]
+        own = "the policy as given" if reference is policy else reference.name
+        return f"{text}; reference: {own}, {self.placement} ({cost})"
+
+
+def plan_engines(options: AlignmentConfig, config: PretrainedConfig, needs_reference: bool) -> EnginePlan:
+    """Build every DeepSpeed configuration of the run.
+
+    Raises:
+        OptionError: a key or value of the JSON files that DeepSpeed would ignore or that contradicts the options.
+    """
+    base = load_deepspeed_config(options.deepspeed, "zero2")
+    dtypes = plan_dtypes(options, base)
+    world, hidden = world_size(), config.get_text_config().hidden_size
+    placement = reference_placement(options) if needs_reference else "none"
+    frozen = {"options": options, "plan": dtypes, "world_size": world, "hidden_size": hidden}
+    micro_batch = options.per_device_train_batch_size
+    reference = None
+    if needs_reference:
+        own = None if options.ref_deepspeed is None else load_deepspeed_config(options.ref_deepspeed, "")
+        reference = frozen_config(base=own, placement=placement, micro_batch=micro_batch, **frozen)
+    elif options.ref_deepspeed is not None:
+        raise OptionError(f"ref_deepspeed: {options.method} has no reference model; remove ref_deepspeed")
+    # Evaluation alone needs no optimizer: a frozen engine that lives where the policy's parameters would.
+    alone = frozen_config(base=None, placement=placement_of(base), micro_batch=micro_batch, **frozen)
+    return EnginePlan(dtypes, policy_config(options, base, dtypes, world, hidden), alone, reference, placement)
+
+
+def build_engine(
+    model: PreTrainedModel,
+    options: AlignmentConfig,
+    ds_config: dict[str, Any],
+    *,
+    training_steps: int | None,
+    optimizers: tuple[Any, Any] = (None, None),
+    aux_loss: bool = False,
+) -> ScoringEngine:
+    """Wrap a model in its engine and check once that its log-probs are its own.
+
+    Args:
+        model: loaded for ``ds_config``.
+        options: the run's.
+        ds_config: this engine's DeepSpeed configuration.
+        training_steps: length of the schedule; None for a frozen engine.
+        optimizers: the user's own optimizer and schedule, or Nones.
+        aux_loss: compute the balancing loss of a mixture of experts.
+    """
+    if options.disable_dropout:
+        disable_dropout(model)
+    scorer = CompletionScorer(model, aux_loss)
+    engine: ScoringEngine
+    if training_steps is None:
+        engine = FrozenEngine(scorer, ds_config)
+    else:
+        if options.gradient_checkpointing:
+            enable_checkpointing(model, options.gradient_checkpointing_kwargs)
+        optimizer = optimizers[0] or build_optimizer(scorer, options)
+        scheduler = optimizers[1] or build_scheduler(optimizer, options, training_steps)
+        engine = PolicyEngine(scorer, ds_config, optimizer, scheduler)
+    check_scorer(scorer, engine.device)
+    return engine
+
+
+def reference_model(
+    source: ModelSource, policy: ModelSource, options: AlignmentConfig, plan: EnginePlan
+) -> PreTrainedModel:
+    """The reference: loaded from its own path, or a copy of the live policy taken before its engine exists."""
+    assert plan.reference is not None
+    if source is policy and policy.live is not None:
+        return snapshot(policy.live)
+    return source.load(options, plan.compute, plan.reference)
+
+
+def balancing_coefficient(options: AlignmentConfig, config: PretrainedConfig) -> float | None:
+    """The weight of the balancing loss, or None for a model without one or a weight of 0.
+
+    Raises:
+        OptionError: the option is set, but the model does not output router logits.
+    """
+    text = config.get_text_config()
+    asked = options.router_aux_loss_coef
+    if not getattr(text, "output_router_logits", False):
+        if asked:
+            raise OptionError(
+                f"router_aux_loss_coef={asked}: the model's configuration has output_router_logits off; "
+                'set model_init_kwargs: {"output_router_logits": true}, or leave router_aux_loss_coef unset'
+            )
+        return None
+    coefficient = asked if asked is not None else getattr(text, "router_aux_loss_coef", None)
+    return coefficient or None

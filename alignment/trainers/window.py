@@ -1,0 +1,107 @@
+"""One window: a sweep without gradients, a pass over the micro-batches, one reduction; for training and evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alignment.config.errors import TrainingError
+from alignment.data.batching import AnyBatch
+from alignment.data.windows import WindowPlan
+from alignment.engines.collectives import gathered, sum_over_ranks
+from alignment.engines.launch_env import rank
+from alignment.engines.phases import Phases
+from alignment.engines.scoring import PolicyEngine
+from alignment.reporting.metrics import MetricSums
+from alignment.trainers.method import Method, Models
+
+Items = dict[str, tuple[float, float]]
+
+
+class WindowPass:
+    """Computes windows of one method with one set of models.
+
+    Args:
+        method: the method.
+        models: its models.
+        phases: where time and memory are recorded.
+        aux_coefficient: weight of the balancing loss of a mixture of experts; None where there is none.
+    """
+
+    def __init__(self, method: Method, models: Models, phases: Phases, aux_coefficient: float | None) -> None:
+        self.method, self.models, self.phases, self.aux_coefficient = method, models, phases, aux_coefficient
+
+    @property
+    def device(self) -> torch.device:
+        """Where the policy computes."""
+        return self.models.policy.device
+
+    def __call__(
+        self, plan: WindowPlan, batches: Sequence[AnyBatch], source_rows: Callable[[int], int], *, train: bool
+    ) -> Items:
+        """Losses and metrics of the window; with ``train`` its gradient is left in the engine, not yet applied.
+
+        Args:
+            plan: the window.
+            batches: this rank's micro-batches of it.
+            source_rows: from a row id to the row's number in the user's data, for messages.
+            train: accumulate gradients; the policy must then be a :class:`PolicyEngine`.
+
+        Returns:
+            ``{name: (sum, count)}`` over all ranks, the same on each.
+
+        Raises:
+            TrainingError: the window's loss is not finite; raised on every rank, before any weight has changed.
+        """
+        policy, device = self.models.policy, self.device
+        names = ("loss", *self.method.metrics, *(() if self.aux_coefficient is None else ("aux_loss",)))
+        sums = MetricSums(names, device, first_rank=rank() == 0)
+        swept = self.method.sweep(batches, plan.counts, self.models, sums, self.phases)
+        losses: list[tuple[tuple[int, ...], Tensor]] = []
+        with self.phases("learn" if train else "evaluate", plan.counts.sequence_tokens):
+            for index, batch in enumerate(batches):
+                batch = batch.to(device)
+                if isinstance(policy, PolicyEngine) and train:
+                    local = self._micro_batch(batch, index, plan, swept, sums, losses)
+                    policy.backward(local, last=index == len(batches) - 1)
+                else:
+                    with policy.sweep():
+                        self._micro_batch(batch, index, plan, swept, sums, losses)
+            sum_over_ranks(sums.values)
+        items = sums.items()
+        if not math.isfinite(items["loss"][0]):
+            raise _non_finite(items["loss"][0], losses, source_rows)
+        return items
+
+    def _micro_batch(
+        self, batch: AnyBatch, index: int, plan: WindowPlan, swept: Any, sums: MetricSums, losses: list[Any]
+    ) -> Tensor:
+        scored = self.method.scored(batch)
+        logps, aux_loss = self.models.policy.forward(scored)
+        result = self.method.losses(batch, index, logps, swept, plan.counts, sums)
+        local = result.local
+        if self.aux_coefficient is not None:
+            # A product of batch means has no exact sum over micro-batches: weighted by their share of tokens.
+            tokens = scored.attention_mask.sum() if batch.rows else 0
+            share = aux_loss * (tokens / plan.counts.sequence_tokens)
+            local = local + self.aux_coefficient * share
+            sums.add_part("aux_loss", share)
+        sums.add_part("loss", local)
+        losses.append((batch.rows, result.rows))
+        return local
+
+
+def _non_finite(
+    loss: float, losses: list[tuple[tuple[int, ...], Tensor]], source_rows: Callable[[int], int]
+) -> TrainingError:
+    own = [row for rows, values in losses for row, value in zip(rows, values.tolist()) if not math.isfinite(value)]
+    rows = sorted(source_rows(row) for part in gathered(own) for row in part)
+    return TrainingError(
+        f"the loss of this window is {loss}: no update was made; rows with a non-finite loss: "
+        f"{', '.join(map(str, rows[:16])) or 'none, so the NLL or the balancing loss overflowed'}. Likely causes: "
+        "weights that are broken already, a learning_rate that is too high, fp16 (use bf16), or too large a beta"
+    )
