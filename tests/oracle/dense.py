@@ -1,0 +1,350 @@
+"""A dense float64 computation of one KTO or CPO optimizer step, to check the package's numbers against.
+
+It imports torch, transformers and the standard library, and nothing of the package: every formula is written down a
+second time, in the plainest form. One sequence at a time, no padding, the whole log-softmax of the model's own logits
+(soft-capping and scales included), the gradient by autograd, one step of plain SGD; no dropout, no balancing loss.
+
+Casting by ``module.double()`` would not do: transformers computes norms, rotary angles and the attention's softmax in
+an explicit float32 whatever the weights are, which *narrows* a float64 model. :class:`WideMaths` turns such requests
+into float64, the modules' constants (rotary frequencies) are computed anew in float64, and :class:`OnlyFloat64` fails
+on any operation that still yields a narrower number.
+
+Run: ``python dense.py --model DIR [--reference DIR] --rows IN.json --json OUT.json --updates OUT.safetensors``, with
+IN.json ``{"method": "kto" | "cpo", "options": {...}, "rows": [...]}``: see the option classes and ``*_window``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+Row = dict[str, Any]
+Scored = dict[str, list[Tensor]]
+Source = str | Path | nn.Module
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_NARROWING = (Tensor.float, Tensor.half, Tensor.bfloat16)
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Shared by both methods: a sequence's cut in tokens, the clipping threshold (None or 0: off), SGD's step."""
+
+    max_length: int | None = None
+    max_grad_norm: float | None = None
+    learning_rate: float = 1.0
+
+
+@dataclass(frozen=True)
+class KTOOptions(StepOptions):
+    """KTO's options under their public names."""
+
+    loss_type: str = "kto"
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class CPOOptions(StepOptions):
+    """CPO's options under their public names; unset ``cpo_alpha`` and ``alpha`` depend on ``loss_type``."""
+
+    loss_type: str = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    cpo_alpha: float | None = None
+    simpo_gamma: float = 0.5
+    alpha: float | None = None
+
+    @property
+    def nll_factor(self) -> float:
+        """The weight of the NLL term: 1, or 0 for ``alphapo``."""
+        return self.cpo_alpha if self.cpo_alpha is not None else float(self.loss_type != "alphapo")
+
+    @property
+    def shape(self) -> float:
+        """AlphaPO's alpha: 0, or 0.25 for ``alphapo``."""
+        return self.alpha if self.alpha is not None else 0.25 * (self.loss_type == "alphapo")
+
+
+class WideMaths(TorchFunctionMode):
+    """Wherever code asks torch for a 16- or 32-bit floating type, give it float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _NARROWING:
+            return args[0].double()
+        widened = {key: _wide(value) for key, value in (kwargs or {}).items()}
+        return func(*(_wide(arg) for arg in args), **widened)
+
+
+class OnlyFloat64(TorchDispatchMode):
+    """Fail on an operation, forward or backward, whose result is a floating tensor other than float64."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64:
+                raise TypeError(f"{func} gave {leaf.dtype} inside the float64 computation")
+        return out
+
+
+@contextmanager
+def wide_maths() -> Iterator[None]:
+    """Float64 as the default type and in the place of every narrower request, checked operation by operation."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with WideMaths(), OnlyFloat64():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def widen(module: nn.Module) -> nn.Module:
+    """A float64 copy of a live model in ``eval`` mode; the original is not touched.
+
+    A transformers model is built again from its configuration, so that its constants are float64 from the start, and
+    then given the weights; any other module is copied and cast (its buffers keep the precision they were made with).
+    """
+    if not isinstance(module, PreTrainedModel):
+        return copy.deepcopy(module).double().eval()
+    config = copy.deepcopy(module.config)
+    config._attn_implementation = "eager"
+    with torch.random.fork_rng(devices=[]), wide_maths():
+        fresh = type(module)(config).double()
+    weights = {name: value.double() for name, value in module.state_dict().items()}
+    fresh.load_state_dict(weights)
+    if any(not torch.equal(value, weights[name]) for name, value in fresh.state_dict().items()):
+        raise ValueError(
+            f"{type(module).__name__}: tie_word_embeddings of its configuration is not what its weights are"
+        )
+    trained = dict(module.named_parameters())
+    for name, parameter in fresh.named_parameters():
+        parameter.requires_grad_(trained[name].requires_grad)
+    return fresh.eval()
+
+
+def load(source: Source) -> nn.Module:
+    """The float64 model of a Hugging Face folder, or of a live module (see :func:`widen`)."""
+    if isinstance(source, nn.Module):
+        return widen(source)
+    return widen(AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float64))
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
+
+
+def token_logps(
+    model: nn.Module, prompt_ids: Sequence[int], completion_ids: Sequence[int], max_length: int | None = None
+) -> Tensor:
+    """Log-probs (n,) of the completion tokens, given everything before each, after cutting the sequence at the end.
+
+    A token without anything before it (empty prompt, no BOS) has no probability and is not counted.
+    """
+    ids = [*prompt_ids, *completion_ids][:max_length]
+    first = max(len(prompt_ids), 1)
+    if first >= len(ids):
+        return torch.zeros(0, dtype=torch.float64)
+    with wide_maths():
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+        logps = torch.log_softmax(logits, dim=-1)
+        return torch.stack([logps[place - 1, ids[place]] for place in range(first, len(ids))])
+
+
+def kto_objective(
+    policy: Tensor, reference: Tensor, labels: Sequence[bool], mismatched: Tensor, options: KTOOptions
+) -> tuple[Tensor, dict[str, float]]:
+    """One window's KTO (or APO-zero) loss and metrics.
+
+    ``policy``, ``reference`` (R,): summed log-probs of each row's own completion; ``mismatched`` (M,): policy minus
+    reference on the rows that have a partner. Metrics of a class without rows are left out.
+    """
+    if options.loss_type not in ("kto", "apo_zero_unpaired"):
+        raise ValueError(f"loss_type {options.loss_type!r} is not kto or apo_zero_unpaired")
+    kl = 0.0
+    if options.loss_type == "kto" and len(mismatched):
+        kl = max(0.0, float(mismatched.detach().mean()))
+    terms = []
+    for own, base, label in zip(policy, reference, labels, strict=True):
+        gain = own - base.detach() - kl
+        weight, sign = (options.desirable_weight, 1) if label else (options.undesirable_weight, -1)
+        terms.append(weight * (1 - torch.sigmoid(sign * options.beta * gain)))
+    loss = torch.stack(terms).mean()
+    metrics = {"loss": float(loss.detach()), "kl": kl}
+    for name, wanted in (("chosen", True), ("rejected", False)):
+        rows = [row for row, label in enumerate(labels) if bool(label) is wanted]
+        if rows:
+            metrics[f"rewards/{name}"] = float(options.beta * (policy - reference)[rows].detach().mean())
+            metrics[f"logps/{name}"] = float(policy[rows].detach().mean())
+    if "rewards/chosen" in metrics and "rewards/rejected" in metrics:
+        metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+    return loss, metrics
+
+
+def cpo_objective(
+    chosen: Tensor, rejected: Tensor, lengths: tuple[Sequence[int], Sequence[int]], options: CPOOptions
+) -> tuple[Tensor, dict[str, float]]:
+    """One window's CPO loss with its NLL term, and metrics, from summed log-probs (P,) and both lengths in tokens.
+
+    ``logps/*`` are what the loss works on: means over tokens for ``ipo``, ``simpo`` and ``alphapo``, sums otherwise.
+    """
+    nll = -chosen.sum() / sum(lengths[0])
+    if options.loss_type in ("ipo", "simpo", "alphapo"):
+        chosen = chosen / torch.tensor(lengths[0])
+        rejected = rejected / torch.tensor(lengths[1])
+    good, bad = chosen, rejected
+    if options.shape != 0:
+        if options.loss_type not in ("simpo", "alphapo"):
+            raise ValueError(f"alpha {options.shape} is for simpo and alphapo, not {options.loss_type!r}")
+        good = (1 - torch.exp(-options.shape * chosen)) / options.shape
+        bad = (1 - torch.exp(-options.shape * rejected)) / options.shape
+    preference = _preference(good - bad, options)
+    loss = preference.mean() + options.nll_factor * nll
+    good, bad = options.beta * good.detach(), options.beta * bad.detach()
+    return loss, {
+        "loss": float(loss.detach()),
+        "nll_loss": float(nll.detach()),
+        "rewards/chosen": float(good.mean()),
+        "rewards/rejected": float(bad.mean()),
+        "rewards/margins": float(good.mean() - bad.mean()),
+        "rewards/accuracies": float((good > bad).double().mean()),
+        "logps/chosen": float(chosen.detach().mean()),
+        "logps/rejected": float(rejected.detach().mean()),
+    }
+
+
+def _preference(gap: Tensor, options: CPOOptions) -> Tensor:
+    """The preference loss (P,) of each pair, from the gap between its two scores."""
+    if options.loss_type == "hinge":
+        return torch.clamp(1 - options.beta * gap, min=0)
+    if options.loss_type == "ipo":
+        return (gap - 1 / (2 * options.beta)) ** 2
+    if options.loss_type not in ("sigmoid", "simpo", "alphapo"):
+        raise ValueError(f"loss_type {options.loss_type!r} is not sigmoid, hinge, ipo, simpo or alphapo")
+    logit = options.beta * gap
+    if options.loss_type != "sigmoid":
+        logit = logit - options.simpo_gamma
+    swapped = options.label_smoothing
+    return -(1 - swapped) * logsigmoid(logit) - swapped * logsigmoid(-logit)
+
+
+@dataclass
+class Step:
+    """What one optimizer step gives: numbers, per-token log-probs by kind of sequence, and the step itself by name."""
+
+    loss: float
+    metrics: dict[str, float]
+    grad_norm: float
+    clip: float
+    logps: dict[str, list[list[float]]]
+    gradients: dict[str, Tensor] = field(repr=False)
+    update: dict[str, Tensor] = field(repr=False)
+    weights: dict[str, Tensor] = field(repr=False)
+
+
+def kto_window(
+    policy: nn.Module, reference: nn.Module | None, rows: Sequence[Row], options: KTOOptions
+) -> tuple[Tensor, dict[str, float], Scored]:
+    """Loss with its graph, metrics and log-probs of rows ``{prompt_ids, completion_ids, label, partner}``.
+
+    ``partner`` is the index of the row whose completion follows this row's prompt in the KL estimate, or None; where
+    the cut leaves nothing of it the row counts with a log-ratio of 0. Without a ``reference`` the policy itself is it.
+    """
+    base = policy if reference is None else reference
+    own = [token_logps(policy, row["prompt_ids"], row["completion_ids"], options.max_length) for row in rows]
+    scored: Scored = {"policy": own, "reference": [], "policy_kl": [], "reference_kl": []}
+    with torch.no_grad():
+        for row in rows:
+            scored["reference"].append(token_logps(base, row["prompt_ids"], row["completion_ids"], options.max_length))
+            partner = row.get("partner")
+            if partner is None or options.loss_type != "kto":
+                continue
+            other = rows[partner]["completion_ids"]
+            scored["policy_kl"].append(token_logps(policy, row["prompt_ids"], other, options.max_length))
+            scored["reference_kl"].append(token_logps(base, row["prompt_ids"], other, options.max_length))
+    labels, mismatched = [row["label"] for row in rows], _sums(scored["policy_kl"]) - _sums(scored["reference_kl"])
+    loss, metrics = kto_objective(_sums(own), _sums(scored["reference"]), labels, mismatched, options)
+    return loss, metrics, scored
+
+
+def cpo_window(policy: nn.Module, rows: Sequence[Row], options: CPOOptions) -> tuple[Tensor, dict[str, float], Scored]:
+    """Loss with its graph, metrics and log-probs of rows ``{prompt_ids, chosen_ids, rejected_ids}``."""
+    scored: Scored = {
+        kind: [token_logps(policy, row["prompt_ids"], row[f"{kind}_ids"], options.max_length) for row in rows]
+        for kind in ("chosen", "rejected")
+    }
+    chosen, rejected = scored["chosen"], scored["rejected"]
+    lengths = list(map(len, chosen)), list(map(len, rejected))
+    loss, metrics = cpo_objective(_sums(chosen), _sums(rejected), lengths, options)
+    return loss, metrics, scored
+
+
+def _sums(sequences: Sequence[Tensor]) -> Tensor:
+    return torch.stack([one.sum() for one in sequences]) if sequences else torch.zeros(0, dtype=torch.float64)
+
+
+def solve(
+    model: Source, rows: Sequence[Row], options: KTOOptions | CPOOptions, reference: Source | None = None
+) -> Step:
+    """One SGD step on one window. Folders are loaded, live modules copied, in float64; a tied weight counts once."""
+    policy = load(model)
+    if isinstance(options, KTOOptions):
+        loss, metrics, scored = kto_window(policy, None if reference is None else load(reference), rows, options)
+    else:
+        loss, metrics, scored = cpo_window(policy, rows, options)
+    trained = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
+    with wide_maths():
+        found = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
+    norm = math.sqrt(sum(float((grad**2).sum()) for grad in found))
+    clip = min(1.0, options.max_grad_norm / (norm + 1e-6)) if options.max_grad_norm else 1.0
+    gradients = dict(zip(trained, found, strict=True))
+    update = {name: -options.learning_rate * clip * grad for name, grad in gradients.items()}
+    weights = {name: weight.detach() + update[name] for name, weight in trained.items()}
+    logps = {kind: [one.tolist() for one in sequences] for kind, sequences in scored.items()}
+    return Step(metrics["loss"], metrics, norm, clip, logps, gradients, update, weights)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the rows, take the step, write JSON and safetensors; print the metrics."""
+    from safetensors.torch import save_file
+
+    parser = argparse.ArgumentParser(description="Dense float64 KTO or CPO step, independent of the package.")
+    parser.add_argument("--model", required=True, help="Hugging Face folder of the policy")
+    parser.add_argument("--reference", help="folder of the reference (KTO); default: the policy before the step")
+    parser.add_argument("--rows", required=True, type=Path, help="JSON with method, options and rows")
+    parser.add_argument("--json", required=True, type=Path, help="where to write loss, metrics and gradient norm")
+    parser.add_argument("--updates", required=True, type=Path, help="where to write the updates (safetensors)")
+    parser.add_argument("--weights", type=Path, help="where to write the updated weights, if wanted")
+    given = parser.parse_args(arguments)
+    task = json.loads(given.rows.read_text(encoding="utf-8"))
+    if task["method"] not in ("kto", "cpo"):
+        parser.error(f"{given.rows}: method {task['method']!r} is not kto or cpo")
+    options = (KTOOptions if task["method"] == "kto" else CPOOptions)(**task.get("options", {}))
+    if given.reference and task["method"] == "cpo":
+        parser.error("--reference: CPO has no reference; leave it out")
+    step = solve(given.model, task["rows"], options, given.reference)
+    report = {key: getattr(step, key) for key in ("loss", "metrics", "grad_norm", "clip", "logps")}
+    given.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    save_file({name: value.contiguous() for name, value in step.update.items()}, given.updates)
+    if given.weights:
+        save_file({name: value.contiguous() for name, value in step.weights.items()}, given.weights)
+    print(json.dumps({**step.metrics, "grad_norm": step.grad_norm}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

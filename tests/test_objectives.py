@@ -1,0 +1,350 @@
+"""The pure losses of ``alignment.objectives`` against published numbers, closed forms, and the float64 oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from oracle import dense
+from torch import Tensor
+from torch.testing import assert_close
+
+from alignment.objectives.cpo import cpo_loss, nll
+from alignment.objectives.kto import kto_kl, kto_loss
+
+KTO_CASES: list[dict[str, Any]] = [
+    {"loss_type": "kto", "beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+    {"loss_type": "kto", "beta": 0.7, "desirable_weight": 1.5, "undesirable_weight": 0.25},
+    {"loss_type": "apo_zero_unpaired", "beta": 0.3, "desirable_weight": 0.5, "undesirable_weight": 2.0},
+]
+CPO_CASES: list[dict[str, Any]] = [
+    {"loss_type": "sigmoid", "beta": 0.1, "label_smoothing": 0.0},
+    {"loss_type": "sigmoid", "beta": 0.4, "label_smoothing": 0.2},
+    {"loss_type": "hinge", "beta": 0.1},
+    {"loss_type": "ipo", "beta": 0.25},
+    {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.2, "label_smoothing": 0.1},
+    {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.3, "alpha": -0.5},
+    {"loss_type": "alphapo", "beta": 2.0, "simpo_gamma": 0.5, "alpha": 0.25, "label_smoothing": 0.05},
+]
+
+
+def vector(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def kto_defaults(**changes: Any) -> dict[str, Any]:
+    return {**KTO_CASES[0], **changes}
+
+
+def cpo_defaults(**changes: Any) -> dict[str, Any]:
+    neutral = {"loss_type": "sigmoid", "beta": 0.1, "label_smoothing": 0.0, "simpo_gamma": 0.5, "alpha": 0.0}
+    return {**neutral, **changes}
+
+
+def kto_inputs(rows: int = 9) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Policy and reference sums, labels, and a positive KL."""
+    noise = torch.Generator().manual_seed(3)
+    policy = -40 * torch.rand(rows, generator=noise, dtype=torch.float64)
+    reference = policy.clone() + 4 * torch.randn(rows, generator=noise, dtype=torch.float64)
+    return policy.requires_grad_(), reference, torch.rand(rows, generator=noise) < 0.6, vector(0.35)[0]
+
+
+def cpo_inputs(pairs: int = 9) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Chosen and rejected sums with gradient, and their lengths."""
+    noise = torch.Generator().manual_seed(4)
+    lengths = torch.randint(1, 12, (2, pairs), generator=noise)
+    sums = -(0.2 + 3 * torch.rand(2, pairs, generator=noise, dtype=torch.float64)) * lengths
+    return sums[0].clone().requires_grad_(), sums[1].clone().requires_grad_(), lengths[0], lengths[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "losses", "mean"),
+    [
+        ({}, (0.4538814590, 0.4712816430), 0.4625815510),
+        ({"desirable_weight": 1.5, "undesirable_weight": 0.5}, None, 0.4582315050),
+        ({"loss_type": "apo_zero_unpaired"}, (0.4501660027, 0.4750208125), None),
+    ],
+)
+def test_kto_golden_numbers(changes: dict[str, Any], losses: tuple[float, ...] | None, mean: float | None) -> None:
+    total, count = kto_kl(vector(-30.0, -41.0), vector(-30.5, -40.8))
+    assert_close(total / count, vector(0.15)[0], rtol=0, atol=1e-12)
+    labels = torch.tensor([True, False])
+    found = kto_loss(vector(-8.0, -21.0), vector(-10.0, -20.0), labels, total / count, **kto_defaults(**changes))
+    if losses is not None:
+        assert_close(found.losses, vector(*losses), rtol=0, atol=1e-9)
+    if mean is not None:
+        assert_close(found.losses.mean(), vector(mean)[0], rtol=0, atol=1e-9)
+    assert_close(found.rewards, vector(0.2, -0.1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
+def test_kto_of_a_policy_equal_to_its_reference(loss_type: str) -> None:
+    logps = vector(-3.0, -700.0, -41.5)
+    total, count = kto_kl(logps, logps)
+    assert (float(total), float(count)) == (0.0, 3.0)
+    options = kto_defaults(loss_type=loss_type, desirable_weight=1.5, undesirable_weight=0.5)
+    found = kto_loss(logps, logps, torch.tensor([True, False, True]), total / count, **options)
+    assert_close(found.losses, vector(0.75, 0.25, 0.75), rtol=0, atol=0)
+    assert_close(found.rewards, vector(0.0, 0.0, 0.0), rtol=0, atol=0)
+
+
+def test_kto_kl_is_left_unclamped_for_the_caller() -> None:
+    """Clamping is right only for the mean of a whole window: clamped parts of [1, -3] would add up to 1, not -2."""
+    parts = [kto_kl(vector(-1.0), vector(-2.0)), kto_kl(vector(-5.0), vector(-2.0))]
+    assert [float(total) for total, _ in parts] == [1.0, -3.0]
+    total, count = (torch.stack([pair[place] for pair in parts]).sum() for place in (0, 1))
+    assert float(total / count) == -1.0
+    clamped = (total / count).clamp(min=0)
+    found = kto_loss(vector(-8.0), vector(-10.0), torch.tensor([True]), clamped, **kto_defaults())
+    assert_close(found.losses, 1 - torch.sigmoid(vector(0.2)), rtol=0, atol=1e-15)
+
+
+def test_kto_kl_has_no_gradient() -> None:
+    total, count = kto_kl(vector(-1.0, -2.0).requires_grad_(), vector(-2.0, -3.0))
+    assert not total.requires_grad and not count.requires_grad
+    policy, reference, labels, _ = kto_inputs()
+    kl = vector(0.4)[0].requires_grad_()
+    kto_loss(policy, reference, labels, kl, **kto_defaults()).losses.sum().backward()
+    assert kl.grad is None
+    assert policy.grad is not None
+
+
+@pytest.mark.parametrize("options", KTO_CASES)
+def test_kto_against_the_oracle_and_the_closed_form(options: dict[str, Any]) -> None:
+    policy, reference, labels, kl = kto_inputs()
+    found = kto_loss(policy, reference, labels, kl, **options)
+    (gradient,) = torch.autograd.grad(found.losses.mean(), policy)
+    wanted, metrics = dense.kto_objective(policy, reference, labels.tolist(), kl[None], dense.KTOOptions(**options))
+    assert_close(found.losses.mean(), wanted, rtol=1e-12, atol=1e-14)
+    assert_close(gradient, torch.autograd.grad(wanted, policy)[0], rtol=1e-10, atol=1e-14)
+    assert_close(found.rewards[labels].mean().item(), metrics["rewards/chosen"], rtol=1e-12, atol=1e-14)
+    assert_close(found.rewards[~labels].mean().item(), metrics["rewards/rejected"], rtol=1e-12, atol=1e-14)
+    assert not found.rewards.requires_grad
+    # d/dx of weight (1 - s(sign beta (x - kl))) is -weight sign beta s (1 - s).
+    sign, beta = torch.where(labels, 1.0, -1.0).double(), options["beta"]
+    weight = torch.where(labels, options["desirable_weight"], options["undesirable_weight"]).double()
+    anchor = kl if options["loss_type"] == "kto" else torch.zeros_like(kl)
+    rate = torch.sigmoid(sign * beta * (policy.detach() - reference - anchor))
+    assert_close(gradient, -weight * sign * beta * rate * (1 - rate) / len(labels), rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("options", KTO_CASES)
+def test_kto_gradcheck(options: dict[str, Any]) -> None:
+    policy, reference, labels, kl = kto_inputs()
+    assert torch.autograd.gradcheck(lambda own: kto_loss(own, reference, labels, kl, **options).losses, (policy,))
+
+
+def test_apo_zero_ignores_the_kl() -> None:
+    policy, reference, labels, kl = kto_inputs()
+    options = kto_defaults(loss_type="apo_zero_unpaired")
+    one, other = (kto_loss(policy, reference, labels, value, **options).losses for value in (kl, kl + 100))
+    assert_close(one, other, rtol=0, atol=0)
+    kto = [kto_loss(policy, reference, labels, value, **kto_defaults()).losses.detach() for value in (kl, kl + 100)]
+    assert float((kto[0] - kto[1]).abs().min()) > 1e-3
+
+
+def test_kto_properties() -> None:
+    policy, reference, labels, kl = kto_inputs()
+    options = kto_defaults(desirable_weight=1.5, undesirable_weight=0.5)
+    found = kto_loss(policy, reference, labels, kl, **options)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(5))
+    moved = kto_loss(policy[order], reference[order], labels[order], kl, **options)
+    assert_close(moved.losses, found.losses[order], rtol=0, atol=0)
+    assert_close(moved.rewards, found.rewards[order], rtol=0, atol=0)
+    shifted = kto_loss(policy - 8, reference - 8, labels, kl, **options)
+    assert_close(shifted.losses, found.losses, rtol=1e-12, atol=1e-14)
+    tripled = kto_loss(policy, reference, labels, kl, **kto_defaults(desirable_weight=4.5, undesirable_weight=1.5))
+    assert_close(tripled.losses, 3 * found.losses, rtol=1e-14, atol=0)
+    assert_close(tripled.rewards, found.rewards, rtol=0, atol=0)
+    only_good = kto_loss(policy, reference, labels, kl, **kto_defaults(undesirable_weight=0.0)).losses
+    assert not only_good[~labels].any() and only_good[labels].all()
+    # With unit weights the two labels of one row are complements.
+    plain = [kto_loss(policy, reference, flags, kl, **kto_defaults()).losses for flags in (labels, ~labels)]
+    assert_close(plain[0] + plain[1], torch.ones_like(plain[0]), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("options", KTO_CASES)
+def test_kto_extremes_are_finite(options: dict[str, Any], dtype: torch.dtype) -> None:
+    policy = vector(-5000.0, -5000.0, -1.0, -1.0, -5000.0, dtype=dtype).requires_grad_()
+    reference = vector(-1.0, -1.0, -5000.0, -5000.0, -5000.0, dtype=dtype)
+    labels = torch.tensor([True, False, True, False, True])
+    found = kto_loss(policy, reference, labels, vector(0.0, dtype=dtype)[0], **options)
+    found.losses.sum().backward()
+    assert found.losses.dtype == found.rewards.dtype == dtype
+    good, bad = options["desirable_weight"], options["undesirable_weight"]
+    assert_close(found.losses.detach(), vector(good, 0.0, 0.0, bad, good / 2, dtype=dtype), rtol=0, atol=1e-6)
+    assert policy.grad is not None and torch.isfinite(policy.grad).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "loss"),
+    [
+        ({}, 0.5543552445),
+        ({"label_smoothing": 0.1}, 0.5843552446),
+        ({"loss_type": "hinge"}, 0.7),
+        ({"loss_type": "ipo"}, 30.25),
+        ({"loss_type": "simpo", "beta": 2.0}, 1.7014132780),
+        ({"loss_type": "simpo"}, 1.0054924815),
+        ({"loss_type": "alphapo", "beta": 2.0, "alpha": 0.25}, 2.5696818192),
+        ({"loss_type": "simpo", "beta": 2.0, "alpha": 0.25}, 2.5696818192),
+    ],
+)
+def test_cpo_golden_numbers(changes: dict[str, Any], loss: float) -> None:
+    inputs = vector(-12.0), vector(-15.0), torch.tensor([4]), torch.tensor([6])
+    found = cpo_loss(*inputs, **cpo_defaults(**changes))
+    assert_close(found.losses, vector(loss), rtol=0, atol=1e-9)
+    total, count = nll(inputs[0], inputs[2])
+    assert (float(total), float(count)) == (12.0, 4.0)
+    if not changes:
+        assert_close(found.losses.mean() + total / count, vector(3.5543552445)[0], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("options", CPO_CASES)
+def test_cpo_against_the_oracle(options: dict[str, Any]) -> None:
+    chosen, rejected, chosen_lengths, rejected_lengths = cpo_inputs()
+    found = cpo_loss(chosen, rejected, chosen_lengths, rejected_lengths, **cpo_defaults(**options))
+    total, count = nll(chosen, chosen_lengths)
+    lengths = chosen_lengths.tolist(), rejected_lengths.tolist()
+    for factor in (0.0, 0.7):
+        loss = found.losses.mean() + factor * total / count
+        wanted, metrics = dense.cpo_objective(chosen, rejected, lengths, dense.CPOOptions(cpo_alpha=factor, **options))
+        assert_close(loss, wanted, rtol=1e-12, atol=1e-14)
+        gradients = torch.autograd.grad(loss, (chosen, rejected), retain_graph=True)
+        assert_close(gradients, torch.autograd.grad(wanted, (chosen, rejected)), rtol=1e-9, atol=1e-14)
+    assert_close((total / count).item(), metrics["nll_loss"], rtol=1e-12, atol=1e-14)
+    assert_close(found.chosen_rewards.mean().item(), metrics["rewards/chosen"], rtol=1e-12, atol=1e-14)
+    assert_close(found.rejected_rewards.mean().item(), metrics["rewards/rejected"], rtol=1e-12, atol=1e-14)
+    accuracy = (found.chosen_rewards > found.rejected_rewards).double().mean()
+    assert 0 < float(accuracy) < 1
+    assert float(accuracy) == metrics["rewards/accuracies"]
+    assert not found.chosen_rewards.requires_grad and not found.rejected_rewards.requires_grad
+
+
+def closed_form(options: dict[str, Any], chosen: Tensor, rejected: Tensor, lengths: tuple[Tensor, Tensor]) -> Tensor:
+    """Derivatives (2, P) of each pair's loss towards its two sums of log-probs, worked out by hand."""
+    beta, alpha, swapped = options["beta"], options["alpha"], options["label_smoothing"]
+    scores, slopes = [chosen, rejected], [torch.ones_like(chosen), -torch.ones_like(chosen)]
+    if options["loss_type"] in ("ipo", "simpo", "alphapo"):
+        for side, tokens in enumerate(lengths):
+            scores[side], slopes[side] = scores[side] / tokens, slopes[side] / tokens
+            if alpha:  # score (1 - exp(-alpha m)) / alpha, slope exp(-alpha m)
+                slopes[side] = slopes[side] * torch.exp(-alpha * scores[side])
+                scores[side] = (1 - torch.exp(-alpha * scores[side])) / alpha
+    gap = scores[0] - scores[1]
+    if options["loss_type"] == "hinge":
+        outer = -beta * (beta * gap < 1).double()
+    elif options["loss_type"] == "ipo":
+        outer = 2 * (gap - 1 / (2 * beta))
+    else:
+        target = 0.0 if options["loss_type"] == "sigmoid" else options["simpo_gamma"]
+        outer = beta * (torch.sigmoid(beta * gap - target) - (1 - swapped))
+    return torch.stack([outer * slope for slope in slopes])
+
+
+@pytest.mark.parametrize("options", CPO_CASES)
+def test_cpo_gradients(options: dict[str, Any]) -> None:
+    options = cpo_defaults(**options)
+    chosen, rejected, *lengths = cpo_inputs()
+
+    def losses(good: Tensor, bad: Tensor) -> Tensor:
+        return cpo_loss(good, bad, *lengths, **options).losses
+
+    found = torch.stack(torch.autograd.grad(losses(chosen, rejected).sum(), (chosen, rejected)))
+    wanted = closed_form(options, chosen.detach(), rejected.detach(), (lengths[0], lengths[1]))
+    assert_close(found, wanted, rtol=1e-9, atol=1e-13)
+    assert float(wanted.abs().max()) > 1e-3
+    assert torch.autograd.gradcheck(losses, (chosen, rejected))
+
+
+@pytest.mark.parametrize("options", CPO_CASES)
+def test_cpo_properties(options: dict[str, Any]) -> None:
+    options = cpo_defaults(**options)
+    chosen, rejected, *lengths = cpo_inputs()
+    found = cpo_loss(chosen, rejected, *lengths, **options)
+    order = torch.randperm(len(chosen), generator=torch.Generator().manual_seed(5))
+    moved = cpo_loss(chosen[order], rejected[order], lengths[0][order], lengths[1][order], **options)
+    for one, other in zip(moved, found, strict=True):
+        assert_close(one, other[order], rtol=0, atol=0)
+    if options["loss_type"] == "sigmoid":
+        # Smoothing is a mixture of both orders.
+        smoothing = 1 - options["label_smoothing"]
+        swapped = cpo_loss(rejected, chosen, lengths[1], lengths[0], **{**options, "label_smoothing": smoothing})
+        assert_close(swapped.losses, found.losses, rtol=1e-12, atol=1e-14)
+    if options["loss_type"] in ("ipo", "simpo", "alphapo"):
+        # Twice the tokens at the same mean is the same pair.
+        doubled = cpo_loss(2 * chosen, 2 * rejected, 2 * lengths[0], 2 * lengths[1], **options)
+        assert_close(doubled.losses, found.losses, rtol=1e-12, atol=1e-14)
+    else:
+        other_lengths = cpo_loss(chosen, rejected, lengths[0] + 3, lengths[1] + 5, **options)
+        assert_close(other_lengths.losses, found.losses, rtol=0, atol=0)
+
+
+def test_alpha_near_zero_is_simpo() -> None:
+    chosen, rejected, *lengths = cpo_inputs()
+    plain = cpo_loss(chosen, rejected, *lengths, **cpo_defaults(loss_type="simpo", beta=2.0)).losses
+    for alpha in (1e-12, -1e-12, 1e-7):
+        near = cpo_loss(chosen, rejected, *lengths, **cpo_defaults(loss_type="alphapo", beta=2.0, alpha=alpha))
+        assert_close(near.losses, plain, rtol=0, atol=20 * abs(alpha) + 1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("options", CPO_CASES)
+def test_cpo_extremes_are_finite(options: dict[str, Any], dtype: torch.dtype) -> None:
+    options = cpo_defaults(**options)
+    # Sums whose exponential underflows even float64, as those of long answers do.
+    chosen = vector(-5000.0, -2.0, -40000.0, -1e-4, dtype=dtype).requires_grad_()
+    rejected = vector(-4.0, -5000.0, -39999.0, -5000.0, dtype=dtype).requires_grad_()
+    lengths = torch.tensor([1024, 2, 8192, 1]), torch.tensor([2, 1024, 8192, 512])
+    found = cpo_loss(chosen, rejected, *lengths, **options)
+    gradients = torch.autograd.grad(found.losses.sum(), (chosen, rejected))
+    for value in (*found, *gradients):
+        assert value.dtype == dtype
+        assert torch.isfinite(value).all()
+    wide, tokens = (chosen.detach().double(), rejected.detach().double()), (lengths[0].tolist(), lengths[1].tolist())
+    wanted, _ = dense.cpo_objective(*wide, tokens, dense.CPOOptions(cpo_alpha=0.0, **options))
+    assert_close(found.losses.mean().double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_nll_sums_over_micro_batches() -> None:
+    chosen, _, lengths, _ = cpo_inputs()
+    whole = nll(chosen, lengths)
+    parts = [nll(chosen[part], lengths[part]) for part in (slice(0, 2), slice(2, 2), slice(2, None))]
+    assert_close(sum(total for total, _ in parts), whole[0], rtol=1e-12, atol=0)
+    assert float(sum(count for _, count in parts)) == float(whole[1]) == float(lengths.sum())
+    (gradient,) = torch.autograd.grad(whole[0], chosen)
+    assert_close(gradient, -torch.ones_like(chosen), rtol=0, atol=0)
+
+
+def test_no_rows_give_empty_losses_with_a_graph() -> None:
+    none = torch.zeros(0, dtype=torch.float64)
+    for options in KTO_CASES:
+        policy = none.clone().requires_grad_()
+        found = kto_loss(policy, none, torch.zeros(0, dtype=torch.bool), vector(0.0)[0], **options)
+        assert found.losses.shape == found.rewards.shape == (0,)
+        assert found.losses.sum().item() == 0.0
+        found.losses.sum().backward()
+        assert policy.grad is not None
+    for options in CPO_CASES:
+        chosen, rejected = none.clone().requires_grad_(), none.clone().requires_grad_()
+        lengths = torch.zeros(0, dtype=torch.long)
+        pairs = cpo_loss(chosen, rejected, lengths, lengths, **cpo_defaults(**options))
+        assert pairs.losses.shape == pairs.chosen_rewards.shape == pairs.rejected_rewards.shape == (0,)
+        total, count = nll(chosen, lengths)
+        assert total.item() == count.item() == 0.0
+        (pairs.losses.sum() + total).backward()
+        assert chosen.grad is not None and rejected.grad is not None
+    total, count = kto_kl(none, none)
+    assert float(total) == float(count) == 0.0
+
+
+def test_unknown_or_contradicting_options_are_refused() -> None:
+    one, length, flag = vector(-1.0), torch.tensor([1]), torch.tensor([True])
+    with pytest.raises(ValueError, match="'dpo'"):
+        kto_loss(one, one, flag, one[0], **kto_defaults(loss_type="dpo"))
+    with pytest.raises(ValueError, match="'kto'"):
+        cpo_loss(one, one, length, length, **cpo_defaults(loss_type="kto"))
+    for loss_type in ("sigmoid", "hinge", "ipo"):
+        with pytest.raises(ValueError, match="alpha"):
+            cpo_loss(one, one, length, length, **cpo_defaults(loss_type=loss_type, alpha=0.25))
