@@ -1,0 +1,64 @@
+"""Train what a JSON file lists, one run after another in one process per rank; for tests that need real engines.
+
+The file holds ``[{"name", "trainer", "args", "train", "eval", "then"}]``: trainer class, constructor arguments (``args``
+are the options) and rows. Each run's log and the plan of its windows go to ``NAME.json`` beside the file.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import alignment
+from alignment.engines.guard import guarded
+from alignment.trainers.base import AlignmentTrainer
+
+
+def windows(trainer: AlignmentTrainer) -> list[list[dict[str, Any]]]:
+    """The rows of the first epoch's windows, with token ids, and the partner as an index into the window."""
+    assert trainer.sampler is not None and trainer.train_data is not None
+    result = []
+    for step in range(trainer.sampler.steps_per_epoch):
+        plan = trainer.sampler.plan(0, step)
+        pairs = [p for micro in plan.micro_batches for own in micro for p in zip(own.rows, own.partners)]
+        place = {row: index for index, (row, _) in enumerate(pairs)}
+        rows = []
+        for row, partner in pairs:
+            rows.append({**trainer.train_data.dataset[row], "partner": place.get(partner)})
+        result.append(rows)
+    return result
+
+
+def one_run(run: dict[str, Any], folder: Path) -> None:
+    """Train (and evaluate) once, and write what happened."""
+    kind = run["trainer"]
+    options = getattr(alignment, f"{kind}Config")(**run["args"])
+    models = {"model": run["model"]} | ({"ref_model": run["ref_model"]} if run.get("ref_model") else {})
+    trainer = getattr(alignment, f"{kind}Trainer")(
+        **models, args=options, train_dataset=run.get("train"), eval_dataset=run.get("eval")
+    )
+    outcome: dict[str, Any] = {}
+    if run.get("train"):
+        trainer.train()
+        outcome["windows"] = windows(trainer)
+    if run.get("eval"):
+        outcome["evaluation"] = trainer.evaluate()
+    if run.get("save"):
+        trainer.save_model(run["save"])
+    outcome["log"] = trainer.state.log_history
+    trainer.close()
+    if trainer.is_world_process_zero():
+        (folder / f"{run['name']}.json").write_text(json.dumps(outcome))
+
+
+def main() -> None:
+    """Run everything that the file lists."""
+    spec = Path(sys.argv[1])
+    for run in json.loads(spec.read_text()):
+        one_run(run, spec.parent)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))
