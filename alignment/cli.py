@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import warnings
 from collections.abc import Sequence
 
 from alignment.config.errors import AlignmentError
 from alignment.engines.guard import guarded
+from alignment.engines.launch_env import init_distributed
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -19,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: arguments without the program's name; those of this process when None.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _hush_libraries()
     sys.exit(guarded(lambda: _run(arguments), use_cpu=lambda: wants_cpu(arguments)))
 
 
@@ -26,10 +30,20 @@ def _run(arguments: list[str]) -> None:
     from alignment.config.parsing import parse
 
     options = parse(arguments)
-    # Only now torch and DeepSpeed: a misspelt option should not wait for them.
+    # Only now torch and DeepSpeed: a misspelt option should not wait for them. And first the device: DeepSpeed settles
+    # for one as it is imported, which the trainers do, and `use_cpu` would come too late.
+    init_distributed(options.use_cpu)
     from alignment.trainers.run import run
 
     run(options)
+
+
+def _hush_libraries() -> None:
+    """Silence what libraries say about their own inner parts, once per rank, and no user of this command can mend."""
+    # bitsandbytes, which transformers imports by way of peft, misses an optional kernel for 4-bit layers on CPUs.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    # DeepSpeed's own calls of torch 2.13's older names.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 
 def wants_cpu(arguments: list[str]) -> bool:

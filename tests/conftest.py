@@ -31,6 +31,8 @@ def _has_cuda() -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test module imports torch, DeepSpeed, transformers or datasets."""
+    # Before torch is imported: on tiny models a second thread per operation costs more than it brings.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "DS_ACCELERATOR" not in os.environ and not _has_cuda():
         os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["HF_HUB_OFFLINE"] = "1"

@@ -30,6 +30,20 @@ _SCHEDULES_NEEDING: dict[str, tuple[str, ...]] = {
     "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
     "warmup_stable_decay": ("num_decay_steps",),
 }
+_CHECKPOINT_ARGUMENTS = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
+# Arguments of from_pretrained that are decided elsewhere.
+_DECIDED = {
+    "dtype": "set the option dtype",
+    "torch_dtype": "set the option dtype",
+    "attn_implementation": "set the option attn_implementation",
+    "trust_remote_code": "set the option trust_remote_code",
+    **dict.fromkeys(
+        ("quantization_config", "load_in_4bit", "load_in_8bit"),
+        "4- and 8-bit base weights are not supported yet; leave it out",
+    ),
+    "device_map": "the engine places the model; leave it out",
+    "output_loading_info": "leave it out",
+}
 _ADAM_DEFAULTS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
 
 
@@ -69,6 +83,22 @@ def check_shared(options: Any) -> None:
             f"{shown('gradient_checkpointing_kwargs', options.gradient_checkpointing_kwargs)}: has no effect with "
             f"gradient_checkpointing=False; leave one of them out"
         )
+    _check_mappings(options)
+
+
+def _check_mappings(options: Any) -> None:
+    for name in ("model_init_kwargs", "ref_model_init_kwargs"):
+        given = getattr(options, name)
+        for key in given or ():
+            if key in _DECIDED:
+                raise OptionError(f"{shown(name, given)}: {key} has no place in it; {_DECIDED[key]}")
+    given = options.gradient_checkpointing_kwargs
+    for key in given or ():
+        if key not in _CHECKPOINT_ARGUMENTS:
+            raise OptionError(
+                f"{shown('gradient_checkpointing_kwargs', given)}: torch's checkpoint function has no {key}"
+                f"{nearest(key, _CHECKPOINT_ARGUMENTS)}; set keys among {', '.join(_CHECKPOINT_ARGUMENTS)}"
+            )
 
 
 def _check_ranges(options: Any) -> None:

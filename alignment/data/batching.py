@@ -57,6 +57,11 @@ class Batch(_OnDevice):
     lengths: Tensor
     longest: int
 
+    @property
+    def tokens(self) -> int:
+        """Real tokens, prompts included."""
+        return int(self.attention_mask.sum()) if len(self.lengths) else 0
+
 
 def collate(sequences: Sequence[tuple[TokenIds, TokenIds]], longest: int) -> Batch:
     """Pad (prompt, completion) pairs on the right; no sequence at all gives one dummy token that nothing scores.

@@ -120,8 +120,8 @@ def load_prepared(path: Path) -> Prepared:
     return Prepared(dataset, _read_report(path))
 
 
-def check_vocabulary(tokenizer: Any, vocab_size: int) -> None:
-    """Check that every token id has an embedding. ``vocab_size``: rows of the model's embedding.
+def check_vocabulary(tokenizer: Any, vocab_size: int, model: str = "the model") -> None:
+    """Check that every token id has an embedding. ``vocab_size``: rows of the embedding of ``model``.
 
     Raises:
         ModelError: the tokenizer knows more tokens than the model.
@@ -129,7 +129,7 @@ def check_vocabulary(tokenizer: Any, vocab_size: int) -> None:
     size = len(tokenizer)
     if size > vocab_size:
         raise ModelError(
-            f"the tokenizer has {size} tokens but the model's vocab_size is {vocab_size}; "
+            f"the tokenizer has {size} tokens but {model}'s vocab_size is {vocab_size}; "
             f"use the model's own tokenizer, or resize the embeddings to {size} and save the model"
         )
 

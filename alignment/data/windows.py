@@ -14,8 +14,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from alignment.config.errors import OptionError
+
 Rows = npt.NDArray[np.int64]
 _PARTNERS, _ORDER = 1, 0  # separate random streams for two uses of the same (seed, epoch, step)
+# What has to be equal for a run to go on from a saved position, and the options that decide it.
+_CONTINUED = {
+    "seed": "seed and data_seed",
+    "rows": "the data and the lengths",
+    "window": "batch size x accumulation x ranks",
+    "stratify": "stratify_labels",
+}
 
 
 @dataclass(frozen=True)
@@ -88,15 +97,16 @@ class WindowPlan:
 def derangement(keys: Rows, rng: np.random.Generator) -> Rows:
     """Partner of each position: a permutation without fixed points, from a different key wherever there is one.
 
-    Rows in random order, grouped by key, are shifted by the size of the largest group: a row then meets its own group
-    only where that group is more than half of all, and then no permutation could do better. A single row gets -1.
+    Rows in random order, grouped by key with the groups in random order too, are shifted by the size of the largest
+    group: a row then meets its own group only where that group is more than half of all, and then no permutation could
+    do better. A single row gets -1.
     """
     count = len(keys)
     if count < 2:
         return np.full(count, -1, dtype=np.int64)
     shuffled = rng.permutation(count)
     _, group, sizes = np.unique(keys[shuffled], return_inverse=True, return_counts=True)
-    order = shuffled[np.argsort(group, kind="stable")]
+    order = shuffled[np.argsort(rng.permutation(len(sizes))[group], kind="stable")]
     shift = int(sizes.max())
     partners = np.empty(count, dtype=np.int64)
     partners[order] = np.roll(order, -(shift if shift < count else 1))
@@ -245,19 +255,21 @@ class WindowSampler:
             "seed": self.seed,
             "rows": len(self.table),
             "window": self.window,
+            "stratify": self.stratify,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved position.
 
         Raises:
-            ValueError: the state belongs to other data, another seed or another window.
+            OptionError: the state belongs to other data, another seed, another window or another order.
         """
         own = self.state_dict()
-        for key in ("seed", "rows", "window"):
+        for key, options in _CONTINUED.items():
             if state[key] != own[key]:
-                raise ValueError(
-                    f"sampler state has {key} {state[key]}, this run has {own[key]}: they cannot continue"
+                raise OptionError(
+                    f"resume_from_checkpoint: its {key} is {state[key]}, this run's is {own[key]}; set {options} "
+                    "as in the run that saved it"
                 )
         self.epoch, self.step = int(state["epoch"]), int(state["step"])
 

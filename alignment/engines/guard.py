@@ -309,6 +309,7 @@ def _end_process(code: int) -> NoReturn:
 
 
 def _leave_group() -> None:
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    deepspeed = sys.modules.get("deepspeed")
+    if deepspeed is not None and deepspeed.comm.is_initialized():
+        # Not torch's function: what DeepSpeed made of this group would stay, and fail a later run in this process.
+        deepspeed.comm.destroy_process_group()

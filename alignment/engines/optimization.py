@@ -40,6 +40,8 @@ def build_optimizer(model: nn.Module, options: AlignmentConfig) -> Optimizer:
         OptionError: ``optim_args`` has a key or value that the optimizer does not take, or nothing is trainable.
     """
     extra = parse_optim_args(options.optim_args)
+    if "weight_decay" in extra:  # the groups have their own, so this one would do nothing
+        raise OptionError(f"optim_args: {options.optim_args!r} has weight_decay; set the option weight_decay instead")
     groups = parameter_groups(model, options.weight_decay)
     if not groups:
         raise OptionError("model: no parameter requires a gradient, so there is nothing to train")
@@ -47,6 +49,8 @@ def build_optimizer(model: nn.Module, options: AlignmentConfig) -> Optimizer:
     own: dict[str, Any] = {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_epsilon}
     if options.optim == "sgd":
         kind, own = torch.optim.SGD, {}
+    elif options.optim == "adamw_torch_fused":
+        own["fused"] = True
     make: Callable[..., Optimizer] = kind
     try:
         return make(groups, lr=options.learning_rate, **(own | extra))
@@ -54,6 +58,15 @@ def build_optimizer(model: nn.Module, options: AlignmentConfig) -> Optimizer:
         raise OptionError(
             f"optim_args: {options.optim_args!r} does not suit optim {options.optim!r}: {error}"
         ) from error
+
+
+def check_optimization(options: AlignmentConfig, steps: int) -> None:
+    """Build optimizer and schedule once over two numbers, so that a wrong argument is named before a model is loaded.
+
+    Raises:
+        OptionError: as :func:`build_optimizer` and :func:`build_scheduler`.
+    """
+    build_scheduler(build_optimizer(nn.LayerNorm(1), options), options, steps)
 
 
 def build_scheduler(optimizer: Optimizer, options: AlignmentConfig, steps: int) -> LRScheduler:

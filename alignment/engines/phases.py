@@ -12,7 +12,7 @@ import torch
 
 @dataclass
 class PhaseRecord:
-    """Totals of one phase: seconds of wall time, tokens, peak bytes of device memory (0 on a CPU), times entered."""
+    """Totals of a phase on this rank: wall seconds, tokens, peak bytes of device memory (0 on a CPU), times entered."""
 
     seconds: float = 0.0
     tokens: int = 0
@@ -28,20 +28,19 @@ class Phases:
         self._cuda = device if device.type == "cuda" else None
 
     @contextlib.contextmanager
-    def __call__(self, name: str, tokens: int = 0) -> Iterator[None]:
-        """Measure the body as part of phase ``name``, whether it returns or raises."""
+    def __call__(self, name: str) -> Iterator[PhaseRecord]:
+        """Measure the body as part of phase ``name``, whether it returns or raises; it adds its tokens itself."""
+        record = self.records.setdefault(name, PhaseRecord())
         if self._cuda is not None:
             torch.cuda.reset_peak_memory_stats(self._cuda)
         start = time.monotonic()
         try:
-            yield
+            yield record
         finally:
-            record = self.records.setdefault(name, PhaseRecord())
             if self._cuda is not None:
                 torch.cuda.synchronize(self._cuda)
                 record.peak_bytes = max(record.peak_bytes, torch.cuda.max_memory_allocated(self._cuda))
             record.seconds += time.monotonic() - start
-            record.tokens += tokens
             record.entries += 1
 
     def summary(self) -> dict[str, dict[str, float]]:

@@ -37,7 +37,8 @@ def gathered_state_dict(model: PreTrainedModel, keep: bool) -> dict[str, Tensor]
 def write_model(model: PreTrainedModel, tokenizer: Any, folder: Path, *, first_rank: bool) -> None:
     """``save_pretrained`` model and tokenizer into ``folder``; collective.
 
-    The files are written to a hidden sibling first and moved into place when all of them are there.
+    The files are written to a hidden folder first and moved into place when all of them are there. Where ``folder``
+    exists the hidden one is inside it, because ``folder`` may be a mount point: only there is a move a rename.
 
     Raises:
         OutputError: the folder cannot be written, a full disk included.
@@ -45,7 +46,7 @@ def write_model(model: PreTrainedModel, tokenizer: Any, folder: Path, *, first_r
     state = gathered_state_dict(model, keep=first_rank)
     if not first_rank:
         return
-    partial = folder.parent / f".{folder.name}.partial"
+    partial = folder / ".partial" if folder.exists() else folder.parent / f".{folder.name}.partial"
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -54,8 +55,9 @@ def write_model(model: PreTrainedModel, tokenizer: Any, folder: Path, *, first_r
             tokenizer.save_pretrained(partial)
         move_into(partial, folder)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise OutputError(f"output_dir: could not write the model to {folder}: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def move_into(source: Path, target: Path) -> None:
@@ -68,9 +70,11 @@ def move_into(source: Path, target: Path) -> None:
         os.replace(source, target)
         return
     names = {file.name for file in source.iterdir()}
+    for name in names:
+        if (target / name).is_dir():
+            shutil.rmtree(target / name)  # a rename replaces a file, but no folder that has files
+        os.replace(source / name, target / name)
     for old in [*target.glob("model*.safetensors"), *target.glob("model.safetensors.index.json")]:
         if old.name not in names:
             old.unlink()
-    for file in source.iterdir():
-        os.replace(file, target / file.name)
     source.rmdir()

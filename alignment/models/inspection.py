@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +21,41 @@ def read_config(
     Raises:
         ModelError: no such model, an architecture that is not a decoder-only language model, or torn weights.
     """
-    kwargs = {k: v for k, v in (init_kwargs or {}).items() if k in ("revision", "token", "cache_dir", "subfolder")}
+    if path.startswith((".", "/", "~")) and not Path(path).exists():
+        raise ModelError(f"{key}: {path!r}: no such folder; set {key} to one that exists, or to a hub name")
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **kwargs)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ModelError(f"{key}: {path!r} has no usable configuration: {first}") from error
+        # The further arguments may set values of the configuration; those that are the model's own come back.
+        config, _ = AutoConfig.from_pretrained(
+            path, trust_remote_code=trust_remote_code, return_unused_kwargs=True, **(init_kwargs or {})
+        )
+    except Exception as error:  # each library has its own classes for one broken file
+        raise ModelError(f"{key}: {path!r} has no usable configuration: {first_line(error)}") from error
     if config.is_encoder_decoder:
         raise ModelError(f"{key}: {path!r} is an encoder-decoder model; only decoder-only ones are supported")
     remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not remote:
         raise ModelError(f"{key}: {path!r} is a {config.model_type} model, which is not a causal language model")
     if Path(path).is_dir():
-        check_weights(Path(path), key)
+        check_weights(Path(path) / (init_kwargs or {}).get("subfolder", ""), key)
     return config
 
 
+def first_line(error: BaseException) -> str:
+    """The head of a library's message on one line, with the next line where the first only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
 def check_weights(folder: Path, key: str) -> None:
-    """Open every safetensors file of ``folder`` and let its header be compared with its length; read no weights.
+    """Open every weight file of ``folder`` and let its header be compared with its length; read no weights.
 
     Raises:
         ModelError: a file is missing, torn or empty, or the folder holds no weights at all.
     """
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        files = sorted(file.name for file in folder.glob("*.safetensors"))
-    if not files and not list(folder.glob("pytorch_model*.bin")):
+    files = _indexed(index, key) if index.is_file() else sorted(file.name for file in folder.glob("*.safetensors"))
+    older = sorted(folder.glob("pytorch_model*.bin"))
+    if not files and not older:
         raise ModelError(f"{key}: {folder} holds no weights (*.safetensors)")
     for name in files:
         try:
@@ -56,7 +64,25 @@ def check_weights(folder: Path, key: str) -> None:
         except FileNotFoundError as error:
             raise ModelError(f"{key}: {folder / name} is named in {index.name} but missing") from error
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{key}: {folder / name} is torn ({error}); copy or download the file again") from error
+            raise _torn(key, folder / name, error) from error
+    for file in older if not files else ():
+        # A zip's directory lies at its end; torch's format before that was no zip, and cannot be checked unread.
+        with file.open("rb") as opened:
+            start = opened.read(2)
+        if start in (b"PK", b"") and not zipfile.is_zipfile(file):
+            raise _torn(key, file, "its end is missing")
+
+
+def _indexed(index: Path, key: str) -> list[str]:
+    """The files that an index names."""
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _torn(key, index, error) from error
+
+
+def _torn(key: str, file: Path, reason: object) -> ModelError:
+    return ModelError(f"{key}: {file} is torn ({reason}); copy or download the file again")
 
 
 def check_positions(config: PretrainedConfig, max_length: int | None) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from alignment.config.errors import ModelError, OptionError
+from alignment.models.inspection import first_line
 
 
 @contextlib.contextmanager
@@ -26,12 +27,11 @@ def loading(ds_config: dict[str, Any] | None) -> Iterator[None]:
     before comes back.
     """
     before = hf_deepspeed._hf_deepspeed_config_weak_ref
-    hf_deepspeed.unset_hf_deepspeed_config()
-    holder = hf_deepspeed.HfDeepSpeedConfig(copy.deepcopy(ds_config)) if ds_config is not None else None
     try:
+        hf_deepspeed.unset_hf_deepspeed_config()
+        _holder = hf_deepspeed.HfDeepSpeedConfig(copy.deepcopy(ds_config)) if ds_config is not None else None
         yield
     finally:
-        del holder
         hf_deepspeed._hf_deepspeed_config_weak_ref = before
 
 
@@ -52,14 +52,23 @@ def load_causal_lm(
     kwargs = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code} | (init_kwargs or {})
     try:
         with loading(ds_config):
-            return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **kwargs)
-    except (OSError, SafetensorError, ValueError, TypeError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ModelError(f"model {path!r} could not be loaded: {first}") from error
+            model, report = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, SafetensorError, ValueError, TypeError, RuntimeError, ImportError) as error:
+        raise ModelError(f"model {path!r} could not be loaded: {first_line(error)}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if missing[1:] else ""
+        raise ModelError(
+            f"model {path!r}: its weights lack {missing[0]}{more}, which would start at random; "
+            "copy or download the folder again"
+        )
+    return model
 
 
 def snapshot(model: PreTrainedModel) -> PreTrainedModel:
-    """A frozen copy of a live model as it is now; works for whole and for ZeRO-3-partitioned parameters."""
+    """A copy of a live model as it is now, sharing nothing with it; whole or ZeRO-3-partitioned parameters."""
     if not any(hasattr(p, "ds_id") for p in model.parameters()):
         return copy.deepcopy(model)
     with loading(None):
@@ -73,12 +82,12 @@ def snapshot(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout to zero: the modules, and the rates that attention layers keep as plain attributes."""
+    """Set every dropout to zero: the modules, and the rates that layers keep as plain attributes, by whatever name."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         for name, value in vars(module).items():
-            if name.endswith("dropout") and isinstance(value, float):
+            if "drop" in name and isinstance(value, float):  # attention_dropout, attn_dropout_p, resid_pdrop …
                 setattr(module, name, 0.0)
 
 
@@ -88,7 +97,13 @@ def enable_checkpointing(model: PreTrainedModel, kwargs: dict[str, Any] | None) 
         raise OptionError(
             f"gradient_checkpointing: {type(model).__name__} has none; set gradient_checkpointing: false"
         )
+    kwargs = {"use_reentrant": False} | (kwargs or {})
+    if kwargs["use_reentrant"] and getattr(model.config.get_text_config(), "output_router_logits", False):
+        raise OptionError(
+            f"gradient_checkpointing_kwargs: {kwargs}: re-entrant checkpointing drops the gradient of the balancing "
+            "loss of a mixture of experts; leave use_reentrant out"
+        )
     enable = getattr(
         model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
     )  # its name until 5.22
-    enable({"use_reentrant": False} | (kwargs or {}))
+    enable(kwargs)

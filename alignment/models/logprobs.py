@@ -1,8 +1,8 @@
 """Per-token log-probs straight from hidden states, one tile of the logits at a time.
 
 For logits ``z = f(W h + b)`` the gradient of ``log softmax(z)[y]`` towards ``h`` is one vector as long as ``h``. It is
-computed while the tile of logits is still there, and kept: the backward pass of *any* loss built on log-probs is then a
-product, and nothing of size (tokens x vocabulary) ever exists. A head that is trained needs its own gradient too:
+computed while the tile of logits is still there, and kept: the backward pass of *any* loss built on log-probs is then
+a product, and nothing of size (tokens x vocabulary) ever exists. A head that is trained needs its own gradient too:
 the backward pass then recomputes the logits, this time in slices of the vocabulary, each finished with one product.
 """
 

@@ -14,9 +14,12 @@ _SHOWN = {"loss": "loss", "rewards/margins": "margin", "kl": "kl", "rewards/accu
 
 
 def memory_gib(device: torch.device) -> float:
-    """Peak memory in GiB: of the device's allocator, or on a CPU the resident set of the process."""
+    """Memory in GiB: what the device's allocator holds, or on a CPU the largest resident set of the process.
+
+    On a device not the peak: each phase starts that anew.
+    """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+        return torch.cuda.memory_reserved(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 

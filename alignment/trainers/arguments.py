@@ -8,6 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from alignment.config.errors import ModelError, OptionError
 from alignment.config.options import AlignmentConfig
+from alignment.models.inspection import first_line
 from alignment.trainers.model_setup import ModelSource
 
 _REFUSED = {
@@ -52,10 +53,9 @@ def load_tokenizer(given: Any, older_name: Any, policy: ModelSource, options: Al
             tokenizer = AutoTokenizer.from_pretrained(
                 policy.name, trust_remote_code=options.trust_remote_code, **kwargs
             )
-        except (OSError, ValueError, KeyError) as error:
-            first = str(error).strip().splitlines()[0]
+        except Exception as error:  # each library has its own classes for one broken file
             raise ModelError(
-                f"processing_class: no tokenizer could be loaded from {policy.name!r}: {first}"
+                f"processing_class: no tokenizer could be loaded from {policy.name!r}: {first_line(error)}"
             ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ModelError(f"processing_class: {type(tokenizer).__name__} is not a transformers tokenizer")

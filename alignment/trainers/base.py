@@ -5,6 +5,7 @@ The constructor has TRL's shape, so that a script written for TRL runs after cha
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from alignment.data.prepare import check_vocabulary
 from alignment.data.windows import WindowSampler
 from alignment.engines.collectives import barrier, device
 from alignment.engines.launch_env import init_distributed, rank, world_size
+from alignment.engines.optimization import check_optimization
 from alignment.engines.phases import Phases
 from alignment.engines.saving import write_model
 from alignment.models.inspection import check_positions
@@ -85,7 +87,8 @@ class AlignmentTrainer:
             check_output_folder(self.output_dir, self.args.overwrite_output_dir)
         self._prepare_models(model, ref_model, optimizers)
         self.processing_class = load_tokenizer(processing_class, tokenizer, self.policy_source, self.args)
-        check_vocabulary(self.processing_class, self.policy_source.config.get_text_config().vocab_size)
+        for source in (self.policy_source, self.reference_source):
+            check_vocabulary(self.processing_class, source.config.get_text_config().vocab_size, source.name)
         self._prepare_datasets(train_dataset, eval_dataset)
         self.phases = Phases(device())
         self.log_file = JsonlLog(self.output_dir / "log.jsonl" if rank() == 0 else None)
@@ -154,9 +157,11 @@ class AlignmentTrainer:
             )
             if self.sampler.steps_per_epoch == 0:
                 raise DataError(
-                    f"train_dataset: {len(self.train_data.table)} rows are fewer than one window of "
+                    f"{self.train_data.where}: {len(self.train_data.table)} rows are fewer than one window of "
                     f"{self.sampler.window}; set dataloader_drop_last: false or a smaller batch"
                 )
+            if not any(self.optimizers):
+                check_optimization(args, total_steps(args, self.sampler))
         self.eval_data = {
             name: self._prepare(source, args.max_eval_samples, f"eval_dataset{f' {name}' if name else ''}")
             for name, source in named_datasets(eval_dataset).items()
@@ -194,6 +199,8 @@ class AlignmentTrainer:
             )
         if self.train_data is None or self.sampler is None:
             raise OptionError("train_dataset: none was given, so there is nothing to train on")
+        if self._trainable and self.state.global_step:
+            raise OptionError("train: this trainer has trained to the end of its schedule; save, and make another")
         loop = TrainingLoop(self, self.train_data, self.sampler)
         self._build(loop.total_steps)
         self._write_settings()
@@ -274,6 +281,8 @@ class AlignmentTrainer:
         if self.state.epoch is not None:
             entry.setdefault("epoch", self.state.epoch)
         self.state.log_history.append(entry)
+        if self.args.disable_tqdm and self.is_world_process_zero():
+            print(json.dumps(entry), flush=True)
         if self.sampler is not None:
             self.log_file.write(entry)
 
@@ -282,6 +291,7 @@ class AlignmentTrainer:
         if self._models is not None:
             self._models.close()
         self._models = self._pass = None
+        self._trainable = False
 
     # Engines --------------------------------------------------------------------------------------------------------
 

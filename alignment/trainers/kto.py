@@ -63,17 +63,19 @@ class KTOMethod(Method):
     ) -> _Swept:
         assert models.reference is not None
         matched, mismatched = [], []
-        with phases("reference"):
+        with phases("reference") as record:
             for batch in batches:
                 assert isinstance(batch, UnpairedBatch)
+                record.tokens += batch.joint.tokens
                 logps = models.reference.sequence_logps(batch.joint)
                 matched.append(logps[: len(batch.rows)])
                 mismatched.append(logps[len(batch.rows) :])
         ratios = torch.zeros(2, dtype=torch.float64, device=sums.values.device)
         if counts.partnered:
-            with phases("kl"), models.policy.sweep():
+            with phases("kl") as record, models.policy.sweep():
                 for batch, reference in zip(batches, mismatched):
                     assert isinstance(batch, UnpairedBatch)
+                    record.tokens += batch.mismatched.tokens
                     policy = models.policy.sequence_logps(batch.mismatched)
                     ratios += torch.stack(kto_kl(policy.double(), reference.double()))
                 sum_over_ranks(ratios)

@@ -21,6 +21,7 @@ from alignment.engines.scoring import PolicyEngine
 from alignment.reporting.metrics import MetricHistory, means
 from alignment.reporting.progress import Progress
 from alignment.trainers.output import CHECKPOINT_PREFIX, prune_checkpoints
+from alignment.trainers.window import NonFiniteLoss
 
 if TYPE_CHECKING:
     from alignment.trainers.base import AlignmentTrainer
@@ -69,6 +70,8 @@ class TrainingLoop:
                     self._evaluate()
                 if self._due(args.save_strategy, args.save_steps, epoch_ends or last):
                     self._save()
+        except NonFiniteLoss as error:
+            raise TrainingError(f"step {state.global_step + 1}: {error}{self._rescue()}") from error
         finally:
             self.progress.close()
         return self._finish()
@@ -175,6 +178,13 @@ class TrainingLoop:
             if first:
                 prune_checkpoints(trainer.output_dir, self.args.save_total_limit)
             barrier()
+
+    def _rescue(self) -> str:
+        """Save the weights that the last good step left, on every rank, unless the run saves nothing; say where."""
+        if self.args.save_strategy == "no" or self.state.global_step == 0:
+            return ""
+        self._save()
+        return f". The weights of step {self.state.global_step} are in {CHECKPOINT_PREFIX}{self.state.global_step}"
 
     def _finish(self) -> TrainOutput:
         seconds, steps = time.monotonic() - self.started, self.state.global_step

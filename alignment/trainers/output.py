@@ -19,18 +19,19 @@ def check_output_folder(folder: Path, overwrite: bool) -> None:
     Raises:
         OutputError: it is a file, cannot be written, or is not empty (unless ``overwrite``).
     """
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise OutputError(f"output_dir: {existing} is a file, not a folder; choose another output_dir")
-    if existing == folder and any(folder.iterdir()) and not overwrite:
-        raise OutputError(
-            f"output_dir: {folder} is not empty; choose another folder or set overwrite_output_dir: true"
-        )
     try:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
+        if not existing.is_dir():
+            raise OutputError(f"output_dir: {existing} is not a folder; choose another output_dir")
+        if existing == folder and any(folder.iterdir()) and not overwrite:
+            raise OutputError(
+                f"output_dir: {folder} is not empty; choose another folder or set overwrite_output_dir: true"
+            )
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        raise OutputError(f"output_dir: {folder} cannot be written: {error.strerror or error}") from error
+        reason = error.strerror or error
+        raise OutputError(f"output_dir: {folder} cannot be written: {reason}; choose another output_dir") from error
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from datasets import Dataset
+from datasets import Dataset, disable_progress_bars
+from transformers.utils import logging as transformers_logging
 
 from alignment.config.checks import check_command_line
 from alignment.config.options import AlignmentConfig
@@ -48,6 +49,10 @@ def build_trainer(options: AlignmentConfig) -> AlignmentTrainer:
 
 def run(options: AlignmentConfig) -> None:
     """Train, and write the model, the tokenizer, the state and the log into ``output_dir``."""
+    if options.disable_tqdm or options.process_index:
+        # The bars of loading, tokenising and writing: they are the libraries', and each rank would show its own.
+        disable_progress_bars()
+        transformers_logging.disable_progress_bar()
     trainer = build_trainer(options)
     if options.dry_run:
         print_dry_run(trainer)

@@ -22,6 +22,10 @@ from alignment.trainers.method import Method, Models
 Items = dict[str, tuple[float, float]]
 
 
+class NonFiniteLoss(TrainingError):
+    """A window's loss is inf or nan. Every rank raises it, and no weight has changed."""
+
+
 class WindowPass:
     """Computes windows of one method with one set of models.
 
@@ -55,15 +59,16 @@ class WindowPass:
             ``{name: (sum, count)}`` over all ranks, the same on each.
 
         Raises:
-            TrainingError: the window's loss is not finite; raised on every rank, before any weight has changed.
+            NonFiniteLoss: the window's loss is not finite; raised on every rank, before any weight has changed.
         """
         policy, device = self.models.policy, self.device
         names = ("loss", *self.method.metrics, *(() if self.aux_coefficient is None else ("aux_loss",)))
         sums = MetricSums(names, device, first_rank=rank() == 0)
         swept = self.method.sweep(batches, plan.counts, self.models, sums, self.phases)
         losses: list[tuple[tuple[int, ...], Tensor]] = []
-        with self.phases("learn" if train else "evaluate", plan.counts.sequence_tokens):
+        with self.phases("learn" if train else "evaluate") as record:
             for index, batch in enumerate(batches):
+                record.tokens += self.method.scored(batch).tokens
                 batch = batch.to(device)
                 if isinstance(policy, PolicyEngine) and train:
                     local = self._micro_batch(batch, index, plan, swept, sums, losses)
@@ -97,10 +102,10 @@ class WindowPass:
 
 def _non_finite(
     loss: float, losses: list[tuple[tuple[int, ...], Tensor]], source_rows: Callable[[int], int]
-) -> TrainingError:
+) -> NonFiniteLoss:
     own = [row for rows, values in losses for row, value in zip(rows, values.tolist()) if not math.isfinite(value)]
     rows = sorted(source_rows(row) for part in gathered(own) for row in part)
-    return TrainingError(
+    return NonFiniteLoss(
         f"the loss of this window is {loss}: no update was made; rows with a non-finite loss: "
         f"{', '.join(map(str, rows[:16])) or 'none, so the NLL or the balancing loss overflowed'}. Likely causes: "
         "weights that are broken already, a learning_rate that is too high, fp16 (use bf16), or too large a beta"

@@ -1,7 +1,7 @@
 """Train what a JSON file lists, one run after another in one process per rank; for tests that need real engines.
 
-The file holds ``[{"name", "trainer", "args", "train", "eval", "then"}]``: trainer class, constructor arguments (``args``
-are the options) and rows. Each run's log and the plan of its windows go to ``NAME.json`` beside the file.
+The file holds ``[{"name", "trainer", "model", "ref_model", "args", "train", "eval", "save"}]``: method, paths, options
+and rows. Each run's log and the plan of its windows go to ``NAME.json`` beside the file.
 """
 
 from __future__ import annotations

@@ -1,0 +1,300 @@
+"""Faulty commands for ``test_bad_input``: what is wrong with each, and what its error must say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from data_tokenizers import char_tokenizer
+from helpers import POSITIONS, make_model, paired_rows, unpaired_rows
+from transformers import T5Config
+
+TOKENS = len(char_tokenizer())
+UNLABELLED = [{"prompt": "ab", "completion": "cd"}] * 4
+CHAT = {
+    "prompt": [{"role": "user", "content": "hi"}],
+    "completion": [{"role": "assistant", "content": "oh"}],
+    "label": True,
+}
+IDENTICAL = {"chosen": "the same", "rejected": "the same"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One faulty command.
+
+    ``says`` must all stand in the error's line; there and in options, ``@name`` is a path in the test's own folder. In
+    options, ``%name`` is a model's path.
+    ``model`` is one of :func:`write_models`; ``data`` are the rows or the text of ``@data.jsonl``; ``files`` are more
+    such files. An option of None is left out.
+    """
+
+    name: str
+    says: tuple[str, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    data: list[dict[str, Any]] | str | None = None
+    model: str = "good"
+    method: str = "kto"
+    files: dict[str, str] = field(default_factory=dict)
+
+
+def deepspeed_case(name: str, content: dict[str, Any], *says: str, key: str = "deepspeed", **options: Any) -> Case:
+    """A fault in a DeepSpeed JSON."""
+    return Case(name, says, {key: f"@{key}.json", **options}, files={f"{key}.json": json.dumps(content)})
+
+
+OPTIONS = [
+    Case("unknown option", ("learning_rte='1e-4'", "did you mean 'learning_rate'"), {"learning_rte": "1e-4"}),
+    Case("wrong type", ("learning_rate='fast'", "a number"), {"learning_rate": "fast"}),
+    Case("unknown loss", ("loss_type='ktoo'", "kto, apo_zero_unpaired"), {"loss_type": "ktoo"}),
+    Case("other method's loss", ("loss_type='simpo'", "kto, apo_zero_unpaired"), {"loss_type": "simpo"}),
+    Case("beta of zero", ("beta=0.0", "greater than 0"), {"beta": "0"}),
+    Case("negative beta", ("beta=-0.5", "greater than 0"), {"beta": "-0.5"}, method="cpo"),
+    Case("empty batch", ("per_device_train_batch_size=0", "at least 1"), {"per_device_train_batch_size": "0"}),
+    Case("other method's option", ("simpo_gamma='1'", "of method cpo"), {"simpo_gamma": "1"}),
+    Case("method to come", ("method='online_dpo'", "not supported yet"), {"method": "online_dpo"}),
+    Case("option to come", ("load_in_4bit=True", "not supported yet"), {"load_in_4bit": "true"}),
+    Case("resuming", ("resume_from_checkpoint='@out'", "not supported yet"), {"resume_from_checkpoint": "@out"}),
+    Case("two formats", ("bf16=True and fp16=True",), {"bf16": "true", "fp16": "true"}),
+    Case(
+        "argument of another option",
+        ("model_init_kwargs={'torch_dtype': 'bfloat16'}", "set the option dtype"),
+        {"model_init_kwargs": '{"torch_dtype": "bfloat16"}'},
+    ),
+    Case(
+        "unknown argument of checkpointing",
+        ("gradient_checkpointing_kwargs={'reentrant': True}", "did you mean 'use_reentrant'"),
+        {"gradient_checkpointing_kwargs": '{"reentrant": true}'},
+    ),
+    Case("unknown argument of the optimizer", ("optim_args: 'foo=1'", "'adamw_torch'"), {"optim_args": "foo=1"}),
+    Case(
+        "unknown argument of the schedule",
+        ("lr_scheduler_type 'cosine'", "lr_scheduler_kwargs {'foo': 1}"),
+        {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": '{"foo": 1}'},
+    ),
+    Case("no output folder", ("output_dir=None", "set output_dir"), {"output_dir": None}),
+    Case("no data set", ("dataset_name=None", "set dataset_name"), {"dataset_name": None}),
+    Case("no model", ("model_name_or_path=None", "set model_name_or_path"), {"model_name_or_path": None}),
+    Case("no evaluation data", ("eval_strategy='steps'", "set dataset_test_split"), {"eval_strategy": "steps"}),
+    Case(
+        "window of one row",
+        ("gradient_accumulation_steps=1", "per_device_train_batch_size=1", ">= 2; 16 advised"),
+        {"per_device_train_batch_size": "1", "gradient_accumulation_steps": "1"},
+    ),
+    Case(
+        "unknown option in a recipe",
+        ("@recipe.yaml", "betta=0.1", "did you mean 'beta'"),
+        {"recipe": "@recipe.yaml"},
+        files={"recipe.yaml": "method: kto\ntraining:\n  betta: 0.1\n"},
+    ),
+]
+
+DATA = [
+    Case("missing file", ("@absent.jsonl", "no such file", "dataset_name"), {"dataset_name": "@absent.jsonl"}),
+    Case("torn file", ("@data.jsonl line 3: not valid JSON",), data='{"prompt": "a"}\n\n{"prompt": "b", "compl'),
+    Case("empty file", ("@data.jsonl", "holds no rows"), data=""),
+    Case("missing split", ("@data.jsonl", "has no split 'test'", "train"), {"dataset_test_split": "test"}),
+    Case(
+        "cpo on unpaired", ("CPO needs chosen and rejected", "completion, label"), data=unpaired_rows(4), method="cpo"
+    ),
+    Case("kto without labels", ("KTO needs the missing label", "prompt, completion"), data=UNLABELLED),
+    Case(
+        "label is a text",
+        ("@data.jsonl line 5: label is 'yes' (a string)", "true or false"),
+        data=[*unpaired_rows(4), {"prompt": "ab", "completion": "cd", "label": "yes"}],
+    ),
+    Case(
+        "labels are numbers",
+        ("@data.jsonl row 1: label is 1 (an integer)", "true or false"),
+        data=[{"prompt": "ab", "completion": "cd", "label": 1}] * 4,
+    ),
+    Case(
+        "content is a number",
+        ("@data.jsonl line 2: prompt[0].content is 7 (an integer)", "string"),
+        data=[CHAT, {**CHAT, "prompt": [{"role": "user", "content": 7}]}],
+    ),
+    Case(
+        "content is a list",
+        ("@data.jsonl row 1: prompt[0].content is [", "string"),
+        data=[{**CHAT, "prompt": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}] * 2,
+    ),
+    Case(
+        "nothing left",
+        ("@data.jsonl: none of the 3 rows is left (3 × ", "identical"),
+        data=[IDENTICAL] * 3,
+        method="cpo",
+    ),
+    Case(
+        "strict data",
+        ("@data.jsonl: 2 of 6 rows would be dropped (2 × ", "strict_data"),
+        {"strict_data": "true"},
+        data=[*paired_rows(4), IDENTICAL, IDENTICAL],
+        method="cpo",
+    ),
+    Case(
+        "no chat template",
+        ("@data.jsonl row 1: is conversational", "no chat template", "tokenizer.chat_template"),
+        data=[CHAT] * 4,
+        model="no-template",
+    ),
+    Case(
+        "fewer rows than a window",
+        ("@data.jsonl: 8 rows are fewer than one window of 16", "dataloader_drop_last"),
+        {"dataloader_drop_last": "true", "gradient_accumulation_steps": "4"},
+    ),
+]
+
+MODEL = [
+    Case("missing model", ("model_name_or_path: '@nowhere': no such folder",), {"model_name_or_path": "@nowhere"}),
+    Case(
+        "missing reference",
+        ("ref_model_name_or_path: '@nowhere': no such folder",),
+        {"ref_model_name_or_path": "@nowhere"},
+    ),
+    Case("torn weights", ("model_name_or_path: ", "model.safetensors is torn"), model="torn"),
+    Case("torn older weights", ("model_name_or_path: ", "pytorch_model.bin is torn"), model="torn-older"),
+    Case("torn index", ("model_name_or_path: ", "model.safetensors.index.json is torn"), model="torn-index"),
+    Case("missing shard", ("model_name_or_path: ", "2.safetensors is named in", "missing"), model="missing-shard"),
+    Case("no weights", ("model_name_or_path: ", "holds no weights"), model="no-weights"),
+    Case("torn configuration", ("model_name_or_path: ", "no usable configuration"), model="torn-config"),
+    Case("wrong configuration", ("model_name_or_path: ", "'hidden_size' expected int"), model="wrong-config"),
+    Case("torn tokenizer", ("processing_class: ", "no tokenizer could be loaded"), model="torn-tokenizer"),
+    Case("encoder-decoder", ("model_name_or_path: ", "encoder-decoder", "decoder-only"), model="encoder-decoder"),
+    Case("no tokenizer", ("processing_class: ", "no tokenizer could be loaded"), model="no-tokenizer"),
+    Case("small embedding", (f"{TOKENS} tokens", f"vocab_size is {TOKENS - 5}", "resize"), model="small-embedding"),
+    Case(
+        "small embedding of the reference",
+        (f"{TOKENS} tokens", f"small-embedding's vocab_size is {TOKENS - 5}"),
+        {"ref_model_name_or_path": "%small-embedding"},
+    ),
+    Case(
+        "no balancing loss",
+        ("router_aux_loss_coef=0.1", "output_router_logits"),
+        {"router_aux_loss_coef": "0.1"},
+    ),
+    Case(
+        "longer than the model",
+        (f"max_length: {POSITIONS + 1}", f"set max_length: {POSITIONS}"),
+        {"max_length": str(POSITIONS + 1)},
+    ),
+]
+
+DEEPSPEED = [
+    deepspeed_case(
+        "dotted key",
+        {"zero_optimization.stage": 3},
+        "@deepspeed.json: zero_optimization.stage=3: DeepSpeed ignores dotted keys; write {",
+    ),
+    deepspeed_case(
+        "unknown key",
+        {"zero_optimisation": {"stage": 3}},
+        "@deepspeed.json: zero_optimisation={'stage': 3}",
+        "did you mean 'zero_optimization'",
+    ),
+    deepspeed_case(
+        "contradicting key",
+        {"gradient_accumulation_steps": 7, "zero_optimization": {"stage": 2}},
+        "@deepspeed.json: gradient_accumulation_steps=7 contradicts gradient_accumulation_steps=1",
+    ),
+    deepspeed_case(
+        "contradicting format",
+        {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}},
+        "bf16.enabled=true in the DeepSpeed JSON contradicts dtype='float32'",
+        dtype="float32",
+    ),
+    deepspeed_case(
+        "wrong value", {"zero_optimization": {"stage": 2, "reduce_bucket_size": "big"}}, "reduce_bucket_size='big'"
+    ),
+    deepspeed_case(
+        "stage 2 reference",
+        {"zero_optimization": {"stage": 2}},
+        "@ref_deepspeed.json: zero_optimization.stage=2: a frozen engine is stage 3 or 0",
+        key="ref_deepspeed",
+    ),
+    Case("no such deepspeed file", ("'zero9': no such file", "zero2"), {"deepspeed": "zero9"}),
+    Case(
+        "torn deepspeed file",
+        ("@deepspeed.json line 2: not valid JSON",),
+        {"deepspeed": "@deepspeed.json"},
+        files={"deepspeed.json": '{\n"zero_optimization": '},
+    ),
+]
+
+OUTPUT = [
+    Case("output is a file", ("output_dir: @out is not a folder",), files={"out": "text"}),
+    Case(
+        "output below a file",
+        ("output_dir: @file is not a folder",),
+        {"output_dir": "@file/out"},
+        files={"file": "text"},
+    ),
+    Case("output not writable", ("output_dir: /proc/out cannot be written",), {"output_dir": "/proc/out"}),
+    Case("output not empty", ("output_dir: @out is not empty", "overwrite_output_dir"), files={"out/old": "text"}),
+]
+
+CASES = [*OPTIONS, *DATA, *MODEL, *DEEPSPEED, *OUTPUT]
+
+
+def write_models(folder: Path) -> Path:
+    """Write models into ``folder``, which is returned: ``good``, and copies of it with one fault each."""
+    make_model(folder / "good")
+
+    def copy(name: str, *without: str) -> Path:
+        return Path(shutil.copytree(folder / "good", folder / name, ignore=shutil.ignore_patterns(*without)))
+
+    char_tokenizer().save_pretrained(copy("no-template", "token*", "chat_template*"))
+    weights = copy("torn") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    older = copy("torn-older", "*.safetensors") / "pytorch_model.bin"
+    torch.save({"weight": torch.zeros(500)}, older)
+    older.write_bytes(older.read_bytes()[:-100])
+    index = "model.safetensors.index.json"
+    (copy("torn-index") / index).write_text('{"weight_map": {"a": ')
+    (copy("missing-shard") / index).write_text(json.dumps({"weight_map": {"a": "2.safetensors"}}))
+    copy("no-weights", "*.safetensors")
+    (copy("torn-config") / "config.json").write_text('{"model_type": ')
+    (copy("torn-tokenizer") / "tokenizer.json").write_text('{"version": ')
+    T5Config().save_pretrained(copy("encoder-decoder", "config.json"))
+    copy("no-tokenizer", "token*", "chat_template*", "special*")
+    changed: dict[str, dict[str, Any]] = {
+        "small-embedding": {"vocab_size": TOKENS - 5},
+        "wrong-config": {"hidden_size": "big"},
+        "more-layers": {"num_hidden_layers": 3},
+    }
+    for name, values in changed.items():
+        config = copy(name) / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), **values}))
+    return folder
+
+
+def command(case: Case, folder: Path, models: Path) -> list[str]:
+    """Write the case's files into ``folder``; the arguments of its command."""
+    rows = case.data if case.data is not None else {"kto": unpaired_rows, "cpo": paired_rows}[case.method](8)
+    data = rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows)
+    for name, content in {"data.jsonl": data, **case.files}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
+    options: dict[str, Any] = {
+        "method": case.method,
+        "model_name_or_path": models / case.model,
+        "dataset_name": "@data.jsonl",
+        "output_dir": "@out",
+        "max_length": POSITIONS,
+        "max_prompt_length": "none",
+        "per_device_train_batch_size": 4,
+        "max_steps": 1,
+        **case.options,
+    }
+    recipe = options.pop("recipe", None)
+    given = [(f"--{name}", str(value)) for name, value in options.items() if value is not None]
+    arguments = [*([recipe] if recipe else []), *(part for pair in given for part in pair)]
+    return [in_folder(argument, folder).replace("%", f"{models}/") for argument in arguments]
+
+
+def in_folder(text: str, folder: Path) -> str:
+    """The text with ``@name`` as a path in ``folder``."""
+    return text.replace("@", f"{folder}/")

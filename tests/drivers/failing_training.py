@@ -1,0 +1,44 @@
+"""The main job with something going wrong on rank 1 only: `failing_training.py WHAT arguments of the command…`."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from typing import Any
+
+import alignment.cli
+import alignment.data.batching
+import alignment.trainers.base
+import alignment.trainers.kto
+from alignment.config.errors import DataError
+
+
+def collate(*args: Any) -> Any:
+    """In place of the collation of a batch."""
+    raise DataError("rows.jsonl row 3: the completion cannot be read; correct the row")
+
+
+def loss(*args: Any, **kwargs: Any) -> Any:
+    """In place of the loss."""
+    raise RuntimeError("the loss exploded")
+
+
+def disk(*args: Any, **kwargs: Any) -> Any:
+    """In place of writing the model."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.safetensors")
+
+
+PLACES = {
+    "data": (alignment.trainers.kto, "collate_unpaired", collate),
+    "loss": (alignment.trainers.kto, "kto_loss", loss),
+    "disk": (alignment.trainers.base, "write_model", disk),
+}
+
+if __name__ == "__main__":
+    # The deepspeed launcher puts --local_rank=N before everything else.
+    what = next(argument for argument in sys.argv[1:] if argument in PLACES)
+    arguments = [argument for argument in sys.argv[1:] if argument != what]
+    if os.environ["RANK"] == "1":
+        setattr(*PLACES[what])
+    alignment.cli.main(arguments)

@@ -1,0 +1,238 @@
+"""Bad input: one line that names key and value, exit code 1, before any weight is loaded and with nothing written."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bad_commands import CASES, CHAT, Case, command, in_folder, write_models
+from conftest import LAUNCHER_VARIABLES, ROOT
+from data_tokenizers import PLAIN, char_tokenizer
+from datasets import IterableDataset
+from helpers import POSITIONS, tiny_config, unpaired_rows
+from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
+
+from alignment import CPOConfig, KTOConfig, KTOTrainer
+from alignment.cli import main
+from alignment.config.errors import AlignmentError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_process_group() -> Iterator[None]:
+    """Leave the process as it was: without a process group, and without the variables of a world of one."""
+    before = {name: os.environ.pop(name, None) for name in LAUNCHER_VARIABLES}
+    yield
+    import deepspeed
+
+    if deepspeed.comm.is_initialized():
+        deepspeed.comm.destroy_process_group()
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the models of the cases."""
+    return write_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was loaded; the test goes on without it, so that only the list tells."""
+    calls: list[Any] = []
+
+    def record(*args: Any, **kwargs: Any) -> None:
+        calls.append(args)
+        raise OSError("loading was recorded")
+
+    for cls in (AutoModelForCausalLM, PreTrainedModel):
+        monkeypatch.setattr(cls, "from_pretrained", record)
+    return calls
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """Everything below a folder, with the contents of files."""
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+def the_error(stderr: str) -> str:
+    """The last line, having checked that it is the only report."""
+    lines = stderr.splitlines()
+    assert "Traceback" not in stderr
+    assert lines[-1].startswith("error: ")
+    assert [line for line in lines if line.startswith("error:")] == lines[-1:]
+    return lines[-1]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+def test_a_bad_command_is_one_line_and_changes_nothing(
+    case: Case,
+    models: Path,
+    loads: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    argv = command(case, tmp_path, models)
+    monkeypatch.chdir(tmp_path)
+    before = tree(tmp_path)
+    with pytest.raises(SystemExit) as leaving:
+        main(argv)
+    line = the_error(capfd.readouterr().err)
+    assert leaving.value.code == 1
+    for said in case.says:
+        assert in_folder(said, tmp_path) in line
+    assert loads == []
+    assert tree(tmp_path) == before
+
+
+def test_the_recorder_sees_a_good_command_load(models: Path, loads: list[Any], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(command(Case("good", ()), tmp_path, models))
+    assert leaving.value.code == 1
+    assert loads == [(str(models / "good"),)]
+
+
+def test_weights_that_lack_a_tensor_are_not_completed_at_random(
+    models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(command(Case("more layers", (), model="more-layers"), tmp_path, models))
+    assert leaving.value.code == 1
+    assert "its weights lack model.layers.2.input_layernorm.weight and 8 more" in the_error(capfd.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_good_commands_run_one_after_another_in_one_process_also_after_a_bad_one(
+    models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = []
+    for name, method, options in (
+        ("first", "kto", {}),
+        ("bad", "kto", {"beta": "0"}),
+        ("second", "kto", {}),
+        ("late", "kto", {"max_length": str(POSITIONS + 1)}),
+        ("third", "cpo", {}),
+    ):
+        case = Case(name, (), {"output_dir": f"@{name}", **options}, method=method)
+        with pytest.raises(SystemExit) as leaving:
+            main(command(case, tmp_path, models))
+        outcomes.append((name, leaving.value.code, (tmp_path / name / "model.safetensors").is_file()))
+    assert outcomes == [
+        ("first", 0, True),
+        ("bad", 1, False),
+        ("second", 0, True),
+        ("late", 1, False),
+        ("third", 0, True),
+    ], capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["unknown option", "torn file"])
+def test_the_real_command_says_the_same(
+    name: str,
+    models: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    launch: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    argv = command(next(case for case in CASES if case.name == name), tmp_path, models)
+    before = tree(tmp_path)
+    done = launch(ROOT / "launch" / "train.py", *argv, launcher="python", cwd=tmp_path)
+    assert done.returncode == 1
+    with pytest.raises(SystemExit):
+        main(argv)
+    assert the_error(done.stderr) == the_error(capfd.readouterr().err)
+    assert tree(tmp_path) == before
+
+
+# The Python API raises the same errors ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kto(models: Path, tmp_path: Path, loads: list[Any]) -> Callable[..., KTOTrainer]:
+    """A KTO trainer over the good model, with arguments of the test's own."""
+
+    def make(**arguments: Any) -> KTOTrainer:
+        options = KTOConfig(str(tmp_path / "out"), max_length=POSITIONS, max_prompt_length=None)
+        return KTOTrainer(**{"model": str(models / "good"), "args": options, **arguments})
+
+    return make
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """The message with which a call is refused; one line."""
+    with pytest.raises(AlignmentError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def live_model() -> PreTrainedModel:
+    """A small model in memory, with its tokenizer's vocabulary."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(tiny_config("tied"), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"callbacks": [TrainerCallback()]}, "callbacks: callbacks are not supported yet"),
+        ({"peft_config": {"r": 8}}, "peft_config: adapters are not supported yet"),
+        ({"compute_metrics": len}, "compute_metrics: not supported yet"),
+        ({"preprocess_logits_for_metrics": len}, "preprocess_logits_for_metrics: no logits exist"),
+        ({"data_collator": len}, "data_collator: "),
+        ({"model_init": len}, "model_init: not supported yet"),
+        ({"args": CPOConfig("out")}, "args: KTOTrainer needs a KTOConfig, not CPOConfig"),
+        ({"model": None}, "model: KTOTrainer got none"),
+        ({"model": 7}, "model_name_or_path: int is neither a path nor a transformers model"),
+        ({"processing_class": "gpt2"}, "processing_class: str is not a transformers tokenizer"),
+        ({"optimizers": (object(), None)}, "optimizers: they need a live model"),
+        ({"train_dataset": []}, "an empty list was given"),
+        ({"train_dataset": {"train": unpaired_rows(4)}}, "a dataset with splits (train)"),
+        ({"train_dataset": IterableDataset.from_generator(lambda: iter(unpaired_rows(4)))}, "streamed data"),
+        ({"train_dataset": [{**CHAT, "label": "yes"}]}, "train_dataset row 1: label is 'yes' (a string)"),
+    ],
+)
+def test_arguments_of_the_constructor(
+    arguments: dict[str, Any], says: str, kto: Callable[..., KTOTrainer], loads: list[Any], tmp_path: Path
+) -> None:
+    assert says in refusal(lambda: kto(**arguments))
+    assert loads == []
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_reference_may_not_be_the_policy_itself(kto: Callable[..., KTOTrainer]) -> None:
+    model, tokenizer = live_model(), char_tokenizer(template=PLAIN)
+    said = refusal(lambda: kto(model=model, ref_model=model, processing_class=tokenizer))
+    assert said.startswith("ref_model: is the very object given as model")
+
+
+def test_misspelt_arguments_are_python_errors(kto: Callable[..., KTOTrainer]) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'train_datasets'"):
+        kto(train_datasets=unpaired_rows(4))
+
+
+def test_calls_without_what_they_need(kto: Callable[..., KTOTrainer], loads: list[Any], tmp_path: Path) -> None:
+    empty, full = kto(), kto(train_dataset=unpaired_rows(4))
+    assert refusal(empty.train).startswith("train_dataset: none was given")
+    assert refusal(empty.evaluate).startswith("eval_dataset: none was given")
+    assert refusal(full.evaluate).startswith("eval_dataset: none was given")
+    for resume in (True, "checkpoint-4"):
+        said = refusal(functools.partial(full.train, resume_from_checkpoint=resume))
+        assert said.startswith(f"resume_from_checkpoint={resume!r}: resuming is not supported yet")
+    assert "label is 3 (an integer)" in refusal(
+        lambda: full.evaluate([{"prompt": "ab", "completion": "cd", "label": 3}])
+    )
+    assert refusal(lambda: full.evaluate(unpaired_rows(2), ignore_keys=["logits"])).startswith("ignore_keys=")
+    assert refusal(full.push_to_hub).startswith("push_to_hub: not supported yet")
+    assert refusal(lambda: full.add_callback(TrainerCallback())).startswith("add_callback(")
+    assert loads == []
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,215 @@
+"""From planned rows to tensors: every position, target and segment checked by eye."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.utils.data import DataLoader
+
+from alignment.data.batching import (
+    Batch,
+    Collate,
+    EpochWindows,
+    MicroBatches,
+    PairedBatch,
+    UnpairedBatch,
+    collate,
+    collate_paired,
+    collate_unpaired,
+    row_table,
+)
+from alignment.data.windows import MicroBatch, RowTable, WindowCounts, WindowPlan, WindowSampler
+
+UNPAIRED = Dataset.from_dict(
+    {
+        "prompt_ids": [[10, 11], [20], [30, 31, 32], [40, 41]],
+        "completion_ids": [[12, 13, 14], [21, 22], [33], [42, 43, 44, 45]],
+        "label": [True, False, True, False],
+        "prompt_key": [5, 6, 7, 5],
+        "row": [0, 1, 2, 3],
+    }
+)
+PAIRED = Dataset.from_dict(
+    {
+        "prompt_ids": [[10, 11], [20], [30]],
+        "chosen_ids": [[12, 13], [21], [31, 32]],
+        "rejected_ids": [[14], [22, 23, 24], [33]],
+        "row": [0, 1, 2],
+    }
+)
+
+
+def planned(*shares: MicroBatch, longest: int = 9, longest_mismatched: int = 4) -> WindowPlan:
+    """A window of one micro-batch."""
+    return WindowPlan(0, 0, (shares,), (longest,), (longest_mismatched,), WindowCounts(0, 0, 0, 0, 0))
+
+
+def tensors(batch: Any) -> dict[str, Any]:
+    """Every leaf of a batch as plain Python."""
+    found: dict[str, Any] = {}
+    for field in fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, torch.Tensor):
+            found[field.name] = (str(value.dtype), value.tolist())
+        elif isinstance(value, Batch):
+            found |= {f"{field.name}.{name}": leaf for name, leaf in tensors(value).items()}
+        else:
+            found[field.name] = value
+    return found
+
+
+def test_collate_by_eye() -> None:
+    batch = collate([([1, 2], [3, 4, 5]), ([6], [7])], longest=6)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5], [6, 7, 0, 0, 0]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]
+    assert batch.positions.tolist() == [1, 2, 3, 5]
+    assert batch.targets.tolist() == [3, 4, 5, 7]
+    assert batch.segments.tolist() == [0, 0, 0, 1]
+    assert batch.lengths.tolist() == [3, 1]
+    assert batch.longest == 6
+    assert {value.dtype for value in vars(batch).values() if isinstance(value, torch.Tensor)} == {torch.int64}
+
+
+def test_every_target_follows_its_position() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sequences = []
+    for prompt, completion in torch.randint(1, 7, (20, 2), generator=generator).tolist():
+        ids = torch.randint(1, 99, (prompt + completion,), generator=generator).tolist()
+        sequences.append((ids[:prompt], ids[prompt:]))
+    batch = collate(sequences, longest=0)
+    assert torch.equal(batch.input_ids.flatten()[batch.positions + 1], batch.targets)
+    for number, (prompt, completion) in enumerate(sequences):
+        assert batch.targets[batch.segments == number].tolist() == completion
+        assert batch.input_ids[number][batch.attention_mask[number] == 1].tolist() == [*prompt, *completion]
+
+
+def test_no_sequence_is_a_dummy_token_that_nothing_scores() -> None:
+    batch = collate([], longest=8)
+    assert batch.input_ids.tolist() == batch.attention_mask.flatten()[None].sub(1).tolist() == [[0]]
+    for part in (batch.positions, batch.targets, batch.segments, batch.lengths):
+        assert part.tolist() == [] and part.dtype == torch.int64
+    assert batch.longest == 8
+
+
+def test_a_completion_cut_to_nothing_keeps_its_sequence() -> None:
+    batch = collate([([1, 2], []), ([3], [4])], longest=1)
+    assert (batch.lengths.tolist(), batch.segments.tolist(), batch.positions.tolist()) == ([0, 1], [1], [2])
+
+
+def test_unpaired_rows_with_partners() -> None:
+    table = row_table(UNPAIRED, ("completion_ids",), max_length=4)
+    plan = planned(MicroBatch((1, 3, 0), (0, -1, 3)))
+    batch = collate_unpaired(UNPAIRED, table, plan, 0, 0)
+    assert batch.rows == (1, 3, 0)
+    assert batch.labels.tolist() == [False, False, True] and batch.labels.dtype == torch.bool
+    assert batch.matched.input_ids.tolist() == [
+        [20, 21, 22, 0, 0, 0],
+        [40, 41, 42, 43, 44, 45],
+        [10, 11, 12, 13, 14, 0],
+    ]
+    # Row 1 has room for three tokens of row 0's answer; row 3 has no partner; row 0 has room for two of row 3's.
+    assert batch.mismatched.input_ids.tolist() == [[20, 12, 13, 14], [10, 11, 42, 43]]
+    assert batch.mismatched.targets.tolist() == [12, 13, 14, 42, 43]
+    assert (batch.matched.longest, batch.mismatched.longest, batch.joint.longest) == (9, 4, 13)
+
+
+def test_joint_is_matched_then_mismatched() -> None:
+    table = row_table(UNPAIRED, ("completion_ids",), max_length=None)
+    batch = collate_unpaired(UNPAIRED, table, planned(MicroBatch((2, 0), (0, 2))), 0, 0)
+    parts = (batch.matched, batch.mismatched)
+    assert batch.joint.lengths.tolist() == [1, 3, 3, 1]
+    assert batch.joint.targets.tolist() == torch.cat([part.targets for part in parts]).tolist()
+    assert batch.joint.segments.tolist() == [0, 1, 1, 1, 2, 2, 2, 3]
+    assert [row[:4] for row in batch.joint.input_ids.tolist()] == [
+        [30, 31, 32, 33],
+        [10, 11, 12, 13],
+        [30, 31, 32, 12],
+        [10, 11, 33, 0],
+    ]
+
+
+def test_pairs_have_the_chosen_answers_first() -> None:
+    table = row_table(PAIRED, ("chosen_ids", "rejected_ids"), None)
+    batch = collate_paired(PAIRED, table, planned(MicroBatch((1, 0), (-1, -1))), 0, 0)
+    assert batch.rows == (1, 0)
+    assert batch.pairs.input_ids.tolist() == [[20, 21, 0, 0], [10, 11, 12, 13], [20, 22, 23, 24], [10, 11, 14, 0]]
+    assert batch.pairs.lengths.tolist() == [1, 2, 3, 1] and batch.pairs.longest == 9
+
+
+@pytest.mark.parametrize(("function", "data"), [(collate_unpaired, UNPAIRED), (collate_paired, PAIRED)])
+def test_a_rank_without_rows_gets_a_dummy(function: Collate, data: Dataset) -> None:
+    completions = ("completion_ids",) if data is UNPAIRED else ("chosen_ids", "rejected_ids")
+    plan = planned(MicroBatch((0,), (-1,)), MicroBatch((), ()))
+    batch = function(data, row_table(data, completions, None), plan, 0, 1)
+    assert batch.rows == ()
+    parts = [batch.pairs] if isinstance(batch, PairedBatch) else [batch.matched, batch.mismatched, batch.joint]
+    for part in parts:
+        assert part.input_ids.shape == (1, 1) and part.lengths.tolist() == []
+    if isinstance(batch, UnpairedBatch):
+        assert batch.labels.tolist() == [] and batch.labels.dtype == torch.bool
+
+
+def test_to_moves_every_tensor_and_nothing_else() -> None:
+    table = row_table(UNPAIRED, ("completion_ids",), None)
+    batch = collate_unpaired(UNPAIRED, table, planned(MicroBatch((2, 0), (0, 2))), 0, 0)
+    moved = batch.to(torch.device("meta"))
+    assert moved.labels.is_meta and moved.rows == batch.rows and not batch.labels.is_meta
+    for name in ("matched", "mismatched", "joint"):
+        part = getattr(moved, name)
+        assert all(v.is_meta for v in vars(part).values() if isinstance(v, torch.Tensor))
+        assert part.longest == getattr(batch, name).longest
+    assert tensors(batch.to(torch.device("cpu"))) == tensors(batch)
+
+
+def test_row_table() -> None:
+    table = row_table(UNPAIRED, ("completion_ids",), 30)
+    assert (table.prompt.tolist(), table.completions.tolist()) == ([2, 1, 3, 2], [[3], [2], [1], [4]])
+    assert table.labels is not None and table.labels.dtype == bool and table.labels.tolist() == UNPAIRED["label"][:]
+    assert table.prompt_key is not None and table.prompt_key.tolist() == [5, 6, 7, 5]
+    assert (table.max_length, len(table)) == (30, 4)
+    pairs = row_table(PAIRED, ("chosen_ids", "rejected_ids"), None)
+    assert pairs.completions.tolist() == [[2, 1], [1, 3], [2, 1]]
+    assert pairs.labels is None and pairs.prompt_key is None and pairs.max_length is None
+    chosen = row_table(UNPAIRED.select([3, 1]), ("completion_ids",), None)
+    assert chosen.prompt.tolist() == [2, 1] and chosen.completions.tolist() == [[4], [2]]
+
+
+def micro_batches(table: RowTable, plan: WindowPlan, progress: Callable[[], None] | None = None) -> MicroBatches:
+    return MicroBatches(collate_unpaired, UNPAIRED, table, plan, 0, progress)
+
+
+def test_micro_batches_are_collated_anew_with_progress() -> None:
+    table = row_table(UNPAIRED, ("completion_ids",), None)
+    calls: list[int] = []
+    sampler = WindowSampler(table, world_size=1, batch_size=1, accumulation=3, seed=0, draw_partners=True)
+    batches = micro_batches(table, sampler.plan(0, 0), lambda: calls.append(1))
+    assert len(batches) == 3
+    assert [batch.rows for batch in batches] == [share.rows for (share,) in sampler.plan(0, 0).micro_batches]
+    assert len(calls) == 3
+    for wrong in (3, -1):
+        with pytest.raises(IndexError):
+            batches[wrong]
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_loader_gives_the_same_windows_with_and_without_workers(rank: int) -> None:
+    rows = UNPAIRED.select([i % 4 for i in range(13)])
+    table = row_table(rows, ("completion_ids",), 6)
+    sampler = WindowSampler(table, world_size=2, batch_size=2, accumulation=1, seed=3, draw_partners=True)
+    found = []
+    for workers in (0, 2):
+        data = EpochWindows(collate_unpaired, rows, sampler, 1, rank)
+        loader: DataLoader[Any] = DataLoader(data, batch_size=None, sampler=range(1, 4), num_workers=workers)
+        found.append([(plan, [tensors(batch) for batch in batches]) for plan, batches in loader])
+    assert len(data) == 4
+    assert found[0] == found[1]
+    assert [plan for plan, _ in found[0]] == [sampler.plan(1, step) for step in (1, 2, 3)]
+    assert [b["rows"] for _, batches in found[0] for b in batches] == [
+        micro[rank].rows for step in (1, 2, 3) for micro in sampler.plan(1, step).micro_batches
+    ]

@@ -1,0 +1,99 @@
+"""Optimizer, schedule and phases: what the engines are given and what they are measured by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from alignment import CPOConfig
+from alignment.config.errors import OptionError
+from alignment.engines.optimization import build_optimizer, build_scheduler, parameter_groups
+from alignment.engines.phases import Phases
+
+GPT2 = GPT2Config(vocab_size=20, n_embd=8, n_head=2, n_layer=1, n_positions=8)
+
+
+def options(**more: Any) -> CPOConfig:
+    return CPOConfig(output_dir="out", **more)
+
+
+def test_biases_and_norms_do_not_decay() -> None:
+    model = AutoModelForCausalLM.from_config(GPT2)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    model.transformer.wpe.requires_grad_(False)
+    decayed, others = parameter_groups(model, 0.1)
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    found = {names[id(parameter)] for parameter in decayed["params"]}
+    linear = {f"transformer.h.0.{part}.weight" for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    assert found == linear | {"transformer.wte.weight"}
+    assert {names[id(p)] for p in others["params"]} == set(names.values()) - found - {"transformer.wpe.weight"}
+
+
+@pytest.mark.parametrize(
+    ("optim", "kind", "fused"),
+    [
+        ("adamw_torch", torch.optim.AdamW, None),
+        ("adamw_torch_fused", torch.optim.AdamW, True),
+        ("sgd", torch.optim.SGD, None),
+    ],
+)
+def test_the_optimizer_is_the_one_that_was_named(optim: str, kind: type, fused: bool | None) -> None:
+    adam = {} if optim == "sgd" else {"adam_beta2": 0.9}
+    made = build_optimizer(nn.Linear(2, 2), options(optim=optim, learning_rate=0.5, weight_decay=0.1, **adam))
+    assert type(made) is kind and made.defaults["fused"] is fused and made.defaults["lr"] == 0.5
+    assert [group["weight_decay"] for group in made.param_groups] == [0.1, 0.0]
+    assert optim == "sgd" or made.defaults["betas"] == (0.9, 0.9)
+
+
+def test_optim_args() -> None:
+    made = build_optimizer(nn.Linear(2, 2), options(optim="sgd", optim_args="momentum=0.5,nesterov=true"))
+    assert made.defaults["momentum"] == 0.5 and made.defaults["nesterov"] is True
+    for wrong in ("moment=0.5", "weight_decay=0.1", "lr=0.1", "momentum=-1"):
+        with pytest.raises(OptionError, match="^optim_args: "):
+            build_optimizer(nn.Linear(2, 2), options(optim="sgd", optim_args=wrong))
+
+
+def test_nothing_to_train() -> None:
+    with pytest.raises(OptionError, match="^model: no parameter requires a gradient"):
+        build_optimizer(nn.Linear(2, 2).requires_grad_(False), options())
+
+
+@pytest.mark.parametrize(
+    "more", [{"warmup_ratio": 0.2}, {"warmup_steps": 2}, {"warmup_steps": 2, "warmup_ratio": 0.0}]
+)
+def test_the_schedule_rises_and_falls(more: dict[str, Any]) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=8.0)
+    scheduler = build_scheduler(optimizer, options(**more), steps=10)
+    rates = []
+    for _ in range(11):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert rates == [0.0, 4.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
+
+
+def test_a_schedule_with_wrong_arguments() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=8.0)
+    settings = options(lr_scheduler_type="cosine", lr_scheduler_kwargs={"no_such": 1})
+    with pytest.raises(OptionError, match="^lr_scheduler_type 'cosine' with lr_scheduler_kwargs .*no_such"):
+        build_scheduler(optimizer, settings, steps=10)
+
+
+def test_phases_add_up_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 3.0, 10.0, 10.5, 20.0, 27.0])
+    monkeypatch.setattr("alignment.engines.phases.time.monotonic", lambda: next(clock))
+    phases = Phases(torch.device("cpu"))
+    with phases("learn", 100):
+        pass
+    with pytest.raises(KeyError), phases("learn", 20):
+        raise KeyError
+    with phases("step"):
+        pass
+    assert phases.summary() == {
+        "learn": {"seconds": 2.5, "tokens": 120, "peak_bytes": 0, "entries": 2},
+        "step": {"seconds": 7.0, "tokens": 0, "peak_bytes": 0, "entries": 1},
+    }

@@ -1,0 +1,246 @@
+"""Looking into checkpoints before loading, loading under DeepSpeed's flag, dropout, checkpointing, snapshots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import make_model, tiny_config, zero
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig, T5Config, ViTConfig
+from transformers.integrations import deepspeed as hf_deepspeed
+
+from alignment.config.errors import ModelError, OptionError
+from alignment.engines.launch_env import init_distributed
+from alignment.engines.saving import gathered_state_dict
+from alignment.models.inspection import check_positions, check_weights, read_config
+from alignment.models.loading import disable_dropout, enable_checkpointing, load_causal_lm, loading, snapshot
+
+STAGE3 = {"train_micro_batch_size_per_gpu": 1, **zero(3)}
+
+
+@pytest.fixture(autouse=True)
+def no_flag() -> Iterator[None]:
+    yield
+    hf_deepspeed.unset_hf_deepspeed_config()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(make_model(tmp_path / "model"))
+
+
+def shard(folder: Path) -> dict[str, str]:
+    """Rewrite a model as several files with an index; give tensor name -> file."""
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="20KB")
+    (folder / "model.safetensors").unlink()
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return dict(index["weight_map"])
+
+
+# Inspection ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_model_passes(folder: Path) -> None:
+    assert read_config(str(folder), key="k", trust_remote_code=False).model_type == "llama"
+    assert len(set(shard(folder).values())) > 1
+    read_config(str(folder), key="k", trust_remote_code=False)
+
+
+def test_torn_weights(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    for size in (0, 5, 200, len(whole) // 2, len(whole) - 1):
+        weights.write_bytes(whole[:size])
+        with pytest.raises(ModelError, match=r"^k: .*model\.safetensors is torn .*copy or download the file again$"):
+            read_config(str(folder), key="k", trust_remote_code=False)
+    weights.unlink()
+    with pytest.raises(ModelError, match=r"^k: .* holds no weights"):
+        read_config(str(folder), key="k", trust_remote_code=False)
+
+
+def test_a_missing_shard(folder: Path) -> None:
+    missing = sorted(set(shard(folder).values()))[1]
+    (folder / missing).unlink()
+    with pytest.raises(ModelError, match=rf"{missing} is named in model\.safetensors\.index\.json but missing"):
+        check_weights(folder, "k")
+
+
+@pytest.mark.parametrize("text", ["", '{"weight_map": {"a": "b', "{}", "[]", '{"weight_map": []}'])
+def test_a_torn_index(folder: Path, text: str) -> None:
+    shard(folder)
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelError, match=r"^k: .*model\.safetensors\.index\.json is torn"):
+        check_weights(folder, "k")
+
+
+def test_weights_are_looked_for_in_the_subfolder(folder: Path) -> None:
+    kwargs = {"subfolder": folder.name, "attn_implementation": "eager"}
+    config = read_config(str(folder.parent), key="k", trust_remote_code=False, init_kwargs=kwargs)
+    assert config.model_type == "llama"
+
+
+def test_other_architectures(tmp_path: Path) -> None:
+    T5Config(num_layers=1).save_pretrained(tmp_path / "t5")
+    with pytest.raises(ModelError, match="k: .* is an encoder-decoder model; only decoder-only ones are supported"):
+        read_config(str(tmp_path / "t5"), key="k", trust_remote_code=False)
+    ViTConfig(num_hidden_layers=1).save_pretrained(tmp_path / "vit")
+    with pytest.raises(ModelError, match="k: .* is a vit model, which is not a causal language model"):
+        read_config(str(tmp_path / "vit"), key="k", trust_remote_code=False)
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "config.json").write_text('{"model_type": ')
+    for name in ("torn", "nowhere"):
+        with pytest.raises(ModelError, match=f"^k: .*{name}") as caught:
+            read_config(str(tmp_path / name), key="k", trust_remote_code=False)
+        assert "\n" not in str(caught.value)
+
+
+def test_positions() -> None:
+    check_positions(tiny_config("tied"), 96)
+    check_positions(tiny_config("tied"), None)
+    with pytest.raises(
+        OptionError, match="^max_length: 97 is more than the model's 96 positions; set max_length: 96$"
+    ):
+        check_positions(tiny_config("tied"), 97)
+
+
+# Loading ------------------------------------------------------------------------------------------------------------
+
+
+def flag() -> bool:
+    return bool(hf_deepspeed.is_deepspeed_zero3_enabled())
+
+
+def test_the_flag_lives_for_one_load() -> None:
+    assert not flag()
+    with loading(STAGE3):
+        assert flag()
+        with loading(None):
+            assert not flag()
+        assert flag()
+        with loading({"train_micro_batch_size_per_gpu": 1, **zero(2)}):
+            assert not flag()
+    assert not flag()
+
+
+def test_the_flag_comes_back_after_an_error() -> None:
+    users: Any = hf_deepspeed.HfDeepSpeedConfig(STAGE3)
+    with pytest.raises(RuntimeError), loading(None):
+        assert not flag()
+        raise RuntimeError
+    assert flag(), "the user's own configuration is in force again"
+    with pytest.raises(AttributeError), loading({"zero_optimization": "not a section"}):
+        pass
+    assert flag() and hf_deepspeed._hf_deepspeed_config_weak_ref() is users
+    del users
+    assert not flag()
+
+
+def test_the_configuration_is_not_written_into() -> None:
+    given = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    with loading(given):
+        pass
+    assert given == {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+
+
+def test_a_model_that_cannot_be_loaded(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_size": 64}))
+    for kwargs in ({}, {"no_such_argument": 1}):
+        with pytest.raises(ModelError, match="^model .* could not be loaded: ") as caught:
+            load_causal_lm(str(folder), torch.float32, ds_config=zero(0), init_kwargs=kwargs)
+        assert "\n" not in str(caught.value)
+
+
+# Dropout and checkpointing ------------------------------------------------------------------------------------------
+
+SMALL = {"vocab_size": 50, "num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 16}
+GPT2 = GPT2Config(vocab_size=50, n_embd=16, n_head=2, n_layer=1, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+WITH_DROPOUT = [
+    GPT2,
+    LlamaConfig(**SMALL, intermediate_size=16, attention_dropout=0.5),
+    OPTConfig(**SMALL, ffn_dim=16, word_embed_proj_dim=16, dropout=0.5, attention_dropout=0.5, layerdrop=0.5),
+]
+
+
+@pytest.mark.parametrize("config", WITH_DROPOUT, ids=lambda config: config.model_type)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_no_dropout_is_left(config: Any, attention: str) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
+    ids = torch.arange(1, 13)[None]
+    first, second = (model(input_ids=ids).logits for _ in range(2))
+    assert not torch.equal(first, second)
+    disable_dropout(model)
+    expected = model.eval()(input_ids=ids).logits
+    assert all(torch.equal(model.train()(input_ids=ids).logits, expected) for _ in range(8))
+
+
+def test_dropout_rates_by_any_name() -> None:
+    module = torch.nn.Sequential(torch.nn.Dropout(0.3), torch.nn.Dropout2d(0.3), torch.nn.AlphaDropout(0.3))
+    names = ("attention_dropout", "attn_dropout_p", "resid_pdrop", "layerdrop", "dropout_rate")
+    for name in names:
+        setattr(module[0], name, 0.1)
+    for name, value in ("drop_last", True), ("scale", 0.5):
+        setattr(module, name, value)
+    disable_dropout(module)
+    assert [part.p for part in module] == [0.0, 0.0, 0.0]
+    assert [getattr(module[0], name) for name in names] == [0.0] * 5
+    assert vars(module)["drop_last"] is True and vars(module)["scale"] == 0.5
+
+
+def test_checkpointing_is_not_reentrant_unless_asked_for() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("tied"))
+    enable_checkpointing(model, None)
+    assert model.is_gradient_checkpointing
+    layer = model.model.layers[0]
+    assert layer._gradient_checkpointing_func.keywords["use_reentrant"] is False
+    enable_checkpointing(model, {"use_reentrant": True})
+    assert layer._gradient_checkpointing_func.keywords["use_reentrant"] is True
+    moe = AutoModelForCausalLM.from_config(tiny_config("moe"))
+    with pytest.raises(OptionError, match="drops the gradient of the balancing loss"):
+        enable_checkpointing(moe, {"use_reentrant": True})
+    enable_checkpointing(moe, {})
+    moe.supports_gradient_checkpointing = False
+    with pytest.raises(OptionError, match="MixtralForCausalLM has none; set gradient_checkpointing: false"):
+        enable_checkpointing(moe, None)
+
+
+# Snapshots ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_shares_nothing(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    twin = snapshot(model)
+    assert not {p.data_ptr() for p in twin.parameters()} & {p.data_ptr() for p in model.parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    model.config.vocab_size = 7
+    assert all(torch.equal(value, before[name]) for name, value in twin.state_dict().items())
+    assert twin.lm_head.weight is twin.model.embed_tokens.weight and twin.config.vocab_size != 7
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "capped"])
+def test_a_partitioned_model_is_copied_and_gathered_whole(tmp_path: Path, kind: str) -> None:
+    init_distributed(use_cpu=False)
+    path = make_model(tmp_path / kind, kind)
+    stored = load_file(tmp_path / kind / "model.safetensors")
+    model = load_causal_lm(path, torch.float32, ds_config=STAGE3)
+    assert all(hasattr(p, "ds_id") for p in model.parameters())
+    assert sum(p.numel() for p in model.parameters()) < sum(v.numel() for v in stored.values())
+    assert gathered_state_dict(model, keep=False) == {}
+    state, twin = gathered_state_dict(model, keep=True), snapshot(model)
+    for name, value in stored.items():
+        assert torch.equal(state[name].cpu(), value)
+        assert torch.equal(twin.state_dict()[name].cpu(), value)
+    assert not any(hasattr(p, "ds_id") for p in twin.parameters())
+    whole = AutoModelForCausalLM.from_pretrained(path)
+    ids = torch.arange(10)[None]
+    assert torch.allclose(twin(input_ids=ids).logits, whole(input_ids=ids).logits, atol=1e-5)
+    assert (twin.lm_head.weight is twin.model.embed_tokens.weight) == (kind != "untied")

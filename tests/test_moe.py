@@ -1,0 +1,193 @@
+"""The balancing loss of a mixture of experts: its value, its weight, its gradient, against the model's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import STAGES, make_model, paired_rows, unpaired_rows
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer
+from alignment.config.errors import OptionError
+from alignment.data.batching import MicroBatches
+from alignment.models.scorer import CompletionScorer, balancing_loss
+from alignment.trainers.base import AlignmentTrainer
+
+ROWS, RATE = 6, 0.01
+Outcome = tuple[dict[str, float], dict[str, Tensor]]
+TRAINERS: dict[str, tuple[Any, Any, Any]] = {
+    "kto": (KTOTrainer, KTOConfig, unpaired_rows),
+    "cpo": (CPOTrainer, CPOConfig, paired_rows),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("moe") / "model", "moe")
+
+
+def make_trainer(path: str, folder: Path, method: str = "cpo", **options: Any) -> AlignmentTrainer:
+    trainer, config, rows = TRAINERS[method]
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "optim": "sgd",
+        "learning_rate": RATE,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "max_steps": 1,
+        "per_device_train_batch_size": ROWS,
+        "max_length": 64,
+        "max_prompt_length": None,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "deepspeed": STAGES["stage0"],
+    }
+    made: AlignmentTrainer = trainer(model=path, args=config(**settings | options), train_dataset=rows(ROWS))
+    return made
+
+
+def train(trainer: AlignmentTrainer) -> Outcome:
+    """The first log line and the weights after the step."""
+    trainer.train()
+    assert trainer.model is not None
+    weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+    log: dict[str, float] = trainer.state.log_history[0]
+    trainer.close()
+    return log, weights
+
+
+@pytest.fixture(scope="module")
+def plain(path: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The CPO step without a balancing loss."""
+    return train(make_trainer(path, tmp_path_factory.mktemp("plain") / "out", router_aux_loss_coef=0.0))
+
+
+def own_balancing_loss(path: str, trainer: AlignmentTrainer) -> tuple[list[Tensor], list[int], Any]:
+    """Of each micro-batch of the first window, by the unchanged model with its mask; tokens; the model."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert trainer.sampler is not None and trainer.train_data is not None
+    data, plan = trainer.train_data, trainer.sampler.plan(0, 0)
+    losses, tokens = [], []
+    for batch in MicroBatches(trainer.method.collate, data.dataset, data.table, plan, 0):
+        scored = trainer.method.scored(batch)
+        mask = scored.attention_mask
+        output = model(input_ids=scored.input_ids, attention_mask=mask, output_router_logits=True)
+        losses.append(load_balancing_loss_func(output.router_logits, 4, 2, mask))
+        tokens.append(int(mask.sum()))
+        assert tokens[-1] < mask.numel(), "without padding the mask would not matter"
+    return losses, tokens, model
+
+
+@pytest.mark.parametrize("method", ["kto", "cpo"])
+def test_one_micro_batch_has_the_models_own_balancing_loss(path: str, tmp_path: Path, method: str) -> None:
+    trainer = make_trainer(path, tmp_path / "with", method, router_aux_loss_coef=0.5)
+    (expected,), _, _ = own_balancing_loss(path, trainer)
+    log, _ = train(trainer)
+    plain, _ = train(make_trainer(path, tmp_path / "without", method, router_aux_loss_coef=0.0))
+    assert log["aux_loss"] == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert "aux_loss" not in plain
+    assert log["loss"] == pytest.approx(plain["loss"] + 0.5 * log["aux_loss"], rel=1e-6)
+    shared = set(plain) - {"loss", "grad_norm", "aux_loss"}
+    assert {name: log[name] for name in shared} == {name: plain[name] for name in shared}
+
+
+def test_several_micro_batches_are_weighted_by_their_tokens(path: str, tmp_path: Path, plain: Outcome) -> None:
+    options: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 3,
+        "router_aux_loss_coef": 0.5,
+    }
+    trainer = make_trainer(path, tmp_path / "three", **options)
+    losses, tokens, _ = own_balancing_loss(path, trainer)
+    assert len(losses) == 3 and len(set(tokens)) == 3
+    values = [float(loss.detach()) for loss in losses]
+    expected = sum(value * count for value, count in zip(values, tokens)) / sum(tokens)
+    plain_mean = sum(values) / 3
+    assert abs(plain_mean - expected) > 1e-4, "the weights matter"
+    log, _ = train(trainer)
+    assert log["aux_loss"] == pytest.approx(expected, rel=1e-6)
+    assert log["loss"] == pytest.approx(plain[0]["loss"] + 0.5 * expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("stage", "checkpointing"), [("stage0", False), ("stage2", True)])
+def test_its_gradient_reaches_every_weight(
+    path: str, tmp_path: Path, plain: Outcome, checkpointing: bool, stage: str
+) -> None:
+    """The balancing loss alone makes the difference between two updates; autograd on the plain model says which."""
+    options: dict[str, Any] = {"gradient_checkpointing": checkpointing, "deepspeed": STAGES[stage]}
+    coefficient = 20.0
+    trainer = make_trainer(path, tmp_path / "with", router_aux_loss_coef=coefficient, **options)
+    (loss,), _, model = own_balancing_loss(path, trainer)
+    loss.backward()
+    _, balanced = train(trainer)
+    routers = 0
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:  # nothing after the last router
+            assert torch.allclose(balanced[name], plain[1][name], atol=1e-7), name
+            continue
+        expected = -RATE * coefficient * parameter.grad
+        error = float((balanced[name] - plain[1][name] - expected).norm())
+        assert error <= 1e-4 * float(expected.norm()) + 1e-6, name
+        if ".gate." in name:
+            routers += 1
+            assert float(expected.norm()) > 1e-2
+    assert routers == 2
+
+
+def test_every_stage_has_the_same_gradient(path: str, tmp_path: Path, plain: Outcome) -> None:
+    norms = {}
+    for stage in ("stage0", "stage2", "stage3"):
+        trainer = make_trainer(path, tmp_path / stage, router_aux_loss_coef=20.0, deepspeed=STAGES[stage])
+        norms[stage] = train(trainer)[0]["grad_norm"]
+    assert norms["stage2"] == pytest.approx(norms["stage0"], rel=1e-5)
+    assert norms["stage3"] == pytest.approx(norms["stage0"], rel=1e-5)
+    assert abs(plain[0]["grad_norm"] - norms["stage0"]) > 0.1 * norms["stage0"]
+
+
+def test_the_weight_comes_from_the_configuration_unless_given(path: str, tmp_path: Path, plain: Outcome) -> None:
+    assert AutoModelForCausalLM.from_pretrained(path).config.router_aux_loss_coef == 0.001
+    log, _ = train(make_trainer(path, tmp_path / "default"))
+    assert log["loss"] == pytest.approx(plain[0]["loss"] + 0.001 * log["aux_loss"], rel=1e-6)
+    assert 0.0005 * log["aux_loss"] > 1e-6 * log["loss"], "the difference is more than rounding"
+
+
+def test_a_model_without_router_logits_is_refused(tmp_path: Path) -> None:
+    dense = make_model(tmp_path / "dense", "tied")
+    with pytest.raises(OptionError, match=r"^router_aux_loss_coef=0\.1: .* output_router_logits off; set model_init"):
+        make_trainer(dense, tmp_path / "out", router_aux_loss_coef=0.1)
+    trainer = make_trainer(dense, tmp_path / "out")  # unset: nothing to refuse
+    assert trainer._aux_coefficient is None
+    assert make_trainer(dense, tmp_path / "out", router_aux_loss_coef=0.0)._aux_coefficient is None
+    with pytest.raises(OptionError, match="LlamaForCausalLM has no load-balancing loss"):
+        balancing_loss(AutoModelForCausalLM.from_pretrained(dense))
+
+
+def test_padding_does_not_count(path: str) -> None:
+    scorer = CompletionScorer(AutoModelForCausalLM.from_pretrained(path), router_aux_loss=True).requires_grad_(False)
+    ids, none = torch.arange(3, 15)[None], torch.zeros(0, dtype=torch.long)
+    alone = scorer(ids, torch.ones_like(ids), none, none, 0).aux_loss
+    wide = torch.nn.functional.pad(ids, (0, 9))
+    mask = torch.nn.functional.pad(torch.ones_like(ids), (0, 9))
+    padded = scorer(wide, mask, none, none, 0)
+    assert float(padded.aux_loss) == pytest.approx(float(alone), rel=1e-6)
+    assert float(scorer(wide, torch.ones_like(wide), none, none, 0).aux_loss) != pytest.approx(float(alone), rel=1e-3)
+    assert padded.logps.shape == (0,)
+    assert float(CompletionScorer(AutoModelForCausalLM.from_pretrained(path))(ids, ids, none, none, 0).aux_loss) == 0.0
+
+
+def test_evaluation_logs_it_too(path: str, tmp_path: Path) -> None:
+    trainer = make_trainer(path, tmp_path / "out", router_aux_loss_coef=0.5)
+    (expected,), _, _ = own_balancing_loss(path, trainer)
+    metrics = trainer.evaluate(paired_rows(ROWS))
+    plain_trainer = make_trainer(path, tmp_path / "plain", router_aux_loss_coef=0.0)
+    plain = plain_trainer.evaluate(paired_rows(ROWS))
+    trainer.close()
+    plain_trainer.close()
+    assert metrics["eval_aux_loss"] == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert metrics["eval_loss"] == pytest.approx(plain["eval_loss"] + 0.5 * metrics["eval_aux_loss"], rel=1e-6)

@@ -1,0 +1,181 @@
+"""Every option does something: it is read, or refused, or shown here to change what the configuration produces.
+
+The names of all options are in ``data/options.txt``; ``python tests/test_option_walk.py`` writes it anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from alignment.config import dtypes  # noqa: E402
+from alignment.config.conversion import hints, members  # noqa: E402
+from alignment.config.errors import OptionError  # noqa: E402
+from alignment.config.fields import option  # noqa: E402
+from alignment.config.kto import KTOConfig  # noqa: E402
+from alignment.config.methods import METHODS, option_names  # noqa: E402
+from alignment.config.options import AlignmentConfig  # noqa: E402
+from alignment.config.refusals import refused_fields  # noqa: E402
+
+GOLDEN = Path(__file__).parent / "data" / "options.txt"
+OBJECTS = ("args", "options")  # what the package calls an options object
+
+# Options that act through the configuration, with a value that must change what it produces. Those that nothing
+# outside of it reads have to be here; the others are here because being read is not yet having an effect.
+PROBES: dict[str, Any] = {
+    "bf16": True,
+    "fp16": True,
+    "dtype": "bfloat16",
+    "max_grad_norm": 0.5,
+    "per_device_train_batch_size": 3,
+    "per_device_eval_batch_size": 3,
+    "gradient_accumulation_steps": 3,
+    "ref_placement": "sharded",
+    "deepspeed": {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 7}},
+    "ref_deepspeed": "ref_sharded",
+}
+FIELDS = [(cls, field) for cls in METHODS.values() for field in dataclasses.fields(cls)]
+
+
+def field_id(value: Any) -> str:
+    """The name of a field or of a method's class, for test names."""
+    return str(getattr(value, "name", None) or getattr(value, "method", value))
+
+
+def attributes_read(package: Path) -> set[str]:
+    """The attributes of options objects that the package reads outside its own ``config``."""
+    names = set()
+    for file in package.rglob("*.py"):
+        if file.relative_to(package).parts[0] == "config":
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _is_options(node.value):
+                names.add(node.attr)
+    return names
+
+
+def _is_options(node: ast.expr) -> bool:
+    """Whether an expression is ``options`` or ``args``, by itself or of an object: ``self.args``."""
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
+    return name in OBJECTS
+
+
+READ = attributes_read(ROOT / "alignment")
+
+
+def unaccounted(cls: type[AlignmentConfig]) -> set[str]:
+    """The fields that are neither read, nor refused, nor probed."""
+    return option_names(cls) - READ - refused_fields() - PROBES.keys()
+
+
+def golden_text() -> str:
+    """Every method's options, one to a line."""
+    methods = [f"{name}:\n" + "".join(f"  {o}\n" for o in sorted(option_names(cls))) for name, cls in METHODS.items()]
+    return "\n".join(methods)
+
+
+def produced(options: AlignmentConfig) -> tuple[Any, ...]:
+    """What the configuration makes of options: dtype plan, DeepSpeed JSON and placement, and its properties."""
+    from helpers import tiny_config
+
+    from alignment.trainers.model_setup import plan_engines
+
+    plan = plan_engines(options, tiny_config("tied"), needs_reference=options.method == "kto")
+    return plan, options.eval_batch_size, options.resolved_bf16, options.resolved_fp16
+
+
+def another_value(field: dataclasses.Field[Any], hint: Any) -> Any:
+    """A value of the field's type that is not its default."""
+    kinds, choices = members(hint), field.metadata.get("choices")
+    if choices:
+        return next(choice for choice in choices if choice != field.default)
+    if bool in kinds and isinstance(field.default, (bool, type(None))):
+        return not field.default
+    if int in kinds or float in kinds:
+        default: Any = field.default
+        return (default or 0) + 1
+    return "else" if str in kinds else ["else"] if list in kinds else {"else": "else"}
+
+
+@pytest.mark.parametrize("cls", METHODS.values(), ids=field_id)
+def test_every_option_is_read_refused_or_probed(cls: type[AlignmentConfig]) -> None:
+    assert unaccounted(cls) == set()
+
+
+def test_an_option_that_nobody_reads_is_seen() -> None:
+    @dataclasses.dataclass(kw_only=True)
+    class Careless(KTOConfig):
+        learning_speed: float = option(1.0, "Nobody reads this.")
+
+    assert unaccounted(Careless) == {"learning_speed"}
+
+
+def test_the_walk_sees_reading_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "inner.py").write_text("options.inside_config")
+    (tmp_path / "loop.py").write_text(
+        "args.by_name; self.args.by_attribute; trainer.options.too\n"
+        "args.written = 1; result.other_object; 'args.in_text'  # args.in_comment\n"
+    )
+    assert attributes_read(tmp_path) == {"by_name", "by_attribute", "too"}
+
+
+@pytest.mark.parametrize(("cls", "field"), FIELDS, ids=field_id)
+def test_refused_options_are_refused_and_not_read(cls: type[AlignmentConfig], field: dataclasses.Field[Any]) -> None:
+    if field.name not in refused_fields():
+        assert field.name in READ | PROBES.keys()
+        return
+    assert field.name not in READ
+    with pytest.raises(OptionError, match=f"^{field.name}="):
+        cls("out", **{field.name: another_value(field, hints(cls)[field.name])})
+
+
+@pytest.mark.parametrize("name", PROBES)
+@pytest.mark.parametrize("cls", METHODS.values(), ids=field_id)
+def test_options_that_act_through_the_configuration_change_what_it_produces(
+    cls: type[AlignmentConfig], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(dtypes, "_check_fp16_supported", lambda source: None)  # a CPU has none
+    if cls.method == "cpo" and name.startswith("ref_"):
+        with pytest.raises(OptionError, match=f"^{name}=.*CPO has no reference model"):
+            cls("out", **{name: PROBES[name]})
+        return
+    assert produced(cls("out", use_cpu=True)) == produced(cls("out", use_cpu=True)), "the comparison is by value"
+    assert produced(cls("out", use_cpu=True, **{name: PROBES[name]})) != produced(cls("out", use_cpu=True))
+
+
+def test_the_values_arrive_where_deepspeed_reads_them() -> None:
+    options = KTOConfig("out", use_cpu=True, **{n: v for n, v in PROBES.items() if n not in ("fp16", "ref_placement")})
+    plan, eval_batch_size, bf16, _ = produced(options)
+    assert (plan.policy["gradient_clipping"], plan.reference["gradient_clipping"]) == (0.5, 0.0)
+    assert plan.policy["train_micro_batch_size_per_gpu"] == 3
+    assert plan.policy["gradient_accumulation_steps"] == 3
+    assert plan.policy["zero_optimization"]["stage3_max_live_parameters"] == 7
+    assert plan.policy["bf16"]["enabled"] is plan.reference["bf16"]["enabled"] is bf16 is True
+    assert (plan.placement, plan.reference["zero_optimization"]["stage"]) == ("sharded", 3)
+    assert plan.dtypes.compute == "bfloat16"
+    assert eval_batch_size == 3
+    assert "eval_batch_size" in READ, "the property through which per_device_eval_batch_size acts"
+
+
+def test_the_public_options_are_those_of_the_list() -> None:
+    difference = "\n".join(
+        difflib.unified_diff(GOLDEN.read_text().splitlines(), golden_text().splitlines(), "data/options.txt", "code")
+    )
+    assert not difference, f"options were added or removed; if that is meant, run python {__file__}\n{difference}"
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(golden_text())

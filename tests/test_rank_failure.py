@@ -1,0 +1,105 @@
+"""The main job on two ranks: it works under every launcher, and when one rank fails all end, with one message."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import LAUNCHER_VARIABLES, ROOT, free_port
+from helpers import make_model, unpaired_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+DRIVER = Path(__file__).parent / "drivers" / "failing_training.py"
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The command's arguments without the output folder."""
+    folder = tmp_path_factory.mktemp("job")
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in unpaired_rows(16)))
+    model = make_model(folder / "model")
+    return [
+        *(str(ROOT / "launch" / "recipes" / "kto.yaml"), "--dataset_name", str(rows), "--model_name_or_path", model),
+        *("--max_length", "64", "--max_prompt_length", "32"),
+        *("--gradient_accumulation_steps", "2", "--learning_rate", "1e-4", "--logging_steps", "1", "--disable_tqdm"),
+        *("--save_strategy", "no", "--deepspeed", "zero3", "--warmup_ratio", "0", "--max_steps", "3"),
+    ]
+
+
+def check_result(folder: Path) -> list[float]:
+    """The folder of a finished run; its losses."""
+    assert AutoModelForCausalLM.from_pretrained(folder) is not None
+    assert AutoTokenizer.from_pretrained(folder)("hello")["input_ids"]
+    assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 3
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def test_the_main_job_under_deepspeed_and_python(
+    arguments: list[str], tmp_path: Path, launch: Callable[..., Any]
+) -> None:
+    """Two ranks of 2x2 rows, and one of 4x2: the same losses; --local_rank comes before the recipe."""
+    more = ["--per_device_train_batch_size", "2", "--output_dir", tmp_path / "two"]
+    done = launch(ROOT / "launch/train.py", *arguments, *more, nproc=2, launcher="deepspeed")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "16 of 16 rows kept" in done.stdout
+    more = ["--per_device_train_batch_size", "4", "--output_dir", tmp_path / "one"]
+    done = launch(ROOT / "launch/train.py", *arguments, *more, nproc=1, launcher="python")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert check_result(tmp_path / "two") == pytest.approx(check_result(tmp_path / "one"), rel=1e-5)
+
+
+def test_the_main_job_under_srun(arguments: list[str], tmp_path: Path) -> None:
+    """Two plain processes that know of each other by SLURM's variables only."""
+    import subprocess
+    import sys
+
+    port, processes = free_port(), []
+    for task in range(2):
+        environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
+        environment |= {
+            "SLURM_JOB_ID": "4711",
+            "SLURM_STEP_ID": "0",
+            "SLURM_PROCID": str(task),
+            "SLURM_LOCALID": str(task),
+            "SLURM_NTASKS": "2",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_TASKS_PER_NODE": "2",
+            "SLURM_TASKS_PER_NODE": "2",
+            "SLURM_NODEID": "0",
+            "SLURM_NODELIST": "localhost",
+            "SLURM_STEP_NODELIST": "localhost",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "PYTHONPATH": str(ROOT),
+        }
+        command = [sys.executable, str(ROOT / "launch/train.py"), *arguments, "--output_dir", str(tmp_path / "out")]
+        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    errors = [process.communicate(timeout=180)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
+    assert len(check_result(tmp_path / "out")) == 3
+
+
+@pytest.mark.parametrize(
+    ("what", "launcher", "message"),
+    [
+        ("data", "torchrun", "error: rank 1: rows.jsonl row 3: the completion cannot be read; correct the row"),
+        ("loss", "deepspeed", "the loss exploded"),
+        ("disk", "torchrun", "could not be written, the disk is full: free space there"),
+    ],
+)
+def test_rank_1_fails(
+    arguments: list[str], tmp_path: Path, launch: Callable[..., Any], what: str, launcher: str, message: str
+) -> None:
+    start = time.monotonic()
+    done = launch(DRIVER, what, *arguments, "--output_dir", tmp_path / "out", nproc=2, launcher=launcher)
+    assert done.returncode == 1
+    assert time.monotonic() - start < 60 + 30, "60 s from the failure, and the start-up before it"
+    spoken = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(spoken) == 1 and message in spoken[0], done.stderr[-3000:]

@@ -1,0 +1,146 @@
+"""Metric sums and means, the log file, the progress bar."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from alignment.config.errors import OutputError
+from alignment.reporting.log import JsonlLog
+from alignment.reporting.metrics import MetricHistory, MetricSums, means
+from alignment.reporting.progress import Progress, memory_gib
+
+CPU = torch.device("cpu")
+NAMES = ("loss", "kl", "rewards/chosen", "rewards/rejected")
+
+
+def sums(first_rank: bool = True) -> MetricSums:
+    return MetricSums(NAMES, CPU, first_rank)
+
+
+def test_sums_and_counts_add_up() -> None:
+    one = sums()
+    one.add("rewards/chosen", torch.tensor(1.5, requires_grad=True), torch.tensor(2))
+    one.add("rewards/chosen", -0.5, 1)
+    assert one.items() == {"loss": (0, 0), "kl": (0, 0), "rewards/chosen": (1.0, 3.0), "rewards/rejected": (0, 0)}
+    assert one.values.dtype == torch.float64 and one.values.shape == (2, 4) and not one.values.requires_grad
+    with pytest.raises(KeyError):
+        one.add("rewards/other", 1.0, 1)
+
+
+def test_sums_are_exact_over_many_small_parts() -> None:
+    one = sums()
+    for _ in range(1000):
+        one.add("rewards/chosen", torch.tensor(1e8), 1)
+        one.add("rewards/chosen", torch.tensor(2.0**-10), 1)
+    assert one.items()["rewards/chosen"][0] == 1e11 + 1000 / 1024
+
+
+def test_two_ranks_add_up_to_one_window() -> None:
+    """A loss comes in parts from every rank and micro-batch, a KL is known to every rank; both are one per window."""
+    ranks = [sums(True), sums(False)]
+    for number, one in enumerate(ranks):
+        for part in (0.25, 0.5):
+            one.add_part("loss", torch.tensor(part + number))
+        one.add_once("kl", torch.tensor(0.75))
+        one.add("rewards/chosen", float(number), number)  # the first rank has none of this class
+    ranks[0].values += ranks[1].values
+    items = ranks[0].items()
+    assert items == {"loss": (3.5, 1), "kl": (0.75, 1), "rewards/chosen": (1, 1), "rewards/rejected": (0, 0)}
+    assert means(items) == {"loss": 3.5, "kl": 0.75, "rewards/chosen": 1.0}
+
+
+def test_margins_only_where_both_classes_are() -> None:
+    both = {"rewards/chosen": (3.0, 2.0), "rewards/rejected": (-4.0, 4.0)}
+    assert means(both) == {"rewards/chosen": 1.5, "rewards/rejected": -1.0, "rewards/margins": 2.5}
+    assert means({**both, "rewards/rejected": (0.0, 0.0)}) == {"rewards/chosen": 1.5}
+    assert means({**both, "rewards/chosen": (0.0, 0.0)}) == {"rewards/rejected": -1.0}
+    assert means({}) == {}
+
+
+def test_history_weights_windows_by_their_counts() -> None:
+    history = MetricHistory()
+    history.add({"loss": (1.0, 1), "rewards/chosen": (6.0, 3), "rewards/rejected": (0.0, 0)})
+    assert "rewards/margins" not in means({"rewards/chosen": (6.0, 3), "rewards/rejected": (0.0, 0)})
+    history.add({"loss": (2.0, 1), "rewards/chosen": (0.0, 0), "rewards/rejected": (-8.0, 4)})
+    history.add({"loss": (6.0, 1), "rewards/chosen": (2.0, 1), "rewards/rejected": (2.0, 4)})
+    expected = {"loss": 3.0, "rewards/chosen": 2.0, "rewards/rejected": -0.75, "rewards/margins": 2.75}
+    assert history.pop() == expected
+    assert history.pop() == {}, "a log starts anew"
+    history.add({"loss": (4.0, 1)})
+    assert history.pop() == {"loss": 4.0}
+
+
+def test_history_goes_on_from_its_state() -> None:
+    history, resumed = MetricHistory(), MetricHistory()
+    history.add({"loss": (1.0, 1), "rewards/chosen": (6.0, 3)})
+    resumed.add({"loss": (100.0, 1), "kl": (5.0, 1)})  # replaced, not added to
+    resumed.load_state_dict(json.loads(json.dumps(history.state_dict())))
+    for one in (history, resumed):
+        one.add({"loss": (4.0, 1), "rewards/chosen": (0.0, 1)})
+    assert history.pop() == resumed.pop() == {"loss": 2.5, "rewards/chosen": 1.5}
+
+
+def test_the_log_is_appended_to(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "log.jsonl"
+    log = JsonlLog(path)
+    assert not path.parent.exists(), "nothing is made before there is something to write"
+    log.write({"loss": 0.5})
+    assert path.read_text() == '{"loss": 0.5}\n', "flushed at once"
+    JsonlLog(path).write({"loss": 0.25, "what": "größer"})
+    assert [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] == [
+        {"loss": 0.5},
+        {"loss": 0.25, "what": "größer"},
+    ]
+
+
+def test_the_log_of_other_ranks_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    JsonlLog(None).write({"loss": 0.5})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "log.jsonl", tmp_path):
+        with pytest.raises(OutputError, match=r"^output_dir: could not write .*") as caught:
+            JsonlLog(path).write({"loss": 0.5})
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_progress_shows_the_newest_metrics(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = Progress(3, "kto", True, CPU)
+    bar.advance({"loss": 0.12345, "kl": 2.0, "rewards/margins": -1.5, "logps/chosen": -3.0}, tokens=100)
+    bar.advance({"loss": 0.5, "rewards/accuracies": 0.75}, tokens=50)
+    bar.note("step 2: a note")
+    bar.advance()
+    bar.close()
+    out, err = capsys.readouterr()
+    assert "step 2: a note" in out
+    last = err.split("\r")[-1]
+    assert "3/3" in last and "loss=0.5" in last and "acc=0.75" in last and "tok/s=" in last and "mem=" in last
+    assert "logps" not in err and bar._tokens == 150
+    assert "kl" not in last and "margin" not in last, "metrics of an earlier step"
+
+
+def test_progress_counts_every_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    bar = Progress(1, "kto", True, CPU)
+    monkeypatch.setattr("time.monotonic", lambda: bar._start + 2.0)
+    bar.advance({"loss": 0.123456, "kl": 2.0, "rewards/margins": -1.5}, tokens=100)
+    assert str(bar._bar.postfix).startswith("loss=0.1235, margin=-1.5, kl=2, tok/s=50, mem=")
+    bar.close()
+
+
+def test_a_disabled_bar_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = Progress(3, "kto", False, CPU)
+    bar.advance({"loss": 0.5}, tokens=5)
+    bar.note("a note")
+    bar.close()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_memory_on_a_cpu_is_the_process() -> None:
+    assert 0.05 < memory_gib(CPU) < 500

@@ -1,0 +1,174 @@
+"""Writing a model: whole or not at all, beside what is in the folder already, without a trace of what failed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from data_tokenizers import PLAIN, char_tokenizer
+from helpers import make_model, tiny_config
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from alignment.config.errors import OutputError
+from alignment.engines.saving import gathered_state_dict, move_into, write_model
+from alignment.models.head import LogProbHead
+from alignment.models.scorer import CompletionScorer
+
+
+def small(kind: str = "tied") -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(tiny_config(kind))
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "capped", "scaled", "moe"])
+def test_what_is_written_loads_back(tmp_path: Path, kind: str) -> None:
+    model = small(kind)
+    CompletionScorer(model)
+    assert isinstance(model.get_output_embeddings(), LogProbHead)
+    write_model(model, char_tokenizer(template=PLAIN), tmp_path / "a" / "out", first_rank=True)
+    assert names(tmp_path / "a") == {"out"}
+    back, info = AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert type(back.lm_head) is torch.nn.Linear
+    ids = torch.arange(12)[None]
+    assert torch.equal(back.eval()(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+    tied = back.lm_head.weight is back.model.embed_tokens.weight
+    assert tied == (kind in ("tied", "capped", "scaled")), "a tied head stays tied, an untied one untied"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a" / "out")
+    assert tokenizer("abc").input_ids == char_tokenizer()("abc").input_ids and tokenizer.chat_template == PLAIN
+
+
+def test_state_dict_is_a_copy_with_persistent_buffers() -> None:
+    model = small()
+    model.register_buffer("kept", torch.ones(3))
+    model.register_buffer("left_out", torch.ones(3), persistent=False)
+    state = gathered_state_dict(model, keep=True)
+    assert state.keys() == model.state_dict().keys() - {"lm_head.weight"}
+    assert state["kept"].tolist() == [1, 1, 1]
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.add_(1)
+    assert state["kept"].tolist() == [1, 1, 1]
+    assert not torch.equal(state["model.norm.weight"], model.model.norm.weight)
+    assert gathered_state_dict(model, keep=False) == {}
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    write_model(small(), None, tmp_path / "out", first_rank=False)
+    assert names(tmp_path) == set()
+
+
+def test_an_existing_folder_keeps_its_other_files(tmp_path: Path) -> None:
+    out = Path(make_model(tmp_path / "out", "untied"))
+    (out / "log.jsonl").write_text("{}\n")
+    (out / "checkpoint-1").mkdir()
+    (out / "checkpoint-1" / "model.safetensors").write_text("other")
+    for stale in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        (out / stale).write_text("old")
+    (out / "model.safetensors.index.json").write_text("{}")
+    before = names(out)
+    model = small()
+    write_model(model, None, out, first_rank=True)
+    stale_names = {n for n in before if n.startswith("model-") or n.endswith(".index.json")}
+    assert names(out) == before - stale_names and len(stale_names) == 3
+    assert (out / "log.jsonl").read_text() == "{}\n"
+    assert (out / "checkpoint-1" / "model.safetensors").read_text() == "other"
+    back = AutoModelForCausalLM.from_pretrained(out)
+    assert all(torch.equal(v, model.state_dict()[n]) for n, v in back.state_dict().items())
+    write_model(model, None, out, first_rank=True)  # and again
+    assert names(tmp_path) == {"out"}
+
+
+def test_a_folder_of_several_templates_is_replaced(tmp_path: Path) -> None:
+    for content in ("new", "newer"):
+        (tmp_path / "from" / "additional_chat_templates").mkdir(parents=True)
+        (tmp_path / "from" / "additional_chat_templates" / "a.jinja").write_text(content)
+        move_into(tmp_path / "from", tmp_path / "to")
+        assert (tmp_path / "to" / "additional_chat_templates" / "a.jinja").read_text() == content
+        (tmp_path / "to" / "log.jsonl").touch()
+    assert names(tmp_path) == {"to"} and names(tmp_path / "to") == {"additional_chat_templates", "log.jsonl"}
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_files_are_moved_only_within_the_folders_own_file_system(
+    tmp_path: Path, existing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An output folder may be a mount point: nothing but its inside is on the same disk, or writable."""
+    out = tmp_path / "out"
+    if existing:
+        out.mkdir()
+    moved: list[tuple[Path, Path]] = []
+    replace = os.replace
+
+    def recorded(source: Path, target: Path) -> None:
+        moved.append((source, target))
+        replace(source, target)
+
+    monkeypatch.setattr("os.replace", recorded)
+    write_model(small(), None, out, first_rank=True)
+    assert moved
+    inside = [out in source.parents and out in target.parents for source, target in moved]
+    assert inside == ([True] * len(moved) if existing else [False])
+
+
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), OutputError),
+        (SafetensorError("I/O error: No space left on device"), OutputError),
+        (RuntimeError("a defect"), RuntimeError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_an_error_while_saving_leaves_nothing_behind(
+    tmp_path: Path, existing: bool, error: BaseException, expected: type[BaseException], monkeypatch: Any
+) -> None:
+    out = tmp_path / "out"
+    if existing:
+        make_model(out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()} if existing else {}
+    model = small()
+
+    def torn(folder: Path, **_: Any) -> None:
+        (Path(folder) / "model.safetensors").write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr(model, "save_pretrained", torn)
+    with pytest.raises(expected) as caught:
+        write_model(model, None, out, first_rank=True)
+    if expected is OutputError:
+        assert str(caught.value).startswith(f"output_dir: could not write the model to {out}: ")
+        assert "No space left" in str(caught.value)
+    assert names(tmp_path) == ({"out"} if existing else set())
+    assert not existing or {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_a_disk_that_takes_no_more(tmp_path: Path) -> None:
+    """The operating system itself cuts the file: a limit on the size of files stands in for a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(OutputError, match="^output_dir: could not write the model to ") as caught:
+            write_model(small(), None, tmp_path / "out", first_rank=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(caught.value) and names(tmp_path) == set()
+
+
+def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("precious")
+    with pytest.raises(OutputError, match="output_dir: could not write the model to"):
+        write_model(small(), None, tmp_path / "out", first_rank=True)
+    assert names(tmp_path) == {"out"} and (tmp_path / "out").read_text() == "precious"

@@ -1,0 +1,406 @@
+"""Trainers on real engines, one process: references, phases of life, saving, logging, stopping."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import STAGES, make_model, paired_rows, unpaired_rows, zero
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
+
+import alignment.trainers.kto
+from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer
+from alignment.config.errors import OptionError, OutputError, TrainingError
+from alignment.data.batching import Batch, collate
+from alignment.engines.scoring import ScoringEngine
+from alignment.trainers.base import AlignmentTrainer
+from alignment.trainers.model_setup import build_engine
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "policy": make_model(folder / "policy", "tied", seed=1),
+        "reference": make_model(folder / "reference", "tied", seed=2),
+    }
+
+
+def options(folder: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder / "out"),
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "max_length": 64,
+        "max_prompt_length": None,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "deepspeed": STAGES["stage0"],
+        **more,
+    }
+
+
+def losses(trainer: AlignmentTrainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def load(path: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def a_batch(path: str) -> Batch:
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    return collate([(tokenizer("hello")["input_ids"], tokenizer(text)["input_ids"]) for text in ("there", "you")], 20)
+
+
+def metrics_of(result: dict[str, float]) -> dict[str, float]:
+    return {k: v for k, v in result.items() if not k.endswith(("runtime", "per_second"))}
+
+
+def test_evaluation_does_not_depend_on_the_batch_size(paths: dict[str, str], tmp_path: Path) -> None:
+    """25 rows: the last batch of 1, 3 and 8 rows holds one row. Alone, without training data."""
+    for trainer_class, config, rows in (
+        (KTOTrainer, KTOConfig, unpaired_rows(25, seed=3)),
+        (CPOTrainer, CPOConfig, paired_rows(25, seed=3)),
+    ):
+        found = []
+        for batch in (1, 3, 8):
+            models = {"model": paths["policy"]}
+            if trainer_class is KTOTrainer:
+                models["ref_model"] = paths["reference"]
+            trainer = trainer_class(
+                **models,
+                args=config(**options(tmp_path, per_device_eval_batch_size=batch)),
+                eval_dataset={"all": rows, "few": rows[:7]},
+            )
+            found.append(metrics_of(trainer.evaluate()))
+            trainer.close()
+        assert "eval_all_loss" in found[0] and "eval_few_rewards/margins" in found[0]
+        if trainer_class is KTOTrainer:
+            assert found[0]["eval_all_kl"] > 0.01
+        for other in found[1:]:
+            assert other.keys() == found[0].keys()
+            for name, value in found[0].items():
+                assert other[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+    assert not (tmp_path / "out").exists(), "evaluation alone writes nothing"
+
+
+def test_evaluate_between_and_after_training(paths: dict[str, str], tmp_path: Path) -> None:
+    rows = paired_rows(12)
+    args = CPOConfig(**options(tmp_path, num_train_epochs=2, eval_strategy="epoch", eval_on_start=True))
+    trainer = CPOTrainer(model=paths["policy"], args=args, train_dataset=rows, eval_dataset=rows)
+    before = trainer.evaluate(metric_key_prefix="before")
+    trainer.train()
+    seen = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert [entry["step"] for entry in seen] == [0, 3, 6]
+    assert seen[0]["eval_loss"] == pytest.approx(before["before_loss"])
+    after = trainer.evaluate()
+    assert after["eval_loss"] == pytest.approx(seen[-1]["eval_loss"]) and after["eval_loss"] < before["before_loss"]
+    trainer.close()
+
+
+@pytest.mark.parametrize("stage", ["stage0", "stage2", "stage3"])
+def test_live_model_is_its_own_reference(paths: dict[str, str], tmp_path: Path, stage: str) -> None:
+    """The reference is the object as it was given, not what its path holds, and does not follow the policy."""
+    model = load(paths["policy"])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    args = KTOConfig(**options(tmp_path, num_train_epochs=2, deepspeed=STAGES[stage], ref_placement="sharded"))
+    trainer = KTOTrainer(
+        model=model,
+        args=args,
+        processing_class=AutoTokenizer.from_pretrained(paths["policy"]),
+        train_dataset=unpaired_rows(12),
+    )
+    trainer._build(6)
+    assert trainer._models is not None and trainer._models.reference is not None
+    batch = a_batch(paths["policy"])
+    start = trainer._models.reference.sequence_logps(batch).clone()
+    torch.testing.assert_close(trainer._models.policy.sequence_logps(batch), start, rtol=1e-5, atol=1e-5)
+    trainer.train()
+    assert losses(trainer)[0] == pytest.approx(0.5, abs=1e-6)
+    torch.testing.assert_close(trainer._models.reference.sequence_logps(batch), start, rtol=0, atol=0)
+    assert float((trainer._models.policy.sequence_logps(batch) - start).abs().min()) > 0.01
+    trainer.close()
+
+
+@pytest.mark.parametrize("order", ["policy first", "reference first"])
+def test_stage_2_policy_beside_a_stage_3_reference(paths: dict[str, str], tmp_path: Path, order: str) -> None:
+    """Only the reference is partitioned, whichever is loaded first; both score exactly."""
+    args = KTOConfig(**options(tmp_path, deepspeed=zero(2), ref_deepspeed=zero(3)))
+    trainer = KTOTrainer(
+        model=paths["policy"], ref_model=paths["reference"], args=args, train_dataset=unpaired_rows(8)
+    )
+    plan = trainer.engine_plan
+    assert plan.reference is not None
+
+    def policy() -> ScoringEngine:
+        model = trainer.policy_source.load(args, plan.compute, plan.policy)
+        assert not any(hasattr(p, "ds_id") for p in model.parameters())
+        return build_engine(model, args, plan.policy, training_steps=5)
+
+    def reference() -> ScoringEngine:
+        assert plan.reference is not None
+        model = trainer.reference_source.load(args, plan.compute, plan.reference)
+        assert all(hasattr(p, "ds_id") for p in model.parameters()), "loaded in partitions, never whole"
+        assert sum(p.numel() for p in model.parameters()) == 0
+        return build_engine(model, args, plan.reference, training_steps=None)
+
+    if order == "policy first":
+        engines = {"policy": policy(), "reference": reference()}
+    else:
+        engines = {"reference": reference()}
+        engines["policy"] = policy()
+    batch = a_batch(paths["policy"])
+    for name, engine in engines.items():
+        plain = load(paths[name]).eval()
+        with torch.no_grad():
+            logits = plain(batch.input_ids).logits.log_softmax(-1).reshape(-1, plain.config.vocab_size)
+        expected = torch.zeros(2).index_add(0, batch.segments, logits[batch.positions, batch.targets])
+        torch.testing.assert_close(engine.sequence_logps(batch), expected, rtol=1e-5, atol=1e-5)
+        engine.close()
+
+
+def test_ten_trainers_one_after_another(paths: dict[str, str], tmp_path: Path) -> None:
+    """Every stage, twice, in one process; each starts afresh and gives the same losses."""
+    found = []
+    for number, stage in enumerate([*STAGES, *STAGES]):
+        args = KTOConfig(**options(tmp_path / str(number), max_steps=2, deepspeed=STAGES[stage]))
+        trainer = KTOTrainer(
+            model=paths["policy"], ref_model=paths["reference"], args=args, train_dataset=unpaired_rows(8)
+        )
+        trainer.train()
+        trainer.close()
+        found.append(losses(trainer))
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", ["stage2", "stage3-offload"])
+def test_saved_folders_load_and_hold_the_trained_weights(paths: dict[str, str], tmp_path: Path, stage: str) -> None:
+    args = CPOConfig(
+        **options(
+            tmp_path, max_steps=5, deepspeed=STAGES[stage], save_strategy="steps", save_steps=2, save_total_limit=1
+        )
+    )
+    trainer = CPOTrainer(model=paths["policy"], args=args, train_dataset=paired_rows(20))
+    output = trainer.train()
+    batch = a_batch(paths["policy"])
+    assert trainer._models is not None
+    expected = trainer._models.policy.sequence_logps(batch)
+    trainer.save_model()
+    trainer.close()
+    folder = Path(args.output_dir or "")
+    assert [p.name for p in sorted(folder.glob("checkpoint-*"))] == ["checkpoint-4"]
+    assert not list(folder.glob(".*")), "no partial folder is left"
+    again = AutoModelForCausalLM.from_pretrained(folder)
+    assert again.dtype == torch.float32 and AutoTokenizer.from_pretrained(folder)("hello")["input_ids"]
+    with torch.no_grad():
+        logits = again(batch.input_ids).logits.log_softmax(-1).reshape(-1, again.config.vocab_size)
+    found = torch.zeros(2).index_add(0, batch.segments, logits[batch.positions, batch.targets])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert AutoModelForCausalLM.from_pretrained(folder / "checkpoint-4") is not None
+    state = json.loads((folder / "trainer_state.json").read_text())
+    assert state["global_step"] == output.global_step == 5 and state["max_steps"] == 5
+    assert json.loads((folder / "checkpoint-4" / "trainer_state.json").read_text())["global_step"] == 4
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5]
+    assert lines[0]["rows"] == 20 and lines[-1]["phases"]["learn"]["entries"] == 5
+    assert json.loads((folder / "options.json").read_text())["learning_rate"] == 1e-3
+    assert json.loads((folder / "deepspeed.json").read_text())["gradient_clipping"] == 1.0
+
+
+def test_saving_after_close_is_refused(paths: dict[str, str], tmp_path: Path) -> None:
+    trainer = CPOTrainer(
+        model=paths["policy"], args=CPOConfig(**options(tmp_path, max_steps=1)), train_dataset=paired_rows(4)
+    )
+    trainer.train()
+    trainer.close()
+    with pytest.raises(OptionError, match="call save_model before"):
+        trainer.save_model()
+
+
+def test_full_disk_while_saving(paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = CPOTrainer(
+        model=paths["policy"], args=CPOConfig(**options(tmp_path, max_steps=1)), train_dataset=paired_rows(4)
+    )
+    trainer.train()
+    model = trainer.model
+    assert model is not None
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(model), "save_pretrained", full)
+    with pytest.raises(OutputError, match="No space left on device"):
+        trainer.save_model(tmp_path / "elsewhere")
+    assert not (tmp_path / "elsewhere").exists() and not list(tmp_path.glob(".*"))
+    trainer.close()
+
+
+def test_schedule_and_log_cadence(paths: dict[str, str], tmp_path: Path) -> None:
+    args = CPOConfig(
+        **options(
+            tmp_path,
+            num_train_epochs=2.5,
+            logging_steps=4,
+            logging_first_step=True,
+            lr_scheduler_type="cosine",
+            warmup_ratio=0.2,
+            include_num_input_tokens_seen=True,
+            include_tokens_per_second=True,
+        )
+    )
+    trainer = CPOTrainer(model=paths["policy"], args=args, train_dataset=paired_rows(16))
+    output = trainer.train()
+    trainer.close()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in logs] == [1, 4, 8, 10] and output.global_step == 10
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-3)
+    schedule = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=10)
+    rates = []
+    for _ in range(10):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert [entry["learning_rate"] for entry in logs] == pytest.approx([rates[i] for i in (0, 3, 7, 9)])
+    assert logs[-1]["epoch"] == 2.5 and logs[-1]["num_tokens"] == trainer.state.num_input_tokens_seen > 0
+    assert output.metrics["train_tokens_per_second"] > 0 and math.isfinite(output.training_loss)
+
+
+def test_the_mean_of_a_log_is_over_its_windows(paths: dict[str, str], tmp_path: Path) -> None:
+    rows = unpaired_rows(12, seed=9)
+    found = []
+    for every in (1, 3):
+        args = KTOConfig(**options(tmp_path / str(every), num_train_epochs=1, logging_steps=every, seed=3))
+        trainer = KTOTrainer(model=paths["policy"], ref_model=paths["reference"], args=args, train_dataset=rows)
+        trainer.train()
+        trainer.close()
+        found.append([entry for entry in trainer.state.log_history if "loss" in entry])
+    single, joint = found
+    assert len(single) == 3 and len(joint) == 1
+    for name in ("loss", "kl"):
+        assert joint[0][name] == pytest.approx(sum(entry[name] for entry in single) / 3, rel=1e-6)
+
+
+def test_a_last_window_of_one_row_uses_no_kl(paths: dict[str, str], tmp_path: Path) -> None:
+    args = KTOConfig(**options(tmp_path, num_train_epochs=1))
+    trainer = KTOTrainer(
+        model=paths["policy"], ref_model=paths["reference"], args=args, train_dataset=unpaired_rows(5)
+    )
+    output = trainer.train()
+    trainer.close()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert logs[0]["kl"] > 0 and logs[1]["kl"] == 0.0
+    assert ("rewards/chosen" in logs[1]) != ("rewards/rejected" in logs[1]) and "rewards/margins" not in logs[1]
+    assert output.metrics["windows_without_kl"] == 1
+
+
+def test_apo_zero_needs_no_partners(paths: dict[str, str], tmp_path: Path) -> None:
+    args = KTOConfig(**options(tmp_path, num_train_epochs=1, loss_type="apo_zero_unpaired"))
+    trainer = KTOTrainer(
+        model=paths["policy"], ref_model=paths["reference"], args=args, train_dataset=unpaired_rows(8)
+    )
+    trainer.train()
+    assert "kl" not in trainer.phases.records and trainer.phases.records["reference"].entries == 2
+    assert all("kl" not in entry for entry in trainer.state.log_history)
+    trainer.close()
+
+
+@pytest.mark.parametrize("stage", ["stage0", "stage2", "stage3-offload"])
+def test_a_non_finite_loss_stops_before_the_update(
+    paths: dict[str, str], tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = alignment.trainers.kto.kto_loss, []
+
+    def poisoned(policy_logps: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:  # the second micro-batch of the second window
+            policy_logps = policy_logps * torch.tensor([1.0, float("nan")])
+        return real(policy_logps, *args, **kwargs)
+
+    monkeypatch.setattr(alignment.trainers.kto, "kto_loss", poisoned)
+    args = KTOConfig(
+        **options(tmp_path, num_train_epochs=1, deepspeed=STAGES[stage], save_strategy="steps", save_steps=1)
+    )
+    trainer = KTOTrainer(
+        model=paths["policy"], ref_model=paths["reference"], args=args, train_dataset=unpaired_rows(12)
+    )
+    assert trainer.sampler is not None and trainer.train_data is not None
+    plan = trainer.sampler.plan(0, 1)
+    row = trainer.train_data.source_row(plan.micro_batches[1][0].rows[1])
+    with pytest.raises(TrainingError, match=rf"loss of this window is nan.* rows with a non-finite loss: {row}\."):
+        trainer.train()
+    assert trainer.state.global_step == 1 and losses(trainer) == [pytest.approx(losses(trainer)[0])]
+    trainer.save_model(tmp_path / "stopped")
+    trainer.close()
+    saved, stopped = load(str(tmp_path / "out" / "checkpoint-1")), load(str(tmp_path / "stopped"))
+    for one, other in zip(saved.parameters(), stopped.parameters()):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("stage", ["stage0", "stage2", "stage3"])
+def test_bf16_follows_fp32_and_keeps_fp32_masters(paths: dict[str, str], tmp_path: Path, stage: str) -> None:
+    """With fp32 masters an update far below bf16's resolution is kept, and fp32 buffers stay what they were."""
+    rows = paired_rows(8)
+    found = {}
+    for bf16 in (False, True):
+        args = CPOConfig(**options(tmp_path / f"{bf16}", max_steps=2, bf16=bf16, deepspeed=STAGES[stage]))
+        trainer = CPOTrainer(model=paths["policy"], args=args, train_dataset=rows)
+        trainer.train()
+        found[bf16] = losses(trainer)
+        assert trainer.model is not None
+        rotary = trainer.model.model.rotary_emb.inv_freq
+        assert rotary.dtype == torch.float32
+        torch.testing.assert_close(rotary, load(paths["policy"]).model.rotary_emb.inv_freq, rtol=0, atol=0)
+        assert trainer.model.dtype == (torch.bfloat16 if bf16 else torch.float32)
+        trainer.save_model(tmp_path / f"saved{bf16}")
+        trainer.close()
+    assert found[True] == pytest.approx(found[False], rel=0.03)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "savedTrue").dtype == torch.bfloat16
+
+
+def test_worker_processes_change_nothing(paths: dict[str, str], tmp_path: Path) -> None:
+    found = []
+    for workers in (0, 2):
+        args = CPOConfig(**options(tmp_path / str(workers), max_steps=3, dataloader_num_workers=workers))
+        trainer = CPOTrainer(model=paths["policy"], args=args, train_dataset=paired_rows(12))
+        trainer.train()
+        trainer.close()
+        found.append(losses(trainer))
+    assert found[0] == found[1]
+
+
+def test_own_optimizer_and_schedule(paths: dict[str, str], tmp_path: Path) -> None:
+    model = load(paths["policy"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    trainer = CPOTrainer(
+        model=model,
+        args=CPOConfig(**options(tmp_path, max_steps=2, deepspeed=STAGES["stage2"])),
+        processing_class=AutoTokenizer.from_pretrained(paths["policy"]),
+        train_dataset=paired_rows(8),
+        optimizers=(optimizer, schedule),
+    )
+    trainer.train()
+    trainer.close()
+    assert [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry] == [0.5, 0.5]
+
+
+def test_the_older_name_of_the_tokenizer(paths: dict[str, str], tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(paths["policy"])
+    trainer = CPOTrainer(
+        model=load(paths["policy"]),
+        args=CPOConfig(**options(tmp_path)),
+        tokenizer=tokenizer,
+        train_dataset=paired_rows(4),
+    )
+    assert trainer.processing_class is tokenizer

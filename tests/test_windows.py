@@ -1,0 +1,277 @@
+"""The window plan: order, splits, counts, stratification, resuming."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from alignment.config.errors import OptionError
+from alignment.data.windows import MicroBatch, RowTable, WindowPlan, WindowSampler, evaluation_plan
+
+
+def make_table(rows: int, seed: int = 0, pairs: bool = False, desirable: int | None = None) -> RowTable:
+    """Random lengths; ``desirable`` of the labels are True; prompts repeat."""
+    rng = np.random.default_rng(seed)
+    labels = np.zeros(rows, dtype=bool)
+    labels[rng.permutation(rows)[: rows // 2 if desirable is None else desirable]] = True
+    return RowTable(
+        prompt=rng.integers(1, 20, rows),
+        completions=rng.integers(1, 40, (rows, 2 if pairs else 1)),
+        labels=None if pairs else labels,
+        prompt_key=rng.integers(0, max(2, rows // 2), rows),
+        max_length=45,
+    )
+
+
+def make_sampler(table: RowTable, world: int = 1, batch: int = 4, steps: int = 1, **more: Any) -> WindowSampler:
+    return WindowSampler(table, world_size=world, batch_size=batch, accumulation=steps, **{"seed": 7, **more})
+
+
+def shares(plan: WindowPlan) -> Iterator[MicroBatch]:
+    return itertools.chain.from_iterable(plan.micro_batches)
+
+
+def pairs_of(plan: WindowPlan) -> list[tuple[int, int]]:
+    return sorted(pair for own in shares(plan) for pair in zip(own.rows, own.partners, strict=True))
+
+
+def rows_of(plan: WindowPlan) -> list[int]:
+    return sorted(row for own in shares(plan) for row in own.rows)
+
+
+def epoch_of(sampler: WindowSampler, epoch: int = 0) -> list[WindowPlan]:
+    return [sampler.plan(epoch, step) for step in range(sampler.steps_per_epoch)]
+
+
+def test_a_last_window_of_one_row_has_no_partner() -> None:
+    plans = epoch_of(make_sampler(make_table(9), draw_partners=True))
+    assert [plan.counts.partnered for plan in plans] == [4, 4, 0]
+    assert next(shares(plans[-1])).partners == (-1,)
+
+
+def test_partners_are_of_the_window_and_redrawn() -> None:
+    table = make_table(8, seed=3)
+    sampler = make_sampler(table, batch=8, draw_partners=True)  # every epoch has the same rows in its only window
+    drawn = {tuple(partner for _, partner in pairs_of(sampler.plan(epoch, 0))) for epoch in range(20)}
+    assert len(drawn) >= 15
+    assert pairs_of(sampler.plan(0, 0)) == pairs_of(make_sampler(table, batch=8, draw_partners=True).plan(0, 0))
+    other = make_sampler(table, batch=8, draw_partners=True, seed=8)
+    assert any(pairs_of(sampler.plan(e, 0)) != pairs_of(other.plan(e, 0)) for e in range(3))
+    alike = RowTable(table.prompt, table.completions, prompt_key=np.zeros(8, dtype=np.int64))
+    places = set()
+    for epoch in range(10):
+        sampler = make_sampler(alike, batch=8, draw_partners=True)
+        place = {int(row): position for position, row in enumerate(sampler.order(epoch))}
+        places.add(tuple(sorted((place[row], place[partner]) for row, partner in pairs_of(sampler.plan(epoch, 0)))))
+    assert len(places) == 10, "drawn anew, not only carried along with the order"
+
+
+def test_partners_of_a_window_have_other_prompts_where_they_can() -> None:
+    table = make_table(203, seed=5)
+    assert table.prompt_key is not None
+    keys = table.prompt_key % 4
+    table = RowTable(table.prompt, table.completions, table.labels, keys)
+    for plan in epoch_of(make_sampler(table, batch=8, draw_partners=True)):
+        rows, partners = (np.array(column) for column in zip(*pairs_of(plan), strict=True))
+        assert sorted(partners) == sorted(rows) and (rows != partners).all()
+        largest = max(Counter(keys[rows].tolist()).values())
+        assert int((keys[rows] == keys[partners]).sum()) == max(0, 2 * largest - len(rows))
+
+
+# Order and splits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 64])
+@pytest.mark.parametrize("stratify", [False, True])
+def test_an_epoch_has_every_row_once(rows: int, stratify: bool) -> None:
+    sampler = make_sampler(make_table(rows), world=2, batch=2, steps=2, stratify=stratify)
+    for epoch in (0, 1):
+        assert sorted(itertools.chain.from_iterable(map(rows_of, epoch_of(sampler, epoch)))) == list(range(rows))
+
+
+def test_order_follows_seed_and_epoch() -> None:
+    table = make_table(50)
+    first, same, other = make_sampler(table), make_sampler(table), make_sampler(table, seed=8)
+    assert first.order(0).tolist() == same.order(0).tolist() != other.order(0).tolist()
+    assert first.order(1).tolist() != first.order(0).tolist()
+    assert first.order(0).tolist() == same.order(0).tolist()  # also after another epoch was asked for
+    assert first.plan(1, 2) == same.plan(1, 2)
+    assert (first.plan(1, 2).epoch, first.plan(1, 2).step) == (1, 2)
+
+
+@pytest.mark.parametrize("rows", [3, 16, 21, 35])
+def test_windows_do_not_depend_on_the_split(rows: int) -> None:
+    table = make_table(rows)
+    expected = None
+    for world, batch, steps in [
+        (1, 8, 1),
+        (1, 4, 2),
+        (1, 1, 8),
+        (2, 4, 1),
+        (2, 1, 4),
+        (4, 2, 1),
+        (8, 1, 1),
+        (4, 1, 2),
+    ]:
+        for max_tokens in (None, 45, 100, 10**6):
+            sampler = make_sampler(table, world, batch, steps, draw_partners=True, max_tokens=max_tokens)
+            found = [(pairs_of(plan), plan.counts) for plan in epoch_of(sampler)]
+            expected = expected or found
+            assert found == expected, (world, batch, steps, max_tokens)
+    assert expected is not None and len(expected) == -(-rows // 8)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("max_tokens", [None, 60, 300])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_every_rank_has_equally_many_micro_batches(world: int, max_tokens: int | None, pairs: bool) -> None:
+    for rows in (1, 5, 23):  # also fewer rows than ranks, and a short last window
+        table = make_table(rows, pairs=pairs)
+        sampler = make_sampler(table, world, 2, 3, draw_partners=not pairs, max_tokens=max_tokens)
+        for plan in epoch_of(sampler):
+            assert plan.micro_batches
+            assert all(len(micro) == world for micro in plan.micro_batches)
+            for micro in plan.micro_batches:
+                sizes = [len(own.rows) for own in micro]
+                assert max(sizes) - min(sizes) <= 1 and max(sizes) >= 1
+                if max_tokens is None:
+                    assert max(sizes) <= 2
+                for own in micro:
+                    assert max_tokens is None or len(own.rows) <= 1 or padded(table, own) <= max_tokens
+
+
+def padded(table: RowTable, own: MicroBatch) -> int:
+    """Padded tokens of one forward, computed row by row."""
+    widths = []
+    for row, partner in zip(own.rows, own.partners, strict=True):
+        prompt, longest = int(table.prompt[row]), int(table.completions[row].max())
+        widths.append(prompt + longest)
+        if partner >= 0:
+            assert table.max_length is not None
+            widths.append(min(prompt + int(table.completions[partner, 0]), max(table.max_length, prompt)))
+    return max(widths) * len(own.rows) * table.completions.shape[1]
+
+
+def test_a_token_budget_packs_more_short_rows() -> None:
+    table = RowTable(np.full(12, 2), np.array([[38], [38]] + [[3]] * 10))
+    plan = make_sampler(table, batch=12, max_tokens=40).plan(0, 0)
+    assert [len(micro[0].rows) for micro in plan.micro_batches] == [1, 1, 8, 2]
+    assert plan.longest == (38, 38, 24, 6)
+
+
+def test_the_longest_rows_come_first_and_are_dealt_in_turn() -> None:
+    table = RowTable(np.full(7, 1), np.array([[1], [2], [3], [4], [5], [6], [7]]))
+    plan = make_sampler(table, world=2, batch=2, steps=2).plan(0, 0)
+    assert [[own.rows for own in micro] for micro in plan.micro_batches] == [[(6, 4), (5, 3)], [(2, 0), (1,)]]
+    assert plan.longest == (12, 4)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_counts_and_longest_by_brute_force(pairs: bool) -> None:
+    table = make_table(61, seed=4, pairs=pairs)
+    for plan in epoch_of(make_sampler(table, world=3, batch=2, steps=2, draw_partners=not pairs)):
+        found: Counter[str] = Counter()
+        for micro, longest, mismatched in zip(plan.micro_batches, plan.longest, plan.longest_mismatched, strict=True):
+            scored, others = [], []
+            for own in micro:
+                scored.append(sum(int(length) for row in own.rows for length in table.completions[row]))
+                kept = [
+                    min(int(table.completions[p, 0]), 45 - int(table.prompt[r]))
+                    for r, p in zip(own.rows, own.partners, strict=True)
+                    if p >= 0
+                ]
+                others.append(sum(kept))
+                for row in own.rows:
+                    found["rows"] += 1
+                    found["desirable"] += 0 if table.labels is None else int(table.labels[row])
+                    found["first_completion_tokens"] += int(table.completions[row, 0])
+                    found["sequence_tokens"] += sum(int(table.prompt[row] + c) for c in table.completions[row])
+                found["partnered"] += len(kept)
+            assert (longest, mismatched) == (max(scored), max(others))
+        assert {**dict.fromkeys(vars(plan.counts), 0), **found} == vars(plan.counts)
+
+
+def test_drop_last() -> None:
+    for rows, kept, steps in [(8, 8, 2), (11, 8, 2), (3, 0, 0)]:
+        sampler = make_sampler(make_table(rows), drop_last=True)
+        assert sampler.steps_per_epoch == steps
+        plans = epoch_of(sampler)
+        assert sum(plan.counts.rows for plan in plans) == kept
+        assert all(plan.counts.rows == 4 for plan in plans)
+
+
+@pytest.mark.parametrize(("rows", "window"), [(64, 8), (61, 8), (40, 5), (100, 16), (30, 2)])
+def test_stratified_windows_have_the_ratio_of_the_data(rows: int, window: int) -> None:
+    for desirable in {0, 1, 2, rows // 7, rows // 3, rows // 2, rows - 3, rows - 1, rows}:
+        table = make_table(rows, desirable=desirable)
+        sampler = make_sampler(table, batch=window, stratify=True)
+        orders = []
+        for epoch in range(3):
+            orders.append(sampler.order(epoch).tolist())
+            for plan in epoch_of(sampler, epoch):
+                assert abs(plan.counts.desirable - plan.counts.rows * desirable / rows) <= 1
+        assert len({tuple(order) for order in orders}) == 3
+
+
+# Resuming and evaluation --------------------------------------------------------------------------------------------
+
+
+def walk(sampler: WindowSampler, steps: int) -> list[WindowPlan]:
+    plans = []
+    for _ in range(steps):
+        plans.append(sampler.plan(sampler.epoch, sampler.step))
+        sampler.advance()
+    return plans
+
+
+@pytest.mark.parametrize("stratify", [False, True])
+def test_resumed_anywhere_the_rest_is_the_same(stratify: bool) -> None:
+    table, more = make_table(14), {"draw_partners": True, "stratify": stratify}
+    expected = walk(make_sampler(table, **more), 10)  # four windows an epoch
+    assert [(plan.epoch, plan.step) for plan in expected[2:6]] == [(0, 2), (0, 3), (1, 0), (1, 1)]
+    for done in range(10):
+        first = make_sampler(table, **more)
+        walk(first, done)
+        resumed = make_sampler(table, **more)
+        resumed.load_state_dict(first.state_dict())
+        assert walk(resumed, 10 - done) == expected[done:]
+    split = make_sampler(table, world=2, batch=1, steps=2, **more)
+    split.load_state_dict(make_sampler(table, **more).state_dict())
+    assert [pairs_of(plan) for plan in walk(split, 10)] == [pairs_of(plan) for plan in expected]
+
+
+def test_a_state_of_another_run_is_refused() -> None:
+    state = make_sampler(make_table(14)).state_dict()
+    others = {
+        "seed": make_sampler(make_table(14), seed=8),
+        "rows": make_sampler(make_table(15)),
+        "window": make_sampler(make_table(14), batch=5),
+        "stratify": make_sampler(make_table(14), stratify=True),
+    }
+    for key, sampler in others.items():
+        with pytest.raises(OptionError, match=f"its {key} is {state[key]}, this run's is"):
+            sampler.load_state_dict(state)
+        assert (sampler.epoch, sampler.step) == (0, 0)
+
+
+def test_evaluation_is_one_window_whatever_the_batch_size() -> None:
+    table = make_table(23)
+    expected = evaluation_plan(table, world_size=1, batch_size=1, seed=5, draw_partners=True)
+    assert [row for row, _ in pairs_of(expected)] == list(range(23))
+    assert sorted(partner for _, partner in pairs_of(expected)) == list(range(23))
+    assert expected.counts.partnered == 23
+    for world, batch, max_tokens in [(1, 3, None), (1, 8, None), (2, 4, None), (3, 2, 90)]:
+        plan = evaluation_plan(
+            table, world_size=world, batch_size=batch, seed=5, draw_partners=True, max_tokens=max_tokens
+        )
+        assert pairs_of(plan) == pairs_of(expected) and plan.counts == expected.counts
+    assert pairs_of(evaluation_plan(table, world_size=1, batch_size=1, seed=6, draw_partners=True)) != pairs_of(
+        expected
+    )
+    alone = evaluation_plan(table, world_size=2, batch_size=4, seed=5, draw_partners=False)
+    assert all(partner == -1 for _, partner in pairs_of(alone)) and alone.counts.partnered == 0
