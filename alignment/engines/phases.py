@@ -12,7 +12,7 @@ import torch
 
 @dataclass
 class PhaseRecord:
-    """Totals of a phase on this rank: wall seconds, tokens, peak bytes of device memory (0 on a CPU), times entered."""
+    """Totals of a phase on this rank: seconds, tokens, peak bytes of device memory (0 on a CPU), times entered."""
 
     seconds: float = 0.0
     tokens: int = 0
