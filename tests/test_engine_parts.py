@@ -87,9 +87,10 @@ def test_phases_add_up_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     clock = iter([1.0, 3.0, 10.0, 10.5, 20.0, 27.0])
     monkeypatch.setattr("alignment.engines.phases.time.monotonic", lambda: next(clock))
     phases = Phases(torch.device("cpu"))
-    with phases("learn", 100):
-        pass
-    with pytest.raises(KeyError), phases("learn", 20):
+    with phases("learn") as record:
+        record.tokens += 100
+    with pytest.raises(KeyError), phases("learn") as record:
+        record.tokens += 20
         raise KeyError
     with phases("step"):
         pass

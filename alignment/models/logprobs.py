@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 DEFAULT_TILE_BYTES = 256 * 2**20
 _BYTES_PER_LOGIT = 6  # an fp32 logit and a 16-bit copy of its gradient coefficient
-_SMALLEST_TILE = 128  # below this a matrix product is bound by reading the weight
+_SMALLEST_TILE = 16  # rows; fewer would only multiply the reading of the weight
 _CAST_SLICE = 4096  # vocabulary rows cast to fp32 at once where a product cannot accumulate wider than its input
 
 

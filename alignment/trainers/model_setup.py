@@ -46,8 +46,7 @@ class ModelSource:
     def load(self, options: AlignmentConfig, dtype: torch.dtype, ds_config: dict[str, Any]) -> PreTrainedModel:
         """The live object, or a model loaded for an engine with ``ds_config``."""
         if self.live is not None:
-            # A live model keeps its own parameters; only a narrower format than the run computes in is widened.
-            return self.live if self.live.dtype == dtype or dtype != torch.float32 else self.live.to(dtype)
+            return widened(self.live, dtype)
         assert self.path is not None
         return load_causal_lm(
             self.path,
@@ -57,6 +56,14 @@ class ModelSource:
             trust_remote_code=options.trust_remote_code,
             init_kwargs=self.init_kwargs,
         )
+
+
+def widened(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A live model for a run that computes in ``dtype``: 16-bit weights become fp32 ones, in place, if need be.
+
+    The other direction is the engine's: it casts parameters to its compute dtype and leaves fp32 buffers alone.
+    """
+    return model.to(dtype) if dtype == torch.float32 and model.dtype != dtype else model
 
 
 def model_source(
@@ -177,7 +184,7 @@ def reference_model(
     """The reference: loaded from its own path, or a copy of the live policy taken before its engine exists."""
     assert plan.reference is not None
     if source is policy and policy.live is not None:
-        return snapshot(policy.live)
+        return widened(snapshot(policy.live), plan.compute)
     return source.load(options, plan.compute, plan.reference)
 
 

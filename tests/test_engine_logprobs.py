@@ -1,0 +1,71 @@
+"""Per-token log-probs and gradients out of real engines, stages 0 to 3, against dense float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_grad
+from helpers import make_model, paired_rows, zero
+from oracle.dense import load, token_logps
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer
+from alignment.data.batching import collate
+from alignment.engines.scoring import PolicyEngine
+
+SEQUENCES = [([0, 5, 9, 11], [3, 40, 8, 8, 21, 1]), ([0, 7], [30, 2, 17]), ([0, 4, 6], [12, 44, 13, 9, 50, 31, 33, 1])]
+
+
+def policy_engine(model: str, folder: Path, stage: int) -> tuple[CPOTrainer, PolicyEngine]:
+    args = CPOConfig(
+        output_dir=str(folder), deepspeed=zero(stage), max_length=64, max_prompt_length=None, disable_tqdm=True
+    )
+    trainer = CPOTrainer(model=model, args=args, train_dataset=paired_rows(8))
+    trainer._build(10)
+    policy = trainer.window_pass.models.policy
+    assert isinstance(policy, PolicyEngine)
+    return trainer, policy
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "capped", "scaled"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_logps_and_gradients(tmp_path: Path, kind: str, stage: int) -> None:
+    path = make_model(tmp_path / "model", kind, seed=3)
+    dense = load(path)
+    expected = torch.cat([token_logps(dense, prompt, completion) for prompt, completion in SEQUENCES])
+    weights = torch.linspace(-1, 1, len(expected), dtype=torch.float64)
+    gradients = torch.autograd.grad((weights * expected).sum(), list(dense.parameters()))
+
+    trainer, policy = policy_engine(path, tmp_path / "out", stage)
+    batch = collate(SEQUENCES, 20)
+    output = policy.engine(batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.longest)
+    error = (output.logps - expected).detach().abs() / expected.abs().clamp(min=1)
+    assert float(error.max()) <= 1e-5
+    policy.backward((weights.float() * output.logps).sum(), last=True)
+    for (name, found), gradient in zip(trainer.model.named_parameters(), gradients):  # type: ignore[union-attr]
+        whole: Any = safe_get_full_grad(found) if stage else found.grad
+        if float(gradient.norm()) == 0:
+            assert float(whole.norm()) < 1e-6, name
+        else:
+            assert float((whole - gradient).norm() / gradient.norm()) <= 1e-5, name
+    trainer.close()
+
+
+def test_a_live_16_bit_model_is_widened_with_its_reference(tmp_path: Path) -> None:
+    """transformers loads a checkpoint in its own dtype: bf16 weights in an fp32 run are no error."""
+    path = make_model(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    args = KTOConfig(
+        output_dir=str(tmp_path / "out"), max_length=64, max_prompt_length=None, bf16=False, disable_tqdm=True
+    )
+    args.per_device_train_batch_size, args.max_steps = 4, 1
+    rows = [{"prompt": "a", "completion": text, "label": text < "c"} for text in ("ab", "bc", "cd", "de")]
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    trainer = KTOTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
+    trainer.train()
+    assert trainer.model is model and model.dtype == torch.float32
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(0.5, abs=1e-6)
+    trainer.close()
