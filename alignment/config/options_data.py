@@ -30,7 +30,9 @@ class DataOptions:
     dataloader_num_workers: int = option(0, "Worker processes that collate batches; 0: the training process does.")
     dataloader_drop_last: bool = option(False, "Drop the last window of an epoch when it is not full.")
     max_tokens_per_batch: int | None = option(
-        None, "Cut windows into micro-batches of at most so many padded tokens; unset: by the batch size."
+        None,
+        "Cut windows into micro-batches of at most so many padded tokens; unset: by the batch size. Passes without "
+        "gradients may hold twice as many.",
     )
     stratify_labels: bool = option(False, "KTO: give each window the data's share of desirable rows, to one row.")
     strict_data: bool = option(False, "Make it an error when a row has to be dropped.")

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from alignment.config.errors import OutputError
+
+
+def _strict(value: Any) -> Any:
+    """JSON knows no inf and no nan (the gradient norm of an fp16 overflow): null stands for them."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class JsonlLog:
@@ -30,6 +36,6 @@ class JsonlLog:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+                file.write(json.dumps({name: _strict(value) for name, value in record.items()}) + "\n")
         except OSError as error:
             raise OutputError(f"output_dir: could not write {self.path}: {error}") from error

@@ -77,7 +77,7 @@ class AlignmentTrainer:
         refuse_arguments(unsupported)
         model, self.args = self._model_and_options(model, args)
         self._models: Models | None = None
-        self._trainable = False
+        self._trainable = self._trained = False
         self._pass: WindowPass | None = None
         self.state = TrainerState()
         init_distributed(self.args.use_cpu)
@@ -199,11 +199,12 @@ class AlignmentTrainer:
             )
         if self.train_data is None or self.sampler is None:
             raise OptionError("train_dataset: none was given, so there is nothing to train on")
-        if self._trainable and self.state.global_step:
-            raise OptionError("train: this trainer has trained to the end of its schedule; save, and make another")
+        if self._trained:
+            raise OptionError("train: this trainer has trained already; save the model and make another one")
         loop = TrainingLoop(self, self.train_data, self.sampler)
         self._build(loop.total_steps)
         self._write_settings()
+        self._trained = True
         return loop.run()
 
     def evaluate(
@@ -291,7 +292,7 @@ class AlignmentTrainer:
         if self._models is not None:
             self._models.close()
         self._models = self._pass = None
-        self._trainable = False
+        self._trainable = self._trained = False
 
     # Engines --------------------------------------------------------------------------------------------------------
 
