@@ -99,8 +99,9 @@ class KTOMethod(Method):
             undesirable_weight=self.options.undesirable_weight,
         )
         for name, members in (("chosen", batch.labels), ("rejected", ~batch.labels)):
-            sums.add(f"rewards/{name}", result.rewards[members].sum(), members.sum())
-            sums.add(f"logps/{name}", logps[members].sum(), members.sum())
+            # Masked, not indexed: an index of unknown size would make the host wait for the device.
+            sums.add(f"rewards/{name}", result.rewards.where(members, 0).sum(), members.sum())
+            sums.add(f"logps/{name}", logps.where(members, 0).sum(), members.sum())
         return RowLosses(result.losses.sum() / counts.rows, result.losses.detach())
 
 
