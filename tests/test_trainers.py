@@ -201,6 +201,7 @@ def test_saved_folders_load_and_hold_the_trained_weights(paths: dict[str, str], 
     folder = Path(args.output_dir or "")
     assert [p.name for p in sorted(folder.glob("checkpoint-*"))] == ["checkpoint-4"]
     assert not list(folder.glob(".*")), "no partial folder is left"
+    assert len({(folder / name).stat().st_mode for name in ("config.json", "model.safetensors")}) == 1
     again = AutoModelForCausalLM.from_pretrained(folder)
     assert again.dtype == torch.float32 and AutoTokenizer.from_pretrained(folder)("hello")["input_ids"]
     with torch.no_grad():

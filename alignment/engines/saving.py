@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import deepspeed
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from alignment.config.errors import OutputError
 
@@ -50,14 +53,35 @@ def write_model(model: PreTrainedModel, tokenizer: Any, folder: Path, *, first_r
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        model.save_pretrained(partial, state_dict=state)
+        with _no_progress_bar():
+            model.save_pretrained(partial, state_dict=state)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
+        _share_with_others(partial)
         move_into(partial, folder)
     except (OSError, SafetensorError) as error:
         raise OutputError(f"output_dir: could not write the model to {folder}: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers' bar for the shards would break the run's own."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _share_with_others(folder: Path) -> None:
+    """Give weights the mode of the files beside them: safetensors makes its own readable by their owner only."""
+    mode = (folder / "config.json").stat().st_mode
+    for file in folder.glob("*.safetensors"):
+        file.chmod(mode)
 
 
 def move_into(source: Path, target: Path) -> None:
