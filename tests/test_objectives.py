@@ -10,6 +10,10 @@ from oracle import dense
 from torch import Tensor
 from torch.testing import assert_close
 
+from alignment.config import cpo as config_cpo
+from alignment.config import kto as config_kto
+from alignment.objectives import cpo as objectives_cpo
+from alignment.objectives import kto as objectives_kto
 from alignment.objectives.cpo import cpo_loss, nll
 from alignment.objectives.kto import kto_kl, kto_loss
 
@@ -348,3 +352,9 @@ def test_unknown_or_contradicting_options_are_refused() -> None:
     for loss_type in ("sigmoid", "hinge", "ipo"):
         with pytest.raises(ValueError, match="alpha"):
             cpo_loss(one, one, length, length, **cpo_defaults(loss_type=loss_type, alpha=0.25))
+
+
+def test_options_and_objectives_name_the_same_losses() -> None:
+    """The floors keep the two lists apart: options import nothing, objectives import nothing of ours."""
+    assert config_kto.KTO_LOSS_TYPES == objectives_kto.KTO_LOSS_TYPES
+    assert config_cpo.CPO_LOSS_TYPES == objectives_cpo.CPO_LOSS_TYPES
