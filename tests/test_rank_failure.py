@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import LAUNCHER_VARIABLES, ROOT, free_port
-from helpers import make_model, unpaired_rows
+from helpers import make_model, paired_rows, unpaired_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 DRIVER = Path(__file__).parent / "drivers" / "failing_training.py"
@@ -55,6 +55,17 @@ def test_the_main_job_under_deepspeed_and_python(
     assert check_result(tmp_path / "two") == pytest.approx(check_result(tmp_path / "one"), rel=1e-5)
 
 
+def test_the_main_job_under_torchrun(arguments: list[str], tmp_path: Path, launch: Callable[..., Any]) -> None:
+    """CPO, by its own recipe."""
+    rows = tmp_path / "pairs.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in paired_rows(16)))
+    _, _, _, *others = arguments
+    more = [ROOT / "launch/recipes/cpo.yaml", "--dataset_name", rows, "--output_dir", tmp_path / "out"]
+    done = launch(ROOT / "launch/train.py", *more, *others, nproc=2, launcher="torchrun")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(check_result(tmp_path / "out")) == 3
+
+
 def test_the_main_job_under_srun(arguments: list[str], tmp_path: Path) -> None:
     """Two plain processes that know of each other by SLURM's variables only."""
     import subprocess
@@ -87,13 +98,14 @@ def test_the_main_job_under_srun(arguments: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "launcher", "message"),
+    ("what", "message"),
     [
-        ("data", "torchrun", "error: rank 1: rows.jsonl row 3: the completion cannot be read; correct the row"),
-        ("loss", "deepspeed", "the loss exploded"),
-        ("disk", "torchrun", "could not be written, the disk is full: free space there"),
+        ("data", "error: rank 1: rows.jsonl row 3: the completion cannot be read; correct the row"),
+        ("loss", "the loss exploded"),
+        ("disk", "could not be written, the disk is full: free space there"),
     ],
 )
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 def test_rank_1_fails(
     arguments: list[str], tmp_path: Path, launch: Callable[..., Any], what: str, launcher: str, message: str
 ) -> None:

@@ -95,6 +95,10 @@ def planned(world: int, models: dict[str, str], folder: str) -> list[dict[str, A
         for stage in ("stage0", "stage2", "stage3"):
             name = f"{method}-{stage}-{world}-clipped"
             runs.append(run(name, method, models, stage, 2, 4 // world, folder=folder, max_grad_norm=CLIP, rate=5.0))
+            # Evaluated as well: many rows, and fewer than the ranks have places for.
+            many = unpaired_rows(21, seed=8) if method == "KTO" else paired_rows(21, seed=8)
+            runs[-1] |= {"eval": {"many": many, "one": many[:1]}}
+            runs[-1]["args"]["per_device_eval_batch_size"] = 4 // world
         tokens = {"KTO": 64, "CPO": 128}[method]
         name = f"{method}-stage2-{world}-tokens"
         runs.append(run(name, method, models, "stage2", 4, 2 // world, folder=folder, max_tokens_per_batch=tokens))
@@ -141,7 +145,7 @@ def results(
                 updates.append({key: after[key].double() - before[key].double() for key in after})
                 before = after
             logs = [entry for entry in outcome["log"] if "loss" in entry]
-            found[world][one["name"]] = {"logs": logs, "updates": updates, "windows": outcome["windows"], "run": one}
+            found[world][one["name"]] = {**outcome, "logs": logs, "updates": updates, "run": one}
     return found
 
 
@@ -193,6 +197,19 @@ def test_clipping_is_the_same_for_every_split(results: dict[int, Results], metho
             for step in (0, 1):
                 assert_same(outcome["logs"][step], reference["logs"][step], 1e-5, f"{stage} {world} {step}")
                 assert distance(outcome["updates"][step], reference["updates"][step]) <= 1e-5
+
+
+@pytest.mark.parametrize("method", ["KTO", "CPO"])
+def test_evaluation_is_the_same_on_two_ranks(results: dict[int, Results], method: str) -> None:
+    reference = results[1][f"{method}-stage0-1-clipped"]["evaluation"]
+    assert {"eval_many_loss", "eval_one_loss", "eval_many_rewards/margins"} <= reference.keys()
+    for world in (1, 2):
+        for stage in ("stage0", "stage2", "stage3"):
+            found = results[world][f"{method}-{stage}-{world}-clipped"]["evaluation"]
+            assert found.keys() == reference.keys()
+            for name, value in reference.items():
+                if not name.endswith(("runtime", "per_second")):
+                    assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-5), f"{stage} {world} {name}"
 
 
 def oracle_steps(outcome: dict[str, Any]) -> list[Step]:

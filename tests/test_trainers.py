@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero import parameter_offload
 from helpers import STAGES, make_model, paired_rows, unpaired_rows, zero
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
+import alignment.trainers.cpo
 import alignment.trainers.kto
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer
 from alignment.config.errors import OptionError, OutputError, TrainingError
 from alignment.data.batching import Batch, collate
 from alignment.engines.scoring import ScoringEngine
+from alignment.trainers import data_setup
 from alignment.trainers.base import AlignmentTrainer
 from alignment.trainers.model_setup import build_engine
 
@@ -219,6 +224,63 @@ def test_saved_folders_load_and_hold_the_trained_weights(paths: dict[str, str], 
     assert json.loads((folder / "deepspeed.json").read_text())["gradient_clipping"] == 1.0
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_close_lets_go_of_every_engine(paths: dict[str, str], tmp_path: Path, stage: str) -> None:
+    """Weights, masters and optimizer states of ten trainers must not add up, at any stage or placement."""
+    placement = {"stage0": "replica", "stage2": "sharded"}.get(stage, "offload")
+    args = KTOConfig(**options(tmp_path, max_steps=2, deepspeed=STAGES[stage], ref_placement=placement))
+    trainer = KTOTrainer(
+        model=paths["policy"], ref_model=paths["reference"], args=args, train_dataset=unpaired_rows(8)
+    )
+    trainer.train()
+    assert trainer._models is not None and isinstance(trainer._models.reference, ScoringEngine)
+    engines = [trainer._models.policy, trainer._models.reference]
+    assert len(parameter_offload.FWD_MODULE_STACK) == sum(engine.partitioned for engine in engines)
+    watched = [
+        weakref.ref(thing) for engine in engines for thing in (engine.engine, engine.scorer, engine.scorer.model)
+    ]
+    del engines
+    trainer.close()
+    del trainer
+    gc.collect()
+    assert [watch() for watch in watched] == [None] * 6
+
+
+def test_a_failed_start_leaves_nothing_behind(
+    paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = load(paths["reference"])
+    trainer = KTOTrainer(
+        model=paths["policy"],
+        ref_model=reference,
+        args=KTOConfig(**options(tmp_path)),
+        train_dataset=unpaired_rows(8),
+    )
+
+    def out_of_memory(*_: Any, **__: Any) -> None:
+        raise MemoryError("no room for the policy")
+
+    monkeypatch.setattr(type(trainer.policy_source), "load", out_of_memory)
+    trainer.reference_source.__dict__["load"] = lambda *_: reference
+    with pytest.raises(MemoryError):
+        trainer.train()
+    assert all(parameter.requires_grad for parameter in reference.parameters())
+
+
+def test_nothing_but_a_new_trainer_after_close(paths: dict[str, str], tmp_path: Path) -> None:
+    """Evaluating would silently show the start weights, or a reference copied from the trained policy."""
+    args = KTOConfig(**options(tmp_path, max_steps=1))
+    rows = unpaired_rows(8)
+    trainer = KTOTrainer(model=paths["policy"], args=args, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    with pytest.raises(OptionError, match="has trained already"):
+        trainer.train()
+    trainer.close()
+    for act in (trainer.evaluate, trainer.train, trainer.save_model):
+        with pytest.raises(OptionError, match="make another"):
+            act()
+
+
 def test_saving_after_close_is_refused(paths: dict[str, str], tmp_path: Path) -> None:
     trainer = CPOTrainer(
         model=paths["policy"], args=CPOConfig(**options(tmp_path, max_steps=1)), train_dataset=paired_rows(4)
@@ -380,6 +442,26 @@ def test_worker_processes_change_nothing(paths: dict[str, str], tmp_path: Path) 
     assert found[0] == found[1]
 
 
+def test_other_ranks_read_what_the_first_has_tokenised(
+    paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is not its machine's first neither opens the data nor tokenises."""
+    first = CPOTrainer(model=paths["policy"], args=CPOConfig(**options(tmp_path)), train_dataset=paired_rows(6))
+    made = []
+    monkeypatch.setattr(data_setup, "from_first_rank", lambda path: made.append(path) or path)
+    CPOTrainer(model=paths["policy"], args=CPOConfig(**options(tmp_path)), train_dataset=paired_rows(6))
+
+    def unread() -> None:
+        raise AssertionError("the data was opened")
+
+    monkeypatch.setattr(data_setup, "local_rank", lambda: 1)
+    monkeypatch.setattr(data_setup, "prepare", unread)
+    monkeypatch.setattr(data_setup, "from_first_rank", lambda path: made[0])
+    other = CPOTrainer(model=paths["policy"], args=CPOConfig(**options(tmp_path)), train_dataset=unread)
+    assert first.train_data is not None and other.train_data is not None
+    assert other.train_data.dataset[:] == first.train_data.dataset[:]
+
+
 def test_own_optimizer_and_schedule(paths: dict[str, str], tmp_path: Path) -> None:
     model = load(paths["policy"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -394,6 +476,26 @@ def test_own_optimizer_and_schedule(paths: dict[str, str], tmp_path: Path) -> No
     trainer.train()
     trainer.close()
     assert [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry] == [0.5, 0.5]
+
+
+def test_a_schedule_needs_its_optimizer(paths: dict[str, str], tmp_path: Path) -> None:
+    model = load(paths["policy"])
+    one, other = (torch.optim.SGD(model.parameters(), lr=0.5) for _ in range(2))
+    schedule = torch.optim.lr_scheduler.ConstantLR(one, factor=1.0)
+    for optimizers in ((None, schedule), (other, schedule)):
+        with pytest.raises(OptionError, match="the schedule steps another optimizer"):
+            CPOTrainer(model=model, args=CPOConfig(**options(tmp_path)), optimizers=optimizers)
+
+
+def test_a_non_finite_evaluation_is_no_stop(
+    paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = CPOConfig(**options(tmp_path))
+    trainer = CPOTrainer(model=paths["policy"], args=args, eval_dataset=paired_rows(4))
+    monkeypatch.setattr(alignment.trainers.cpo, "nll", lambda logps, lengths: (logps.sum() * math.nan, lengths.sum()))
+    result = trainer.evaluate()
+    assert math.isnan(result["eval_loss"]) and math.isfinite(result["eval_rewards/margins"])
+    trainer.close()
 
 
 def test_the_older_name_of_the_tokenizer(paths: dict[str, str], tmp_path: Path) -> None:

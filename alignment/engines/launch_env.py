@@ -14,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 
 from alignment.config.errors import AlignmentError, OptionError
 
@@ -204,6 +205,7 @@ def init_distributed(use_cpu: bool) -> None:
         return
     try:
         deepspeed.init_distributed(dist_backend="gloo" if wanted == "cpu" else "nccl", verbose=False)
+        _wait_longer()
     except (torch.distributed.DistStoreError, torch.distributed.DistNetworkError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = str(error).splitlines()[0]
@@ -211,6 +213,18 @@ def init_distributed(use_cpu: bool) -> None:
             f"rank {rank()} of {world_size()} could not meet the others at {address} ({reason}): "
             "check that all ranks were started, and set MASTER_ADDR and MASTER_PORT to a free port of rank 0's node"
         ) from error
+
+
+def _wait_longer() -> None:
+    """Let ranks wait for hours once all have met: one tokenises, or writes a large model, while the others wait.
+
+    The limit of the meeting itself (DeepSpeed's, 10 minutes) stays. A rank that is gone is noticed by the guard or the
+    launcher, not by this limit. DEEPSPEED_TIMEOUT, in minutes, takes its place if set.
+    """
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    if "DEEPSPEED_TIMEOUT" not in os.environ:
+        _set_pg_timeout(timedelta(hours=6))
 
 
 def _accelerator(use_cpu: bool) -> str:

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from alignment.data.batching import Batch
 from alignment.engines.collectives import device
+from alignment.engines.release import balanced_module_stack, forget_partitioned
 from alignment.models.scorer import CompletionScorer
 
 
@@ -34,6 +35,7 @@ class ScoringEngine:
         self.engine, *_ = deepspeed.initialize(
             model=scorer, config=copy.deepcopy(ds_config), dist_init_required=False, **kwargs
         )
+        self.partitioned = bool(self.engine.zero_optimization_partition_weights())
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(S,) summed completion log-probs in fp32, and the 0-dim balancing loss of a mixture of experts (else 0).
@@ -64,6 +66,8 @@ class ScoringEngine:
     def close(self) -> None:
         """Release the engine and its optimizer's memory."""
         self.engine.destroy()
+        if self.partitioned:
+            forget_partitioned(self.scorer)
 
 
 class FrozenEngine(ScoringEngine):
@@ -118,7 +122,8 @@ class PolicyEngine(ScoringEngine):
             last: whether this is the window's last micro-batch.
         """
         self.engine.set_gradient_accumulation_boundary(last)
-        self.engine.backward(loss * self.world_size, scale_wrt_gas=False)
+        with balanced_module_stack():
+            self.engine.backward(loss * self.world_size, scale_wrt_gas=False)
 
     def step(self) -> float:
         """Apply the accumulated gradient; return its global L2 norm before clipping.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,7 +71,12 @@ def load_causal_lm(
 def snapshot(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of a live model as it is now, sharing nothing with it; whole or ZeRO-3-partitioned parameters."""
     if not any(hasattr(p, "ds_id") for p in model.parameters()):
-        return copy.deepcopy(model)
+        # On the host, one tensor after another: a device that just holds the model has no room for a second one.
+        memo: dict[int, Any] = {}
+        for tensor in itertools.chain(model.parameters(), model.buffers()):
+            twin_tensor = tensor.detach().to("cpu", copy=True)
+            memo[id(tensor)] = nn.Parameter(twin_tensor) if isinstance(tensor, nn.Parameter) else twin_tensor
+        return copy.deepcopy(model, memo)
     with loading(None):
         twin = type(model)(copy.deepcopy(model.config))
     names = dict(model.named_parameters())

@@ -37,6 +37,19 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
             raise OptionError(f"{name}: {_REFUSED[name]}")
 
 
+def check_optimizers(optimizers: tuple[Any, Any], model: Any) -> None:
+    """Refuse an optimizer without its model, and a schedule without its optimizer.
+
+    Raises:
+        OptionError: they could not act on what is trained.
+    """
+    optimizer, schedule = optimizers
+    if optimizer is not None and isinstance(model, str):
+        raise OptionError("optimizers: they need a live model; pass the model object that they were made for")
+    if schedule is not None and (optimizer is None or schedule.optimizer is not optimizer):
+        raise OptionError("optimizers: the schedule steps another optimizer; pass the one that it was made for")
+
+
 def load_tokenizer(given: Any, older_name: Any, policy: ModelSource, options: AlignmentConfig) -> Any:
     """The tokenizer that was given, or the policy's own.
 

@@ -5,6 +5,8 @@ The constructor has TRL's shape, so that a script written for TRL runs after cha
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +27,7 @@ from alignment.engines.phases import Phases
 from alignment.engines.saving import write_model
 from alignment.models.inspection import check_positions
 from alignment.reporting.log import JsonlLog
-from alignment.trainers.arguments import load_tokenizer, named_datasets, refuse_arguments
+from alignment.trainers.arguments import check_optimizers, load_tokenizer, named_datasets, refuse_arguments
 from alignment.trainers.data_setup import PreparedData, limits_of, prepare_data
 from alignment.trainers.evaluation import evaluate
 from alignment.trainers.loop import TrainingLoop, total_steps
@@ -124,8 +126,7 @@ class AlignmentTrainer:
                 "ref_model: is the very object given as model, so it would be trained too; leave ref_model out "
                 "(a copy is taken) or pass a copy"
             )
-        if any(optimizers) and isinstance(model, str):
-            raise OptionError("optimizers: they need a live model; pass the model object that they were made for")
+        check_optimizers(optimizers, model)
         self.optimizers = optimizers
         self.policy_source = model_source(model, "model_name_or_path", args, args.model_init_kwargs)
         self.reference_source = self.policy_source
@@ -248,8 +249,6 @@ class AlignmentTrainer:
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
         """Write model and tokenizer as a Hugging Face folder, whatever the ZeRO stage. All ranks must call it."""
-        if self._models is None and self.state.global_step and self.policy_source.live is None:
-            raise OptionError("save_model: the trained weights went with close(); call save_model before it")
         self._build(None)
         assert self.model is not None
         folder = Path(output_dir or self.output_dir)
@@ -263,8 +262,7 @@ class AlignmentTrainer:
     def write_state(self, folder: Path) -> None:
         """Write ``trainer_state.json`` into ``folder``, on the first rank."""
         if self.is_world_process_zero():
-            folder.mkdir(parents=True, exist_ok=True)
-            self.state.save_to_json(str(folder / "trainer_state.json"))
+            write_json(folder / "trainer_state.json", dataclasses.asdict(self.state))
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> None:
         """Not there yet."""
@@ -288,11 +286,15 @@ class AlignmentTrainer:
             self.log_file.write(entry)
 
     def close(self) -> None:
-        """Release the engines; the next ``train`` or ``evaluate`` builds new ones."""
+        """Release the engines. Trained weights go with them, so this trainer is then at its end: save before.
+
+        A live model keeps what training set: its trained weights (partitioned still under ZeRO-3), dropout at 0,
+        checkpointing, and a head that also answers with log-probs.
+        """
         if self._models is not None:
             self._models.close()
         self._models = self._pass = None
-        self._trainable = self._trained = False
+        self._trainable = False
 
     # Engines --------------------------------------------------------------------------------------------------------
 
@@ -305,24 +307,32 @@ class AlignmentTrainer:
     def _build(self, training_steps: int | None) -> None:
         if self._pass is not None and (self._trainable or training_steps is None):
             return
+        if self._trained and self._models is None:
+            raise OptionError(
+                "close() released the trained weights and the reference: call save_model before it, then make another "
+                "trainer"
+            )
         self.close()
         args, plan = self.args, self.engine_plan
         (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
         if args.tf32 is not None:
             torch.backends.cuda.matmul.allow_tf32 = args.tf32
-        reference = None
-        if plan.reference is not None:
-            twin = reference_model(self.reference_source, self.policy_source, args, plan)
-            reference = build_engine(twin, args, plan.reference, training_steps=None)
-        ds_config = plan.policy_frozen if training_steps is None else plan.policy
-        policy = build_engine(
-            self.policy_source.load(args, plan.compute, ds_config),
-            args,
-            ds_config,
-            training_steps=training_steps,
-            optimizers=self.optimizers,
-            aux_loss=self._aux_coefficient is not None,
-        )
+        with contextlib.ExitStack() as built:
+            reference = None
+            if plan.reference is not None:
+                twin = reference_model(self.reference_source, self.policy_source, args, plan)
+                reference = build_engine(twin, args, plan.reference, training_steps=None)
+                built.callback(reference.close)
+            ds_config = plan.policy_frozen if training_steps is None else plan.policy
+            policy = build_engine(
+                self.policy_source.load(args, plan.compute, ds_config),
+                args,
+                ds_config,
+                training_steps=training_steps,
+                optimizers=self.optimizers,
+                aux_loss=self._aux_coefficient is not None,
+            )
+            built.pop_all()
         self._models = Models(policy, reference)
         self._trainable = training_steps is not None
         self._pass = WindowPass(self.method, self._models, self.phases, self._aux_coefficient)

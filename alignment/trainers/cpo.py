@@ -44,7 +44,7 @@ class CPOMethod(Method):
     ) -> RowLosses:
         assert isinstance(batch, PairedBatch)
         options, pairs = self.options, len(batch.rows)
-        lengths = batch.pairs.lengths
+        lengths = batch.pairs.lengths.to(logps.device)
         result = cpo_loss(
             logps[:pairs],
             logps[pairs:],

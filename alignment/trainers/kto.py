@@ -88,17 +88,18 @@ class KTOMethod(Method):
         self, batch: AnyBatch, index: int, logps: Tensor, swept: _Swept, counts: WindowCounts, sums: MetricSums
     ) -> RowLosses:
         assert isinstance(batch, UnpairedBatch)
+        labels = batch.labels.to(logps.device)
         result = kto_loss(
             logps,
             swept.reference[index],
-            batch.labels,
+            labels,
             swept.kl,
             loss_type=self.options.loss_type,
             beta=self.options.beta,
             desirable_weight=self.options.desirable_weight,
             undesirable_weight=self.options.undesirable_weight,
         )
-        for name, members in (("chosen", batch.labels), ("rejected", ~batch.labels)):
+        for name, members in (("chosen", labels), ("rejected", ~labels)):
             # Masked, not indexed: an index of unknown size would make the host wait for the device.
             sums.add(f"rewards/{name}", result.rewards.where(members, 0).sum(), members.sum())
             sums.add(f"logps/{name}", logps.where(members, 0).sum(), members.sum())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -110,8 +111,11 @@ class TrainingLoop:
                 batch_size=None,
                 sampler=range(sampler.step, left),
                 num_workers=args.dataloader_num_workers,
+                # Workers hand over bytes: as shared tensors, a large window would take more files than may be open.
+                collate_fn=pickle.dumps if args.dataloader_num_workers else None,
             )
-            for plan, batches in loader:
+            for window in loader:
+                plan, batches = pickle.loads(window) if isinstance(window, bytes) else window
                 sampler.advance()
                 yield plan, batches
 
@@ -125,7 +129,7 @@ class TrainingLoop:
         if not math.isfinite(grad_norm) and not policy.skips_overflow:
             raise TrainingError(
                 f"step {self.state.global_step + 1}: the gradient norm is {grad_norm} although the loss was finite; "
-                "the weights are lost. Start again from the last saved folder with a lower learning_rate"
+                "the weights may be lost. Start again from the last saved folder with a lower learning_rate"
             )
         state, counts = self.state, plan.counts
         state.global_step += 1

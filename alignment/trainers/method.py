@@ -37,9 +37,11 @@ class Models:
 
     def close(self) -> None:
         """Release every engine."""
-        self.policy.close()
-        if self.reference is not None:
-            self.reference.close()
+        try:
+            self.policy.close()
+        finally:
+            if self.reference is not None:
+                self.reference.close()
 
 
 class RowLosses(NamedTuple):
@@ -101,7 +103,7 @@ class Method(ABC):
         """Loss of one micro-batch; metrics go to ``sums``.
 
         Args:
-            batch: on the device.
+            batch: on the host.
             index: number of the micro-batch in its window.
             logps: (S,) of :meth:`scored`'s sequences.
             swept: what :meth:`sweep` returned.

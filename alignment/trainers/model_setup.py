@@ -174,7 +174,11 @@ def build_engine(
         optimizer = optimizers[0] or build_optimizer(scorer, options)
         scheduler = optimizers[1] or build_scheduler(optimizer, options, training_steps)
         engine = PolicyEngine(scorer, ds_config, optimizer, scheduler)
-    check_scorer(scorer, engine.device)
+    try:
+        check_scorer(scorer, engine.device)
+    except BaseException:
+        engine.close()
+        raise
     return engine
 
 

@@ -28,8 +28,9 @@ class NamedSplit:
 
     @property
     def where(self) -> str:
-        """For messages."""
-        return str(self.options.dataset_name)
+        """For messages: the name of the data, and of the split where it is not the one to train on."""
+        name = str(self.options.dataset_name)
+        return name if self.split == self.options.dataset_train_split else f"{name} ({self.split})"
 
     def __call__(self) -> Dataset:
         assert self.options.dataset_name is not None

@@ -59,7 +59,7 @@ class WindowPass:
             ``{name: (sum, count)}`` over all ranks, the same on each.
 
         Raises:
-            NonFiniteLoss: the window's loss is not finite; raised on every rank, before any weight has changed.
+            NonFiniteLoss: in training, the loss is not finite; on every rank, before any weight has changed.
         """
         policy, device = self.models.policy, self.device
         names = ("loss", *self.method.metrics, *(() if self.aux_coefficient is None else ("aux_loss",)))
@@ -69,7 +69,6 @@ class WindowPass:
         with self.phases("learn" if train else "evaluate") as record:
             for index, batch in enumerate(batches):
                 record.tokens += self.method.scored(batch).tokens
-                batch = batch.to(device)
                 if isinstance(policy, PolicyEngine) and train:
                     local = self._micro_batch(batch, index, plan, swept, sums, losses)
                     policy.backward(local, last=index == len(batches) - 1)
@@ -78,14 +77,14 @@ class WindowPass:
                         self._micro_batch(batch, index, plan, swept, sums, losses)
             sum_over_ranks(sums.values)
         items = sums.items()
-        if not math.isfinite(items["loss"][0]):
+        if train and not math.isfinite(items["loss"][0]):
             raise _non_finite(items["loss"][0], losses, source_rows)
         return items
 
     def _micro_batch(
         self, batch: AnyBatch, index: int, plan: WindowPlan, swept: Any, sums: MetricSums, losses: list[Any]
     ) -> Tensor:
-        scored = self.method.scored(batch)
+        scored = self.method.scored(batch).to(self.device)
         logps, aux_loss = self.models.policy.forward(scored)
         result = self.method.losses(batch, index, logps, swept, plan.counts, sums)
         local = result.local
