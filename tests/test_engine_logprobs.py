@@ -42,7 +42,7 @@ def test_logps_and_gradients(tmp_path: Path, kind: str, stage: int) -> None:
     trainer, policy = policy_engine(path, tmp_path / "out", stage)
     batch = collate(SEQUENCES, 20)
     output = policy.engine(batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.longest)
-    error = (output.logps - expected).detach().abs() / expected.abs().clamp(min=1)
+    error = ((output.logps - expected).abs() / expected.abs().clamp(min=1)).detach()
     assert float(error.max()) <= 1e-5
     policy.backward((weights.float() * output.logps).sum(), last=True)
     for (name, found), gradient in zip(trainer.model.named_parameters(), gradients):  # type: ignore[union-attr]

@@ -120,7 +120,7 @@ class AlignmentTrainer:
         args = self.args
         ref_model = ref_model if ref_model is not None else args.ref_model_name_or_path
         if ref_model is not None and not self.method.needs_reference:
-            raise OptionError(f"ref_model: {args.method} has no reference model; leave it out")
+            raise OptionError(f"ref_model: {args.method} has no reference model; leave it out, and name args=")
         if ref_model is not None and ref_model is model and not isinstance(model, str):
             raise OptionError(
                 "ref_model: is the very object given as model, so it would be trained too; leave ref_model out "
