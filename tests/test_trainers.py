@@ -495,6 +495,7 @@ def test_a_non_finite_evaluation_is_no_stop(
     monkeypatch.setattr(alignment.trainers.cpo, "nll", lambda logps, lengths: (logps.sum() * math.nan, lengths.sum()))
     result = trainer.evaluate()
     assert math.isnan(result["eval_loss"]) and math.isfinite(result["eval_rewards/margins"])
+    json.dumps(trainer.state.log_history, allow_nan=False)
     trainer.close()
 
 

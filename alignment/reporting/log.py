@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from alignment.config.errors import OutputError
 
 
-def _strict(value: Any) -> Any:
-    """JSON knows no inf and no nan (the gradient norm of an fp16 overflow): null stands for them."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def strict(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with None for inf and nan (the gradient norm of an fp16 overflow), which JSON does not know."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
 class JsonlLog:
@@ -36,6 +37,6 @@ class JsonlLog:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({name: _strict(value) for name, value in record.items()}) + "\n")
+                file.write(json.dumps(strict(record)) + "\n")
         except OSError as error:
             raise OutputError(f"output_dir: could not write {self.path}: {error}") from error

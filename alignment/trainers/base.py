@@ -26,7 +26,7 @@ from alignment.engines.optimization import check_optimization
 from alignment.engines.phases import Phases
 from alignment.engines.saving import write_model
 from alignment.models.inspection import check_positions
-from alignment.reporting.log import JsonlLog
+from alignment.reporting.log import JsonlLog, strict
 from alignment.trainers.arguments import check_optimizers, load_tokenizer, named_datasets, refuse_arguments
 from alignment.trainers.data_setup import PreparedData, limits_of, prepare_data
 from alignment.trainers.evaluation import evaluate
@@ -276,7 +276,7 @@ class AlignmentTrainer:
 
     def log(self, record: Mapping[str, float]) -> None:
         """Add a record to ``state.log_history`` and to ``log.jsonl``."""
-        entry = {**record, "step": self.state.global_step}
+        entry = strict({**record, "step": self.state.global_step})
         if self.state.epoch is not None:
             entry.setdefault("epoch", self.state.epoch)
         self.state.log_history.append(entry)
