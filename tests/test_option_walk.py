@@ -90,7 +90,7 @@ def produced(options: AlignmentConfig) -> tuple[Any, ...]:
 
     from alignment.trainers.model_setup import plan_engines
 
-    plan = plan_engines(options, tiny_config("tied"), needs_reference=options.method == "kto")
+    plan = plan_engines(options, tiny_config("tied"), tiny_config("tied") if options.method == "kto" else None)
     return plan, options.eval_batch_size, options.resolved_bf16, options.resolved_fp16
 
 

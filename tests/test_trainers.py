@@ -174,6 +174,22 @@ def test_stage_2_policy_beside_a_stage_3_reference(paths: dict[str, str], tmp_pa
         engine.close()
 
 
+def test_a_reference_of_another_size_gets_buffers_of_its_own(paths: dict[str, str], tmp_path: Path) -> None:
+    """ "auto" follows the width of the model that the engine holds."""
+    wide = AutoModelForCausalLM.from_pretrained(paths["policy"]).config
+    wide.hidden_size, wide.intermediate_size = 64, 96
+    AutoModelForCausalLM.from_config(wide).save_pretrained(tmp_path / "wide")
+    found = {}
+    for name, reference in (("own", None), ("wide", str(tmp_path / "wide"))):
+        args = KTOConfig(**options(tmp_path / name, ref_placement="sharded", deepspeed="zero3"))
+        trainer = KTOTrainer(model=paths["policy"], ref_model=reference, args=args, train_dataset=unpaired_rows(4))
+        assert trainer.engine_plan.reference is not None
+        found[name] = trainer.engine_plan.reference["zero_optimization"]["stage3_prefetch_bucket_size"]
+        policy = trainer.engine_plan.policy["zero_optimization"]["stage3_prefetch_bucket_size"]
+        assert policy == found["own"]
+    assert found["wide"] == 4 * found["own"]
+
+
 def test_ten_trainers_one_after_another(paths: dict[str, str], tmp_path: Path) -> None:
     """Every stage, twice, in one process; each starts afresh and gives the same losses."""
     found = []

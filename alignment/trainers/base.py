@@ -28,7 +28,7 @@ from alignment.engines.saving import write_model
 from alignment.models.inspection import check_positions
 from alignment.reporting.log import JsonlLog, strict
 from alignment.trainers.arguments import check_optimizers, load_tokenizer, named_datasets, refuse_arguments
-from alignment.trainers.data_setup import PreparedData, limits_of, prepare_data
+from alignment.trainers.data_setup import PreparedData, limits_of, order_seed, prepare_data
 from alignment.trainers.evaluation import evaluate
 from alignment.trainers.loop import TrainingLoop, total_steps
 from alignment.trainers.method import Method, Models
@@ -137,7 +137,8 @@ class AlignmentTrainer:
         for source in (self.policy_source, self.reference_source):
             check_positions(source.config, limits_of(args).max_length)
         self._aux_coefficient = balancing_coefficient(args, config)
-        self.engine_plan = plan_engines(args, config, self.method.needs_reference)
+        reference = self.reference_source.config if self.method.needs_reference else None
+        self.engine_plan = plan_engines(args, config, reference)
 
     def _prepare_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
         args = self.args
@@ -150,7 +151,7 @@ class AlignmentTrainer:
                 world_size=world_size(),
                 batch_size=args.per_device_train_batch_size,
                 accumulation=args.gradient_accumulation_steps,
-                seed=args.data_seed if args.data_seed is not None else args.seed,
+                seed=order_seed(args),
                 draw_partners=self.method.draws_partners,
                 stratify=args.stratify_labels,
                 drop_last=args.dataloader_drop_last,
@@ -247,7 +248,7 @@ class AlignmentTrainer:
         """Whether this is the first rank."""
         return rank() == 0
 
-    def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
+    def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write model and tokenizer as a Hugging Face folder, whatever the ZeRO stage. All ranks must call it."""
         self._build(None)
         assert self.model is not None

@@ -48,10 +48,15 @@ def limits_of(options: AlignmentConfig) -> Limits:
     )
 
 
+def order_seed(options: AlignmentConfig) -> int:
+    """The seed of the order of the rows and of their partners."""
+    return options.seed if options.data_seed is None else options.data_seed
+
+
 def prepare_data(
     load: Callable[[], Any], limit: int | None, method: Method, tokenizer: Any, options: AlignmentConfig, where: str
 ) -> PreparedData:
-    """Tokenise a dataset (or read it from the cache) and print what was kept and dropped.
+    """Tokenise a dataset on local rank 0, or find it in the cache; read it on every rank.
 
     Args:
         load: gives a Dataset or a list of rows; called on local rank 0 only.

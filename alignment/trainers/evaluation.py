@@ -10,6 +10,7 @@ from alignment.data.windows import evaluation_plan
 from alignment.engines.launch_env import rank, world_size
 from alignment.reporting.metrics import means
 from alignment.reporting.progress import Progress
+from alignment.trainers.data_setup import order_seed
 
 if TYPE_CHECKING:
     from alignment.trainers.base import AlignmentTrainer
@@ -27,7 +28,7 @@ def evaluate(trainer: AlignmentTrainer, data: PreparedData, prefix: str) -> dict
         data.table,
         world_size=world_size(),
         batch_size=args.eval_batch_size,
-        seed=args.data_seed if args.data_seed is not None else args.seed,
+        seed=order_seed(args),
         draw_partners=method.draws_partners,
         max_tokens=args.max_tokens_per_batch,
     )

@@ -120,27 +120,39 @@ class EnginePlan:
         return f"{text}; reference: {own}, {self.placement} ({cost})"
 
 
-def plan_engines(options: AlignmentConfig, config: PretrainedConfig, needs_reference: bool) -> EnginePlan:
+def plan_engines(
+    options: AlignmentConfig, policy: PretrainedConfig, reference_model: PretrainedConfig | None
+) -> EnginePlan:
     """Build every DeepSpeed configuration of the run.
+
+    Args:
+        options: the run's.
+        policy: the policy's configuration.
+        reference_model: the reference's, which may be of another size; None for a method without one.
 
     Raises:
         OptionError: a key or value of the JSON files that DeepSpeed would ignore or that contradicts the options.
     """
     base = load_deepspeed_config(options.deepspeed, "zero2")
     dtypes = plan_dtypes(options, base)
-    world, hidden = world_size(), config.get_text_config().hidden_size
-    placement = reference_placement(options) if needs_reference else "none"
-    frozen = {"options": options, "plan": dtypes, "world_size": world, "hidden_size": hidden}
-    micro_batch = options.per_device_train_batch_size
+    world, width = world_size(), policy.get_text_config().hidden_size
+    placement = reference_placement(options) if reference_model is not None else "none"
+    frozen: dict[str, Any] = {
+        "options": options,
+        "plan": dtypes,
+        "world_size": world,
+        "micro_batch": options.per_device_train_batch_size,
+    }
     reference = None
-    if needs_reference:
+    if reference_model is not None:
         own = None if options.ref_deepspeed is None else load_deepspeed_config(options.ref_deepspeed, "")
-        reference = frozen_config(base=own, placement=placement, micro_batch=micro_batch, **frozen)
+        reference_width = reference_model.get_text_config().hidden_size
+        reference = frozen_config(base=own, placement=placement, hidden_size=reference_width, **frozen)
     elif options.ref_deepspeed is not None:
         raise OptionError(f"ref_deepspeed: {options.method} has no reference model; remove ref_deepspeed")
     # Evaluation alone needs no optimizer: a frozen engine that lives where the policy's parameters would.
-    alone = frozen_config(base=None, placement=placement_of(base), micro_batch=micro_batch, **frozen)
-    return EnginePlan(dtypes, policy_config(options, base, dtypes, world, hidden), alone, reference, placement)
+    alone = frozen_config(base=None, placement=placement_of(base), hidden_size=width, **frozen)
+    return EnginePlan(dtypes, policy_config(options, base, dtypes, world, width), alone, reference, placement)
 
 
 def build_engine(
