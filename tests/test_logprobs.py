@@ -31,6 +31,18 @@ def dense(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, 
     return torch.log_softmax(logits, -1)[torch.arange(len(targets)), targets]
 
 
+def dense_stats(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, transform: LogitTransform
+) -> Tensor:
+    """(3, N) entropy, mean logit and whether the target was the likeliest, in float64."""
+    logits = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
+    logits = logits * transform.scale
+    if transform.softcap is not None:
+        logits = transform.softcap * torch.tanh(logits / transform.softcap)
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    return torch.stack((entropy, logits.mean(-1), (logits.argmax(-1) == targets).double()))
+
+
 def problem(
     tokens: int, width: int, vocabulary: int, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
@@ -49,15 +61,20 @@ def test_values_and_gradients_against_dense_float64(name: str, bias: bool, train
     transform = TRANSFORMS[name]
     hidden, weight, offset, targets, upstream = problem(700, 24, 333, bias)
     wide = [None if t is None else t.double().requires_grad_() for t in (hidden, weight, offset)]
-    expected = dense(wide[0], wide[1], wide[2], targets, transform)
-    expected.backward(upstream.double())
-
     hidden.requires_grad_()
     for parameter in (weight, offset):
         if parameter is not None:
             parameter.requires_grad_(trained)
     # A small budget: three tiles forward, several slices of the vocabulary backward.
-    found = token_logprobs(hidden, weight, offset, targets, transform, tile_bytes=6 * 333 * 100)
+    targets[:300] = (hidden @ weight.T).argmax(1)[:300]
+    expected = dense(wide[0], wide[1], wide[2], targets, transform)
+    expected.backward(upstream.double())
+    found, stats = token_logprobs(hidden, weight, offset, targets, transform, tile_bytes=6 * 333 * 100, stats=True)
+    assert stats is not None and not any(part.requires_grad for part in stats)
+    measured = dense_stats(
+        hidden.detach(), weight.detach(), None if offset is None else offset.detach(), targets, transform
+    )
+    torch.testing.assert_close(torch.stack(tuple(stats)).double(), measured, rtol=1e-4, atol=1e-4)
     found.backward(upstream)
 
     assert found.dtype == torch.float32
@@ -71,18 +88,31 @@ def test_values_and_gradients_against_dense_float64(name: str, bias: bool, train
         assert float(error) < 1e-5
 
 
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_statistics_without_gradients(name: str, bias: bool) -> None:
+    hidden, weight, offset, targets, _ = problem(700, 24, 333, bias)
+    with torch.no_grad():
+        _, stats = token_logprobs(hidden, weight, offset, targets, TRANSFORMS[name], 6 * 333 * 100, stats=True)
+    assert stats is not None
+    measured = dense_stats(hidden, weight, offset, targets, TRANSFORMS[name])
+    torch.testing.assert_close(torch.stack(tuple(stats)).double(), measured, rtol=1e-5, atol=1e-5)
+
+
 def test_gradcheck_in_float64() -> None:
     hidden, weight, offset, targets, _ = problem(5, 4, 11, True)
     assert offset is not None
     inputs = [t.double().requires_grad_() for t in (hidden, weight, offset)]
-    assert torch.autograd.gradcheck(lambda h, w, b: token_logprobs(h, w, b, targets, LogitTransform(0.7, 2.0)), inputs)
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: token_logprobs(h, w, b, targets, LogitTransform(0.7, 2.0))[0], inputs
+    )
 
 
 def test_no_tokens_still_reach_every_parameter() -> None:
     hidden, weight, _, targets, _ = problem(0, 8, 50, False)
     hidden.requires_grad_()
     weight.requires_grad_()
-    logps = token_logprobs(hidden, weight, None, targets)
+    logps, _ = token_logprobs(hidden, weight, None, targets)
     logps.sum().backward()
     assert logps.shape == (0,)
     assert weight.grad is not None and float(weight.grad.abs().max()) == 0.0
@@ -97,7 +127,8 @@ def test_bf16_keeps_fp32_logps(trained: bool) -> None:
     wide_hidden, wide_weight = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     expected = dense(wide_hidden, wide_weight, None, targets, LogitTransform())
     expected.backward(upstream.double())
-    found = token_logprobs(hidden, weight, None, targets)
+    found, stats = token_logprobs(hidden, weight, None, targets)
+    assert stats is None
     found.backward(upstream)
     assert found.dtype == torch.float32
     assert float((found - expected).detach().abs().max()) < 1e-4
@@ -131,7 +162,9 @@ def test_never_half_of_the_logits(tokens: int, trained: bool) -> None:
     hidden.requires_grad_()
     weight.requires_grad_(trained)
     with LargestTensor() as largest:
-        token_logprobs(hidden, weight, None, targets).backward(upstream)
+        token_logprobs(hidden, weight, None, targets, stats=True)[0].backward(upstream)
+        with torch.no_grad():
+            token_logprobs(hidden, weight, None, targets, stats=True)
     assert 0 < largest.elements < tokens * vocabulary // 2
 
 
@@ -228,7 +261,12 @@ def test_fallback_for_an_unknown_head(longest: int) -> None:
     hidden.requires_grad_()
     calls: list[int] = []
     head.register_forward_hook(lambda *_: calls.append(1))
-    found = checkpointed_logprobs(head, hidden, targets, TRANSFORMS["capped"], 6 * 333 * 100, longest)
+    found, stats = checkpointed_logprobs(
+        head, hidden, targets, TRANSFORMS["capped"], 6 * 333 * 100, longest, stats=True
+    )
+    assert stats is not None
+    measured = dense_stats(wide_hidden.detach(), 2 * wide_weight.detach(), None, targets, TRANSFORMS["capped"])
+    torch.testing.assert_close(torch.stack(tuple(stats)).double(), measured, rtol=1e-5, atol=1e-5)
     assert len(calls) == -(-longest // tile_length(longest, 333, 6 * 333 * 100))
     found.backward(upstream)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)

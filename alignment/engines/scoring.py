@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
@@ -18,6 +18,20 @@ from alignment.data.batching import Batch
 from alignment.engines.collectives import device
 from alignment.engines.release import balanced_module_stack, forget_partitioned
 from alignment.models.scorer import CompletionScorer
+
+
+class SequenceScores(NamedTuple):
+    """Sums over the completion tokens of each sequence, (S,) fp32, and the balancing loss of a mixture of experts.
+
+    ``logps`` and the 0-dim ``aux_loss`` (0 if dense) carry the graph. The others are None unless asked for:
+    ``entropy`` in nats, ``logits`` (each token's mean over the vocabulary), ``top1`` (tokens that were the likeliest).
+    """
+
+    logps: Tensor
+    aux_loss: Tensor
+    entropy: Tensor | None = None
+    logits: Tensor | None = None
+    top1: Tensor | None = None
 
 
 class ScoringEngine:
@@ -37,20 +51,23 @@ class ScoringEngine:
         )
         self.partitioned = bool(self.engine.zero_optimization_partition_weights())
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(S,) summed completion log-probs in fp32, and the 0-dim balancing loss of a mixture of experts (else 0).
+    def forward(self, batch: Batch, stats: bool = False) -> SequenceScores:
+        """Scores of the sequences of a batch; with ``stats`` those of their distributions as well.
 
-        Both carry the graph, also when the batch holds no sequence: a rank without rows takes part in every collective
-        of the backward pass.
+        They carry a graph also when the batch holds no sequence: a rank without rows takes part in every collective of
+        the backward pass.
         """
-        output = self.engine(batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.longest)
+        output = self.engine(
+            batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.longest, stats
+        )
         zeros = output.logps.new_zeros(batch.lengths.shape[0])
-        return zeros.index_add(0, batch.segments, output.logps), output.aux_loss
+        logps, *measured = (zeros.index_add(0, batch.segments, part) for part in (output.logps, *(output.stats or ())))
+        return SequenceScores(logps, output.aux_loss, *measured)
 
     @torch.no_grad()
     def sequence_logps(self, batch: Batch) -> Tensor:
         """(S,) summed completion log-probs without graph."""
-        return self.forward(batch.to(self.device))[0]
+        return self.forward(batch.to(self.device)).logps
 
     @contextlib.contextmanager
     def sweep(self) -> Iterator[None]:

@@ -14,11 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from alignment.config.errors import ModelError
-from alignment.models.logprobs import DEFAULT_TILE_BYTES, LogitTransform, tile_length, token_logprobs
+from alignment.models.logprobs import DEFAULT_TILE_BYTES, LogitTransform, TokenStats, tile_length, token_logprobs
+
+Scored = tuple[Tensor, TokenStats | None]
 
 
 class LogProbHead(nn.Linear):
-    """A linear head: ``forward(h)`` gives logits, ``forward(h, targets)`` fp32 log-probs (see :mod:`.logprobs`)."""
+    """A linear head: ``forward(h)`` gives logits, ``forward(h, targets)`` log-probs in fp32 (see :mod:`.logprobs`)."""
 
     transform: LogitTransform
     tile_bytes: int
@@ -32,11 +34,13 @@ class LogProbHead(nn.Linear):
         head.transform, head.tile_bytes = transform, tile_bytes
         return head.train(linear.training)
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """(..., H) -> raw logits (..., V); with ``targets`` (N,), hidden (N, H) -> log-probs (N,)."""
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, targets: Tensor | None = None, stats: bool = False
+    ) -> Tensor | Scored:
+        """(..., H) -> raw logits (..., V); with ``targets`` (N,), hidden (N, H) -> log-probs (N,) and statistics."""
         if targets is None:
             return super().forward(hidden)
-        return token_logprobs(hidden, self.weight, self.bias, targets, self.transform, self.tile_bytes)
+        return token_logprobs(hidden, self.weight, self.bias, targets, self.transform, self.tile_bytes, stats)
 
 
 def logit_transform(config: PretrainedConfig) -> LogitTransform:
@@ -71,8 +75,14 @@ def install_logprob_head(model: PreTrainedModel, tile_bytes: int = DEFAULT_TILE_
 
 
 def checkpointed_logprobs(
-    head: nn.Module, hidden: Tensor, targets: Tensor, transform: LogitTransform, tile_bytes: int, longest: int
-) -> Tensor:
+    head: nn.Module,
+    hidden: Tensor,
+    targets: Tensor,
+    transform: LogitTransform,
+    tile_bytes: int,
+    longest: int,
+    stats: bool = False,
+) -> Scored:
     """The fallback for any other head: token chunks, each recomputed in the backward pass.
 
     Args:
@@ -83,20 +93,23 @@ def checkpointed_logprobs(
         tile_bytes: budget of one chunk of logits.
         longest: the largest N of any rank for this micro-batch. Every rank calls the head equally often; under ZeRO-3
             a rank with fewer calls would leave the others waiting in an all-gather.
+        stats: measure each token's distribution as well.
 
     Returns:
-        (N,) fp32 log-probs.
+        (N,) fp32 log-probs; and the statistics, or None.
     """
     width = int(getattr(head, "out_features", 0)) or 65536
     step = tile_length(longest, width, tile_bytes)
 
-    def score(chunk: Tensor, wanted: Tensor) -> Tensor:
+    def score(chunk: Tensor, wanted: Tensor) -> tuple[Tensor, ...]:
         logits = head(chunk)
         logits = transform.apply(logits.to(torch.promote_types(logits.dtype, torch.float32)))
-        return logits.gather(1, wanted[:, None])[:, 0] - logits.logsumexp(1)
+        logps = logits.gather(1, wanted[:, None])[:, 0] - logits.logsumexp(1)
+        return (logps, *TokenStats.of_logits(logits, wanted)) if stats else (logps,)
 
     parts = [
         checkpoint(score, hidden[start : start + step], targets[start : start + step], use_reentrant=False)
         for start in range(0, max(longest, 1), step)
     ]
-    return torch.cat(parts)
+    logps, *measured = (torch.cat(columns) for columns in zip(*parts))
+    return logps, TokenStats(*measured) if stats else None

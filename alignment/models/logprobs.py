@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 DEFAULT_TILE_BYTES = 256 * 2**20
 _BYTES_PER_LOGIT = 6  # an fp32 logit and a 16-bit copy of its gradient coefficient
 _SMALLEST_TILE = 16  # rows; fewer would only multiply the reading of the weight
+_STATS_ROWS = 32  # rows of a tile whose probabilities are multiplied by their logarithms at once
 _CAST_SLICE = 4096  # vocabulary rows cast to fp32 at once where a product cannot accumulate wider than its input
 
 
@@ -83,35 +84,86 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: Logi
     return transform.apply_(logits)
 
 
+class TokenStats(NamedTuple):
+    """What is known of each token's distribution besides its log-prob; (N,) each, without graph.
+
+    ``entropy``: in nats. ``logits``: mean of the logits over the vocabulary. ``top1``: 1.0 where the target was the
+    likeliest token.
+    """
+
+    entropy: Tensor
+    logits: Tensor
+    top1: Tensor
+
+    @classmethod
+    def of_logits(cls, logits: Tensor, targets: Tensor) -> TokenStats:
+        """From the whole (N, V) matrix of transformed logits."""
+        logits = logits.detach()
+        chosen = logits.gather(1, targets[:, None])[:, 0]
+        lse = logits.logsumexp(1)
+        expected = (logits.sub(lse[:, None]).exp_() * logits).sum(1)
+        return cls(lse - expected, logits.mean(1), (chosen >= logits.amax(1)).to(logits.dtype))
+
+
 class _Tile(NamedTuple):
-    """Log-probs (C,), log-sum-exps (C,) and, if asked for, d logp / d hidden (C, H) of one tile of tokens."""
+    """Log-probs and log-sum-exps (C,) of a tile and, if asked for, d logp / d hidden (C, H) and statistics (3, C)."""
 
     logps: Tensor
     lse: Tensor
     jacobian: Tensor | None
+    stats: Tensor | None
 
 
 def _score_tile(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, transform: LogitTransform, jacobian: bool
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    transform: LogitTransform,
+    jacobian: bool,
+    stats: bool,
 ) -> _Tile:
     logits = _logits(hidden, weight, bias, transform)
     chosen = logits.gather(1, targets[:, None])
     slope = transform.derivative(logits) if jacobian else 1.0
     largest = logits.amax(1, keepdim=True)
+    mean = logits.mean(1) if stats else None
     # exp in place: the tile becomes the unnormalised probabilities, and no second tile is allocated.
     total = logits.sub_(largest).exp_().sum(1, keepdim=True)
     lse = largest + total.log()
-    if not jacobian:
-        return _Tile((chosen - lse)[:, 0], lse[:, 0], None)
-    coefficients = logits.div_(-total)
-    coefficients.scatter_add_(1, targets[:, None], torch.ones_like(chosen))
+    logps = (chosen - lse)[:, 0]
+    # Of linear logits the expected one is h . E[W] = z[y] - h . J, so the entropy is nearly free where J is there.
+    linear = jacobian and transform.softcap is None and bias is None
+    entropy = _entropy(logits, total) if stats and not linear else logps
+    rows = None
+    if jacobian:
+        rows = _jacobian(logits, total, targets, weight, slope)
+        if linear and stats:
+            entropy = (hidden * rows).sum(1) - logps
+    measured = None if mean is None else torch.stack((entropy, mean, (chosen >= largest)[:, 0].to(mean.dtype)))
+    return _Tile(logps, lse[:, 0], None if rows is None else rows.to(hidden.dtype), measured)
+
+
+def _entropy(unnormalised: Tensor, total: Tensor) -> Tensor:
+    """(C,) entropies in nats from exp(z - max) (C, V) and its row sums (C, 1), without a second tile."""
+    parts = unnormalised.split(_STATS_ROWS)
+    expected = torch.cat([torch.xlogy(part, part).sum(1) for part in parts]) / total[:, 0]
+    return total.log()[:, 0] - expected
+
+
+def _jacobian(unnormalised: Tensor, total: Tensor, targets: Tensor, weight: Tensor, slope: Tensor | float) -> Tensor:
+    """(C, H) d logp / d hidden; the tile is overwritten with the coefficients ``onehot - p``."""
+    coefficients = unnormalised.div_(-total)
+    coefficients.scatter_add_(1, targets[:, None], torch.ones_like(total))
     coefficients.mul_(slope)
-    rows = wide_product(coefficients, weight, logits.dtype)
-    return _Tile((chosen - lse)[:, 0], lse[:, 0], rows.to(hidden.dtype))
+    return wide_product(coefficients, weight, coefficients.dtype)
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """(N, H) hidden, (V, H) weight, optional (V,) bias, (N,) targets -> (N,) fp32 (fp64 for fp64 input) log-probs."""
+    """(N, H) hidden, (V, H) weight, optional (V,) bias, (N,) targets -> (N,) log-probs, (3, N) or (3, 0) statistics.
+
+    Both are fp32 (fp64 for fp64 input); only the log-probs have a graph.
+    """
 
     @staticmethod
     def forward(
@@ -123,17 +175,21 @@ class _TokenLogProbs(torch.autograd.Function):
         transform: LogitTransform,
         tile_bytes: int,
         with_graph: bool,
-    ) -> Tensor:
+        with_stats: bool,
+    ) -> tuple[Tensor, Tensor]:
         tokens = hidden.shape[0]
         jacobian = with_graph and hidden.requires_grad
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logps, lse = hidden.new_empty(tokens, dtype=wide), hidden.new_empty(tokens, dtype=wide)
+        stats = hidden.new_empty((3, tokens if with_stats else 0), dtype=wide)
         rows = torch.empty_like(hidden) if jacobian else None
         step = tile_length(tokens, weight.shape[0], tile_bytes)
         for start in range(0, tokens, step):
             part = slice(start, start + step)
-            scored = _score_tile(hidden[part], weight, bias, targets[part], transform, jacobian)
+            scored = _score_tile(hidden[part], weight, bias, targets[part], transform, jacobian, with_stats)
             logps[part], lse[part] = scored.logps, scored.lse
+            if scored.stats is not None:
+                stats[:, part] = scored.stats
             if rows is not None and scored.jacobian is not None:
                 rows[part] = scored.jacobian
         trained = with_graph and (weight.requires_grad or (bias is not None and bias.requires_grad))
@@ -142,11 +198,12 @@ class _TokenLogProbs(torch.autograd.Function):
         kept = (hidden, weight, bias, targets, lse) if trained else (None,) * 5
         ctx.save_for_backward(rows, *kept)
         ctx.transform, ctx.tile_bytes = transform, tile_bytes
-        return logps
+        ctx.mark_non_differentiable(stats)
+        return logps, stats
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         rows, hidden, weight, bias, targets, lse = ctx.saved_tensors
         grad_hidden = None if rows is None else (grad[:, None] * rows).to(rows.dtype)
         grad_weight, grad_bias = None, None
@@ -154,7 +211,7 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_weight, grad_bias = _head_gradients(
                 grad, hidden, weight, bias, targets, lse, ctx.transform, ctx.tile_bytes
             )
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _head_gradients(
@@ -196,7 +253,8 @@ def token_logprobs(
     targets: Tensor,
     transform: LogitTransform = LogitTransform(),
     tile_bytes: int = DEFAULT_TILE_BYTES,
-) -> Tensor:
+    stats: bool = False,
+) -> tuple[Tensor, TokenStats | None]:
     """``log softmax(f(hidden @ weight.T + bias))[targets]`` without the (N, V) matrix, forward or backward.
 
     Args:
@@ -206,9 +264,11 @@ def token_logprobs(
         targets: (N,) int64 token ids in [0, V).
         transform: scale and soft cap of this model's logits.
         tile_bytes: budget of the largest temporary.
+        stats: measure each token's distribution as well.
 
     Returns:
-        (N,) log-probs in fp32 (fp64 for fp64 input), whatever the input dtype.
+        (N,) log-probs in fp32 (fp64 for fp64 input), whatever the input dtype; and the statistics, or None.
     """
     with_graph = torch.is_grad_enabled()
-    return _TokenLogProbs.apply(hidden, weight, bias, targets, transform, tile_bytes, with_graph)  # type: ignore[no-any-return]
+    logps, measured = _TokenLogProbs.apply(hidden, weight, bias, targets, transform, tile_bytes, with_graph, stats)  # type: ignore[no-untyped-call]
+    return logps, TokenStats(*measured) if stats else None

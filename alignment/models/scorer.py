@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from alignment.config.errors import ModelError, OptionError
-from alignment.models.head import LogProbHead, checkpointed_logprobs, install_logprob_head, logit_transform
-from alignment.models.logprobs import DEFAULT_TILE_BYTES
+from alignment.models.head import LogProbHead, Scored, checkpointed_logprobs, install_logprob_head, logit_transform
+from alignment.models.logprobs import DEFAULT_TILE_BYTES, TokenStats
 
 
 class ScorerOutput(NamedTuple):
-    """``logps`` (N,) fp32 with graph; ``aux_loss`` 0-dim with graph (0 if dense); ``stats`` detached tensors."""
+    """``logps`` (N,) fp32 with graph; ``aux_loss`` 0-dim with graph (0 if dense); ``stats`` without, if asked for."""
 
     logps: Tensor
     aux_loss: Tensor
-    stats: dict[str, Tensor]
+    stats: TokenStats | None
 
 
 class CompletionScorer(nn.Module):
@@ -53,6 +53,7 @@ class CompletionScorer(nn.Module):
         positions: Tensor,
         targets: Tensor,
         longest: int,
+        stats: bool = False,
     ) -> ScorerOutput:
         """Score the tokens ``targets`` from the hidden states at ``positions``.
 
@@ -62,6 +63,7 @@ class CompletionScorer(nn.Module):
             positions: (N,) int64 into the flattened (B*T) hidden states: the position *before* each target.
             targets: (N,) int64 token ids.
             longest: the largest N of any rank for this micro-batch.
+            stats: measure each token's distribution as well.
         """
         moe = {} if self.balancing_loss is None else {"output_router_logits": True}
         # Without a mask attention takes its causal fast path. With padding on the right nothing that is scored can see
@@ -70,17 +72,17 @@ class CompletionScorer(nn.Module):
         outputs = decoder(input_ids=input_ids, use_cache=False, return_dict=True, **moe)
         states = outputs.last_hidden_state
         states = states.reshape(-1, states.shape[-1]).index_select(0, positions)
-        logps = self._logprobs(states, targets, longest)
+        logps, measured = self._logprobs(states, targets, longest, stats)
         aux_loss = logps.new_zeros(())
         if self.balancing_loss is not None:
             aux_loss = self.balancing_loss(outputs.router_logits, attention_mask)
-        return ScorerOutput(logps, aux_loss, {})
+        return ScorerOutput(logps, aux_loss, measured)
 
-    def _logprobs(self, hidden: Tensor, targets: Tensor, longest: int) -> Tensor:
+    def _logprobs(self, hidden: Tensor, targets: Tensor, longest: int, stats: bool) -> Scored:
         head = self.model.get_output_embeddings()
         if isinstance(head, LogProbHead):
-            return head(hidden, targets)
-        return checkpointed_logprobs(head, hidden, targets, self.transform, self.tile_bytes, longest)
+            return head(hidden, targets, stats)
+        return checkpointed_logprobs(head, hidden, targets, self.transform, self.tile_bytes, longest, stats)
 
 
 def balancing_loss(model: PreTrainedModel) -> Callable[[tuple[Tensor, ...], Tensor], Tensor]:

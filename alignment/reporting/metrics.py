@@ -48,11 +48,18 @@ class MetricSums:
         return {name: (sums[i], counts[i]) for name, i in self._index.items()}
 
 
-def means(items: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Means of the metrics that have something to average, and ``rewards/margins`` where both classes are there."""
+def means(items: Mapping[str, tuple[float, float]], sums: bool = False) -> dict[str, float]:
+    """Means of the metrics that have something to average, and ``rewards/margins`` where both classes are there.
+
+    With ``sums`` also ``count/chosen``, ``count/rejected`` and the sums of each class, as ``rewards/chosen_sum`` ….
+    """
     result = {name: total / count for name, (total, count) in items.items() if count}
     if "rewards/chosen" in result and "rewards/rejected" in result:
         result["rewards/margins"] = result["rewards/chosen"] - result["rewards/rejected"]
+    if sums:
+        sides = {name: item for name, item in items.items() if name.endswith(("/chosen", "/rejected"))}
+        result |= {name.replace("rewards", "count"): n for name, (_, n) in sides.items() if "rewards" in name}
+        result |= {f"{name}_sum": total for name, (total, _) in sides.items()}
     return result
 
 
@@ -68,9 +75,12 @@ class MetricHistory:
             before = self._items.get(name, (0.0, 0.0))
             self._items[name] = (before[0] + total, before[1] + count)
 
-    def pop(self) -> dict[str, float]:
-        """The means since the last call."""
-        result, self._items = means(self._items), {}
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+    def pop(self, sums: bool = False) -> dict[str, float]:
+        """The means since the last call; with ``sums`` those of :func:`means` as well."""
+        result, self._items = means(self._items, sums), {}
         return result
 
     def state_dict(self) -> dict[str, Any]:

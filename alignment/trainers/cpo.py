@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from alignment.config.cpo import CPOConfig
 from alignment.data.batching import AnyBatch, Batch, Collate, PairedBatch, collate_paired
 from alignment.data.windows import WindowCounts
-from alignment.objectives.cpo import LENGTH_NORMALISED, cpo_loss, nll
+from alignment.engines.scoring import SequenceScores
+from alignment.objectives.cpo import LENGTH_NORMALISED, cpo_loss
+from alignment.objectives.likelihood import nll
 from alignment.reporting.metrics import MetricSums
 from alignment.trainers.base import AlignmentTrainer
 from alignment.trainers.method import Method, RowLosses
@@ -27,7 +27,10 @@ class CPOMethod(Method):
         "rewards/accuracies",
         "logps/chosen",
         "logps/rejected",
+        "logits/chosen",
+        "logits/rejected",
         "nll_loss",
+        "entropy",
     )
     options: CPOConfig
 
@@ -40,10 +43,11 @@ class CPOMethod(Method):
         return batch.pairs
 
     def losses(
-        self, batch: AnyBatch, index: int, logps: Tensor, swept: Any, counts: WindowCounts, sums: MetricSums
+        self, batch: AnyBatch, index: int, scores: SequenceScores, swept: Any, counts: WindowCounts, sums: MetricSums
     ) -> RowLosses:
         assert isinstance(batch, PairedBatch)
-        options, pairs = self.options, len(batch.rows)
+        options, pairs, logps = self.options, len(batch.rows), scores.logps
+        assert scores.entropy is not None and scores.logits is not None
         lengths = batch.pairs.lengths.to(logps.device)
         result = cpo_loss(
             logps[:pairs],
@@ -65,7 +69,10 @@ class CPOMethod(Method):
             ("rewards/accuracies", won, pairs),
             ("logps/chosen", shown[:pairs].sum(), pairs),
             ("logps/rejected", shown[pairs:].sum(), pairs),
+            ("logits/chosen", scores.logits[:pairs].sum(), lengths[:pairs].sum()),
+            ("logits/rejected", scores.logits[pairs:].sum(), lengths[pairs:].sum()),
             ("nll_loss", nll_sum, nll_count),
+            ("entropy", scores.entropy.sum(), lengths.sum()),
         ):
             sums.add(name, total, count)
         local = result.losses.sum() / counts.rows

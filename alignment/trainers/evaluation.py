@@ -40,7 +40,7 @@ def evaluate(trainer: AlignmentTrainer, data: PreparedData, prefix: str) -> dict
     finally:
         progress.close()
     seconds = time.monotonic() - start
-    result = {f"{prefix}_{name}": value for name, value in means(items).items()}
+    result = {f"{prefix}_{name}": value for name, value in means(items, method.logs_sums).items()}
     return result | {
         f"{prefix}_runtime": seconds,
         f"{prefix}_samples_per_second": plan.counts.rows / seconds,

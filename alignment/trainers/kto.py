@@ -13,6 +13,7 @@ from alignment.data.batching import AnyBatch, Batch, Collate, UnpairedBatch, col
 from alignment.data.windows import WindowCounts
 from alignment.engines.collectives import sum_over_ranks
 from alignment.engines.phases import Phases
+from alignment.engines.scoring import SequenceScores
 from alignment.objectives.kto import kto_kl, kto_loss
 from alignment.reporting.metrics import MetricSums
 from alignment.trainers.base import AlignmentTrainer
@@ -30,7 +31,12 @@ class KTOMethod(Method):
     name = "kto"
     kind = "unpaired"
     completions = ("completion_ids",)
-    metrics = ("kl", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")
+    metrics = (
+        "kl",
+        "entropy",
+        *(f"{what}/{side}" for what in ("rewards", "logps", "logits") for side in ("chosen", "rejected")),
+    )
+    logs_sums = True
     options: KTOConfig
 
     @property
@@ -85,10 +91,16 @@ class KTOMethod(Method):
         return _Swept(kl.float(), matched)
 
     def losses(
-        self, batch: AnyBatch, index: int, logps: Tensor, swept: _Swept, counts: WindowCounts, sums: MetricSums
+        self,
+        batch: AnyBatch,
+        index: int,
+        scores: SequenceScores,
+        swept: _Swept,
+        counts: WindowCounts,
+        sums: MetricSums,
     ) -> RowLosses:
         assert isinstance(batch, UnpairedBatch)
-        labels = batch.labels.to(logps.device)
+        logps, labels = scores.logps, batch.labels.to(scores.logps.device)
         result = kto_loss(
             logps,
             swept.reference[index],
@@ -99,10 +111,15 @@ class KTOMethod(Method):
             desirable_weight=self.options.desirable_weight,
             undesirable_weight=self.options.undesirable_weight,
         )
+        lengths = batch.matched.lengths.to(logps.device)
+        assert scores.entropy is not None and scores.logits is not None
+        sums.add("entropy", scores.entropy.sum(), lengths.sum())
         for name, members in (("chosen", labels), ("rejected", ~labels)):
             # Masked, not indexed: an index of unknown size would make the host wait for the device.
-            sums.add(f"rewards/{name}", result.rewards.where(members, 0).sum(), members.sum())
-            sums.add(f"logps/{name}", logps.where(members, 0).sum(), members.sum())
+            rows, tokens = members.sum(), lengths.where(members, 0).sum()
+            sums.add(f"rewards/{name}", result.rewards.where(members, 0).sum(), rows)
+            sums.add(f"logps/{name}", logps.where(members, 0).sum(), rows)
+            sums.add(f"logits/{name}", scores.logits.where(members, 0).sum(), tokens)
         return RowLosses(result.losses.sum() / counts.rows, result.losses.detach())
 
 

@@ -14,7 +14,7 @@ from alignment.data.batching import AnyBatch, Batch, Collate
 from alignment.data.formats import Kind
 from alignment.data.windows import WindowCounts
 from alignment.engines.phases import Phases
-from alignment.engines.scoring import ScoringEngine
+from alignment.engines.scoring import ScoringEngine, SequenceScores
 from alignment.reporting.metrics import MetricSums
 
 
@@ -58,6 +58,7 @@ class Method(ABC):
     kind: ClassVar[Kind]
     completions: ClassVar[tuple[str, ...]]
     metrics: ClassVar[tuple[str, ...]]
+    logs_sums: ClassVar[bool] = False  # log sums and counts of each class beside the means
 
     def __init__(self, options: AlignmentConfig) -> None:
         self.options = options
@@ -98,14 +99,14 @@ class Method(ABC):
 
     @abstractmethod
     def losses(
-        self, batch: AnyBatch, index: int, logps: Tensor, swept: Any, counts: WindowCounts, sums: MetricSums
+        self, batch: AnyBatch, index: int, scores: SequenceScores, swept: Any, counts: WindowCounts, sums: MetricSums
     ) -> RowLosses:
         """Loss of one micro-batch; metrics go to ``sums``.
 
         Args:
             batch: on the host.
             index: number of the micro-batch in its window.
-            logps: (S,) of :meth:`scored`'s sequences.
+            scores: of :meth:`scored`'s sequences, with statistics.
             swept: what :meth:`sweep` returned.
             counts: global counts of the window.
             sums: this window's accumulator.

@@ -45,7 +45,13 @@ class WindowPass:
         return self.models.policy.device
 
     def __call__(
-        self, plan: WindowPlan, batches: Sequence[AnyBatch], source_rows: Callable[[int], int], *, train: bool
+        self,
+        plan: WindowPlan,
+        batches: Sequence[AnyBatch],
+        source_rows: Callable[[int], Any],
+        *,
+        train: bool,
+        between: Callable[[], None] = lambda: None,
     ) -> Items:
         """Losses and metrics of the window; with ``train`` its gradient is left in the engine, not yet applied.
 
@@ -54,6 +60,7 @@ class WindowPass:
             batches: this rank's micro-batches of it.
             source_rows: from a row id to the row's number in the user's data, for messages.
             train: accumulate gradients; the policy must then be a :class:`PolicyEngine`.
+            between: called after the backward pass of each micro-batch but the last.
 
         Returns:
             ``{name: (sum, count)}`` over all ranks, the same on each.
@@ -71,7 +78,10 @@ class WindowPass:
                 record.tokens += self.method.scored(batch).tokens
                 if isinstance(policy, PolicyEngine) and train:
                     local = self._micro_batch(batch, index, plan, swept, sums, losses)
-                    policy.backward(local, last=index == len(batches) - 1)
+                    last = index == len(batches) - 1
+                    policy.backward(local, last=last)
+                    if not last:
+                        between()
                 else:
                     with policy.sweep():
                         self._micro_batch(batch, index, plan, swept, sums, losses)
@@ -85,13 +95,13 @@ class WindowPass:
         self, batch: AnyBatch, index: int, plan: WindowPlan, swept: Any, sums: MetricSums, losses: list[Any]
     ) -> Tensor:
         scored = self.method.scored(batch).to(self.device)
-        logps, aux_loss = self.models.policy.forward(scored)
-        result = self.method.losses(batch, index, logps, swept, plan.counts, sums)
+        scores = self.models.policy.forward(scored, stats=True)
+        result = self.method.losses(batch, index, scores, swept, plan.counts, sums)
         local = result.local
         if self.aux_coefficient is not None:
             # A product of batch means has no exact sum over micro-batches: weighted by their share of tokens.
             tokens = scored.attention_mask.sum() if batch.rows else 0
-            share = aux_loss * (tokens / plan.counts.sequence_tokens)
+            share = scores.aux_loss * (tokens / plan.counts.sequence_tokens)
             local = local + self.aux_coefficient * share
             sums.add_part("aux_loss", share)
         sums.add_part("loss", local)
@@ -100,7 +110,7 @@ class WindowPass:
 
 
 def _non_finite(
-    loss: float, losses: list[tuple[tuple[int, ...], Tensor]], source_rows: Callable[[int], int]
+    loss: float, losses: list[tuple[tuple[int, ...], Tensor]], source_rows: Callable[[int], Any]
 ) -> NonFiniteLoss:
     own = [row for rows, values in losses for row, value in zip(rows, values.tolist()) if not math.isfinite(value)]
     rows = sorted(source_rows(row) for part in gathered(own) for row in part)
