@@ -11,18 +11,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from alignment.config.cpo import CPOConfig
     from alignment.config.kto import KTOConfig
+    from alignment.config.sft import SFTConfig
     from alignment.trainers.cpo import CPOTrainer
     from alignment.trainers.kto import KTOTrainer
+    from alignment.trainers.sft import SFTTrainer
 
 __version__ = "0.1.0"
 
-__all__ = ["CPOConfig", "CPOTrainer", "KTOConfig", "KTOTrainer", "__version__"]
+__all__ = ["CPOConfig", "CPOTrainer", "KTOConfig", "KTOTrainer", "SFTConfig", "SFTTrainer", "__version__"]
 
 _HOMES = {
     "CPOConfig": "alignment.config.cpo",
     "CPOTrainer": "alignment.trainers.cpo",
     "KTOConfig": "alignment.config.kto",
     "KTOTrainer": "alignment.trainers.kto",
+    "SFTConfig": "alignment.config.sft",
+    "SFTTrainer": "alignment.trainers.sft",
 }
 
 

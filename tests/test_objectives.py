@@ -14,8 +14,9 @@ from alignment.config import cpo as config_cpo
 from alignment.config import kto as config_kto
 from alignment.objectives import cpo as objectives_cpo
 from alignment.objectives import kto as objectives_kto
-from alignment.objectives.cpo import cpo_loss, nll
+from alignment.objectives.cpo import cpo_loss
 from alignment.objectives.kto import kto_kl, kto_loss
+from alignment.objectives.likelihood import nll
 
 KTO_CASES: list[dict[str, Any]] = [
     {"loss_type": "kto", "beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},

@@ -17,7 +17,6 @@ _MARGIN_LOSSES = ("simpo", "alphapo")
 _SMOOTHED_LOSSES = ("sigmoid", "simpo", "alphapo")
 _ALPHAPO_ALPHA = 0.25
 _DEFAULT_GAMMA = 0.5
-_REFERENCE_OPTIONS = ("ref_model_name_or_path", "ref_model_init_kwargs", "ref_deepspeed")
 
 
 @dataclass(kw_only=True)
@@ -47,7 +46,7 @@ class CPOConfig(SequenceOptions, AlignmentConfig):
         checks.check_lengths(self, rows_per_unit=2)
         checks.positive(self, "beta")
         checks.at_least(self, 0, "cpo_alpha", "simpo_gamma")
-        self._check_reference()
+        checks.refuse_reference(self, "CPO")
         if not 0 <= self.label_smoothing < 0.5:
             raise OptionError(f"{shown('label_smoothing', self.label_smoothing)}: set it to 0 or more and below 0.5")
         if self.label_smoothing and self.loss_type not in _SMOOTHED_LOSSES:
@@ -67,17 +66,6 @@ class CPOConfig(SequenceOptions, AlignmentConfig):
             self.alpha = _ALPHAPO_ALPHA if self.loss_type == "alphapo" else 0.0
         if self.cpo_alpha is None:
             self.cpo_alpha = 0.0 if self.loss_type == "alphapo" else 1.0
-
-    def _check_reference(self) -> None:
-        if self.ref_placement not in (None, "none"):
-            raise OptionError(
-                f"{shown('ref_placement', self.ref_placement)}: CPO has no reference model; leave it out"
-            )
-        for name in _REFERENCE_OPTIONS:
-            if getattr(self, name) is not None:
-                raise OptionError(f"{shown(name, getattr(self, name))}: CPO has no reference model; leave it out")
-        if self.stratify_labels:
-            raise OptionError("stratify_labels=True: CPO's pairs have no labels to deal out evenly; leave it out")
 
     def _without_effect(self, name: str, losses: tuple[str, ...]) -> OptionError:
         return OptionError(

@@ -7,9 +7,10 @@ import dataclasses
 from alignment.config.cpo import CPOConfig
 from alignment.config.kto import KTOConfig
 from alignment.config.options import AlignmentConfig
+from alignment.config.sft import SFTConfig
 
-METHODS: dict[str, type[AlignmentConfig]] = {"kto": KTOConfig, "cpo": CPOConfig}
-PLANNED = ("online_dpo", "reward", "sft")
+METHODS: dict[str, type[AlignmentConfig]] = {"kto": KTOConfig, "cpo": CPOConfig, "sft": SFTConfig}
+PLANNED = ("online_dpo", "reward")
 
 
 def option_names(cls: type[AlignmentConfig]) -> set[str]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from alignment.data.windows import MicroBatch, RowTable, WindowPlan, WindowSampler
 
+_PIECE = 10_000  # rows whose lengths are read at a time
 TokenIds = Sequence[int]
 Self = TypeVar("Self", bound="_OnDevice")
 
@@ -120,7 +121,15 @@ class PairedBatch(_OnDevice):
     pairs: Batch
 
 
-AnyBatch = UnpairedBatch | PairedBatch
+@dataclass(frozen=True)
+class SingleBatch(_OnDevice):
+    """Answers to imitate: ``answers`` holds one sequence per row."""
+
+    rows: tuple[int, ...]
+    answers: Batch
+
+
+AnyBatch = UnpairedBatch | PairedBatch | SingleBatch
 Collate = Callable[[Dataset, RowTable, WindowPlan, int, int], AnyBatch]
 
 
@@ -151,21 +160,29 @@ def collate_paired(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: i
     return PairedBatch(rows=own.rows, pairs=collate(sequences, plan.longest[micro]))
 
 
+def collate_single(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> SingleBatch:
+    """The tensors of one rank's micro-batch of answers to imitate."""
+    own = plan.micro_batches[micro][rank]
+    data = dataset[list(own.rows)]
+    return SingleBatch(own.rows, collate(list(zip(data["prompt_ids"], data["completion_ids"])), plan.longest[micro]))
+
+
 def row_table(dataset: Dataset, completions: Sequence[str], max_length: int | None) -> RowTable:
     """Lengths, labels and prompt keys of a tokenised dataset, read from Arrow without decoding the tokens."""
-    columns = dataset.with_format("arrow")[:]
-
-    def lengths(name: str) -> np.ndarray:
-        return pc.list_value_length(columns[name]).to_numpy().astype(np.int64)
-
-    def optional(name: str) -> np.ndarray | None:
-        return columns[name].to_numpy() if name in columns.column_names else None
-
+    wanted = ["prompt_ids", *completions, *(n for n in ("label", "prompt_key") if n in dataset.column_names)]
+    pieces: dict[str, list[np.ndarray]] = {name: [] for name in wanted}
+    # In pieces: a dataset of drawn rows copies what it is asked for.
+    for table in dataset.with_format("arrow").iter(_PIECE):
+        for name, arrays in pieces.items():
+            column = table[name]
+            lengths = pc.list_value_length(column) if name.endswith("_ids") else column
+            arrays.append(lengths.to_numpy())
+    columns = {name: np.concatenate(arrays) for name, arrays in pieces.items()}
     return RowTable(
-        prompt=lengths("prompt_ids"),
-        completions=np.stack([lengths(name) for name in completions], axis=1),
-        labels=optional("label"),
-        prompt_key=optional("prompt_key"),
+        prompt=columns["prompt_ids"].astype(np.int64),
+        completions=np.stack([columns[name].astype(np.int64) for name in completions], axis=1),
+        labels=columns.get("label"),
+        prompt_key=columns.get("prompt_key"),
         max_length=max_length,
     )
 

@@ -25,16 +25,6 @@ class CPOLoss(NamedTuple):
     rejected_rewards: Tensor
 
 
-def nll(chosen_logps: Tensor, chosen_lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum (with gradient) of the negative log-likelihood of the chosen completions, and their number of tokens.
-
-    Args:
-        chosen_logps: (P,) summed completion log-probs.
-        chosen_lengths: (P,) completion tokens of each.
-    """
-    return -chosen_logps.sum(), chosen_lengths.sum().to(chosen_logps.dtype)
-
-
 def alpha_reward(mean_logps: Tensor, alpha: float) -> Tensor:
     """AlphaPO's reward shape ``(1 - p^-alpha) / alpha`` of the length-normalised likelihood p; log p at alpha 0."""
     if alpha == 0.0:
