@@ -78,7 +78,7 @@ def run_launched(
     fails with what was printed.
     """
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     environment.update(PYTHONPATH=os.pathsep.join(filter(None, paths)), OMP_NUM_THREADS="1", **(env or {}))
     command = [*launch_command(script, nproc, launcher), *map(str, args)]
     process = subprocess.Popen(

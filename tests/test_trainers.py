@@ -220,7 +220,7 @@ def test_saved_folders_load_and_hold_the_trained_weights(paths: dict[str, str], 
     trainer.save_model()
     trainer.close()
     folder = Path(args.output_dir or "")
-    assert [p.name for p in sorted(folder.glob("checkpoint-*"))] == ["checkpoint-4"]
+    assert [p.name for p in sorted(folder.glob("checkpoint-*"))] == ["checkpoint-5"]
     assert not list(folder.glob(".*")), "no partial folder is left"
     assert len({(folder / name).stat().st_mode for name in ("config.json", "model.safetensors")}) == 1
     again = AutoModelForCausalLM.from_pretrained(folder)
@@ -229,10 +229,10 @@ def test_saved_folders_load_and_hold_the_trained_weights(paths: dict[str, str], 
         logits = again(batch.input_ids).logits.log_softmax(-1).reshape(-1, again.config.vocab_size)
     found = torch.zeros(2).index_add(0, batch.segments, logits[batch.positions, batch.targets])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert AutoModelForCausalLM.from_pretrained(folder / "checkpoint-4") is not None
+    assert AutoModelForCausalLM.from_pretrained(folder / "checkpoint-5") is not None
     state = json.loads((folder / "trainer_state.json").read_text())
     assert state["global_step"] == output.global_step == 5 and state["max_steps"] == 5
-    assert json.loads((folder / "checkpoint-4" / "trainer_state.json").read_text())["global_step"] == 4
+    assert json.loads((folder / "checkpoint-5" / "trainer_state.json").read_text())["global_step"] == 5
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5]
     assert lines[0]["rows"] == 20 and lines[-1]["phases"]["learn"]["entries"] == 5

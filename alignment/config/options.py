@@ -69,6 +69,10 @@ class AlignmentConfig(
             self.per_device_eval_batch_size = self.per_device_train_batch_size
         if self.eval_steps is None:
             self.eval_steps = self.logging_steps
+        if self.load_best_model_at_end and self.metric_for_best_model is None:
+            self.metric_for_best_model = "loss"
+        if self.greater_is_better is None and self.metric_for_best_model is not None:
+            self.greater_is_better = not self.metric_for_best_model.endswith("loss")
         self.resolve()
 
     def resolve(self) -> None:

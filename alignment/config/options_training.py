@@ -31,7 +31,12 @@ class TrainingOptions:
     lr_scheduler_kwargs: dict[str, Any] | None = option(None, "Further arguments of the schedule.")
     warmup_ratio: float = option(0.0, "Share of the steps over which the learning rate rises from 0.")
     warmup_steps: int = option(0, "The same as a number of steps.")
-    optim: str = option("adamw_torch", "Optimizer: `adamw_torch`, `adamw_torch_fused` or `sgd`.")
+    optim: str = option(
+        "adamw_torch",
+        "Optimizer: `adamw_torch` (fused; also `adamw_torch_fused`), `adamw_8bit`, `paged_adamw_8bit`, "
+        "`paged_adamw_32bit` (bitsandbytes; states of 2, 2 and 8 bytes per parameter), `deepspeed_cpu_adam`, "
+        "`deepspeed_fused_adam` (compiled at first use) or `sgd`.",
+    )
     optim_args: str | dict[str, Any] | None = option(
         None, "Further arguments of the optimizer: `key=value,key=value` or a mapping."
     )
@@ -63,7 +68,9 @@ class LoggingOptions:
 
     logging_steps: int = option(10, "Optimizer steps between two lines of the log.")
     logging_first_step: bool = option(False, "Log the first step as well.")
-    report_to: str | list[str] = option("none", "Reporting integrations.")
+    report_to: str | list[str] = option(
+        "none", "transformers' reporting integrations: `tensorboard`, `wandb` …, several, or `all` that are installed."
+    )
     run_name: str | None = option(None, "Name of the run in the log.")
     disable_tqdm: bool = option(False, "No progress bar.")
     include_num_input_tokens_seen: bool = option(False, "Keep the number of tokens seen in the trainer's state.")
@@ -84,9 +91,15 @@ class SavingOptions:
     save_steps: int = option(500, "Optimizer steps between saves.")
     save_total_limit: int | None = option(None, "Keep only the newest so many checkpoint folders.")
     save_only_model: bool = option(True, "Save the model without the optimizer's state.")
-    load_best_model_at_end: bool = option(False, "End with the checkpoint that evaluated best.")
-    metric_for_best_model: str | None = option(None, "Metric that decides which checkpoint is best.")
-    greater_is_better: bool | None = option(None, "Whether a greater metric is better.")
+    load_best_model_at_end: bool = option(
+        False, "End with the weights that evaluated best; each new best is saved, whatever `save_strategy` says."
+    )
+    metric_for_best_model: str | None = option(
+        None, "Metric of the evaluation that decides which is best; unset: `loss` with `load_best_model_at_end`."
+    )
+    greater_is_better: bool | None = option(
+        None, "Whether a greater metric is better; unset: unless its name ends with `loss`."
+    )
     resume_from_checkpoint: str | bool | None = option(None, "Checkpoint folder to go on from.")
     push_to_hub: bool = option(False, "Upload the model to the Hugging Face hub.")
     hub_model_id: str | None = option(None, "Repository to upload to.")

@@ -15,6 +15,12 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
+def largest_over_ranks(values: Tensor) -> Tensor:
+    """The largest of each element over all ranks, in place; return it."""
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values
+
+
 def gathered(value: Any) -> list[Any]:
     """A picklable object of every rank, on every rank."""
     everyone: list[Any] = [None] * dist.get_world_size()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -63,6 +64,25 @@ def write_model(model: PreTrainedModel, tokenizer: Any, folder: Path, *, first_r
         raise OutputError(f"output_dir: could not write the model to {folder}: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def load_weights(model: PreTrainedModel, folder: Path, *, first_rank: bool) -> None:
+    """Replace the weights of a model inside an engine by those that :func:`write_model` saved; collective.
+
+    The first rank reads the whole model into host memory; under ZeRO-3 one parameter at a time is gathered and
+    divided again. The optimizer's copy of the weights is left as it is, so this is for the end of a run.
+    """
+    state: dict[str, Tensor] = {}
+    if first_rank:
+        with _no_progress_bar():
+            state = type(model).from_pretrained(folder, dtype=model.dtype).state_dict()
+    for name, parameter in model.named_parameters():
+        partitioned = hasattr(parameter, "ds_id")
+        with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=partitioned):
+            if first_rank:
+                parameter.data.copy_(state[name])
+        if not partitioned:
+            torch.distributed.broadcast(parameter.data, src=0)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from alignment.models.inspection import first_line
 from alignment.trainers.model_setup import ModelSource
 
 _REFUSED = {
-    "callbacks": "callbacks are not supported yet; read log.jsonl instead",
     "data_collator": "batches are planned over the whole window; give token lengths by max_length instead",
     "model_init": "not supported yet; pass the model itself",
     "compute_metrics": "not supported yet; the metrics of the method are logged",

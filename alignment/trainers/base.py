@@ -28,8 +28,10 @@ from alignment.engines.saving import write_model
 from alignment.models.inspection import check_positions
 from alignment.reporting.log import JsonlLog, strict
 from alignment.trainers.arguments import check_optimizers, load_tokenizer, named_datasets, refuse_arguments
+from alignment.trainers.best import check_best_metric
 from alignment.trainers.data_setup import PreparedData, limits_of, order_seed, prepare_data
 from alignment.trainers.evaluation import evaluate
+from alignment.trainers.events import Events, check_callbacks
 from alignment.trainers.loop import TrainingLoop, total_steps
 from alignment.trainers.method import Method, Models
 from alignment.trainers.model_setup import (
@@ -54,8 +56,9 @@ class AlignmentTrainer:
         eval_dataset: the same, or a dict of several by name.
         processing_class: the tokenizer; None loads the model's.
         tokenizer: older name of ``processing_class``.
+        callbacks: transformers' ``TrainerCallback`` s, instances or classes.
         optimizers: own ``(optimizer, scheduler)`` over the parameters of a live ``model``, or Nones.
-        **unsupported: TRL's further arguments (callbacks, adapters, collators …); each is refused by name.
+        **unsupported: TRL's further arguments (adapters, collators …); each is refused by name.
 
     Raises:
         AlignmentError: anything about options, model, tokenizer, data or folder that can be known before loading.
@@ -73,10 +76,12 @@ class AlignmentTrainer:
         eval_dataset: Any = None,
         processing_class: Any = None,
         tokenizer: Any = None,
+        callbacks: Any = None,
         optimizers: tuple[Any, Any] = (None, None),
         **unsupported: Any,
     ) -> None:
         refuse_arguments(unsupported)
+        callbacks = check_callbacks(callbacks)
         model, self.args = self._model_and_options(model, args)
         self._models: Models | None = None
         self._trainable = self._trained = False
@@ -92,8 +97,11 @@ class AlignmentTrainer:
         for source in (self.policy_source, self.reference_source):
             check_vocabulary(self.processing_class, source.config.get_text_config().vocab_size, source.name)
         self._prepare_datasets(train_dataset, eval_dataset)
+        self.events = Events(self.args, self.state, callbacks, self.processing_class)
         self.phases = Phases(device())
         self.log_file = JsonlLog(self.output_dir / "log.jsonl" if rank() == 0 else None)
+        self.events.handler.model = self.model
+        self.events("on_init_end")
 
     def _model_and_options(
         self, model: str | PreTrainedModel | None, args: AlignmentConfig | None
@@ -163,7 +171,9 @@ class AlignmentTrainer:
                     f"{self.sampler.window}; set dataloader_drop_last: false or a smaller batch"
                 )
             if not any(self.optimizers):
-                check_optimization(args, total_steps(args, self.sampler))
+                note = check_optimization(args, total_steps(args, self.sampler))
+                if note is not None and self.is_world_process_zero():
+                    print(note, flush=True)
         self.eval_data = {
             name: self._prepare(source, args.max_eval_samples, f"eval_dataset{f' {name}' if name else ''}")
             for name, source in named_datasets(eval_dataset).items()
@@ -173,6 +183,8 @@ class AlignmentTrainer:
                 f"eval_strategy: {args.eval_strategy.value} (eval_on_start: {args.eval_on_start}) needs data to "
                 "evaluate on; set dataset_test_split, or pass eval_dataset"
             )
+        if self.eval_data:
+            check_best_metric(args, self.method, self.eval_data)
 
     def _prepare(self, source: Any, limit: int | None, where: str) -> PreparedData:
         load = source if callable(source) else lambda: source
@@ -233,6 +245,7 @@ class AlignmentTrainer:
             prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
             metrics |= evaluate(self, part, prefix)
         self.log(metrics)
+        self.events("on_evaluate", metrics=metrics)
         return metrics
 
     # What callers may ask for ---------------------------------------------------------------------------------------
@@ -263,6 +276,7 @@ class AlignmentTrainer:
     def write_state(self, folder: Path) -> None:
         """Write ``trainer_state.json`` into ``folder``, on the first rank."""
         if self.is_world_process_zero():
+            self.events.save_state()
             write_json(folder / "trainer_state.json", dataclasses.asdict(self.state))
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> None:
@@ -270,16 +284,23 @@ class AlignmentTrainer:
         raise OptionError("push_to_hub: not supported yet; save_model() and upload the folder with the `hf` command")
 
     def add_callback(self, callback: Any) -> None:
-        """Not there yet."""
-        raise OptionError(f"add_callback({callback!r}): callbacks are not supported yet; read log.jsonl instead")
+        """Add a ``TrainerCallback``, an instance or a class."""
+        self.events.handler.add_callback(*check_callbacks([callback]))
 
-    remove_callback = pop_callback = add_callback
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback, given itself or its class, and return it; None where there is no such one."""
+        return self.events.handler.pop_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback, given itself or its class, if it is there."""
+        self.pop_callback(callback)
 
     def log(self, record: Mapping[str, float]) -> None:
-        """Add a record to ``state.log_history`` and to ``log.jsonl``."""
+        """Add a record to ``state.log_history`` and to ``log.jsonl``, and tell the callbacks."""
         entry = strict({**record, "step": self.state.global_step})
         if self.state.epoch is not None:
             entry.setdefault("epoch", self.state.epoch)
+        self.events("on_log", logs={name: value for name, value in entry.items() if name != "step"})
         self.state.log_history.append(entry)
         if self.args.disable_tqdm and self.is_world_process_zero():
             print(json.dumps(entry), flush=True)
@@ -296,6 +317,8 @@ class AlignmentTrainer:
             self._models.close()
         self._models = self._pass = None
         self._trainable = False
+        handler = self.events.handler
+        handler.model, handler.optimizer, handler.lr_scheduler = self.model, None, None
 
     # Engines --------------------------------------------------------------------------------------------------------
 
@@ -335,6 +358,9 @@ class AlignmentTrainer:
             )
             built.pop_all()
         self._models = Models(policy, reference)
+        handler = self.events.handler
+        handler.model = policy.scorer.model
+        handler.optimizer, handler.lr_scheduler = policy.engine.optimizer, policy.engine.lr_scheduler
         self._trainable = training_steps is not None
         self._pass = WindowPass(self.method, self._models, self.phases, self._aux_coefficient)
         if self.is_world_process_zero():

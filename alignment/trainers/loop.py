@@ -1,4 +1,7 @@
-"""The training loop, in the open: window, forward and backward, step, log, evaluate, save."""
+"""The training loop, in the open: window, forward and backward, step, log, evaluate, save.
+
+When to log, evaluate, save and stop is what transformers' callbacks say: its DefaultFlowCallback reads the options.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ from alignment.data.batching import AnyBatch, EpochWindows
 from alignment.data.windows import WindowPlan, WindowSampler
 from alignment.engines.collectives import barrier
 from alignment.engines.launch_env import rank, world_size
-from alignment.engines.saving import write_model
+from alignment.engines.saving import load_weights, write_model
 from alignment.engines.scoring import PolicyEngine
 from alignment.reporting.metrics import MetricHistory, means
 from alignment.reporting.progress import Progress
+from alignment.trainers.best import BestModel
 from alignment.trainers.output import CHECKPOINT_PREFIX, prune_checkpoints
 from alignment.trainers.window import NonFiniteLoss
 
@@ -46,7 +50,8 @@ class TrainingLoop:
     def __init__(self, trainer: AlignmentTrainer, data: PreparedData, sampler: WindowSampler) -> None:
         self.trainer, self.data, self.sampler, self.args = trainer, data, sampler, trainer.args
         self.total_steps = total_steps(trainer.args, sampler)
-        self.state = trainer.state
+        self.state, self.events = trainer.state, trainer.events
+        self.best = BestModel(trainer.args, trainer.state)
         self.history = MetricHistory()
         self.tokens = self.rows = self.reduced_windows = 0
         self.loss_sum = 0.0
@@ -58,24 +63,45 @@ class TrainingLoop:
         shown = self.trainer.is_world_process_zero() and not args.disable_tqdm
         self.progress = Progress(self.total_steps, args.method, shown, self.trainer.window_pass.device)
         try:
+            self.events("on_train_begin")
             if args.eval_on_start:
                 self._evaluate()
             for plan, batches in self._windows():
+                if plan.step == 0:
+                    self.events("on_epoch_begin")
+                self.events("on_step_begin")
                 self._step(plan, batches)
-                epoch_ends = self.sampler.step == 0
-                last = state.global_step == self.total_steps
-                first = args.logging_first_step and state.global_step == 1
-                if state.global_step % args.logging_steps == 0 or last or first:
-                    self._log()
-                if self._due(args.eval_strategy, args.eval_steps, epoch_ends or last):
-                    self._evaluate()
-                if self._due(args.save_strategy, args.save_steps, epoch_ends or last):
-                    self._save()
+                self.events("on_step_end")
+                self._act()
+                if self.sampler.step == 0 or self._stops(epoch=True):
+                    self.events("on_epoch_end")
+                    self._act()
+                if self._stops():
+                    break
         except NonFiniteLoss as error:
             raise TrainingError(f"step {state.global_step + 1}: {error}{self._rescue()}") from error
         finally:
             self.progress.close()
         return self._finish()
+
+    def _stops(self, *, epoch: bool = False) -> bool:
+        """Whether the run, or with ``epoch`` at least this epoch, ends here."""
+        control = self.events.control
+        last = control.should_training_stop or self.state.global_step >= self.total_steps
+        return bool(last or (epoch and control.should_epoch_stop))
+
+    def _act(self) -> None:
+        """Do what the callbacks of all ranks ask for."""
+        control = self.events.control
+        self.events.agree()
+        if control.should_log or (self._stops() and self.history):
+            self._log()
+        if control.should_evaluate:
+            self._evaluate()
+            self.events.agree()
+        if control.should_save:
+            self._save()
+            self.events("on_save")
 
     def _start(self) -> None:
         args, state, window = self.args, self.state, self.sampler.window
@@ -118,14 +144,21 @@ class TrainingLoop:
                 plan, batches = pickle.loads(window) if isinstance(window, bytes) else window
                 sampler.advance()
                 yield plan, batches
+                if self.events.control.should_epoch_stop and sampler.step:
+                    sampler.epoch, sampler.step = sampler.epoch + 1, 0
+                    break
 
     def _step(self, plan: WindowPlan, batches: Sequence[AnyBatch]) -> None:
         """One optimizer step."""
         policy = self.policy
-        items = self.trainer.window_pass(plan, batches, self.data.source_row, train=True)
+        items = self.trainer.window_pass(
+            plan, batches, self.data.source_row, train=True, between=lambda: self.events("on_substep_end")
+        )
         learning_rate = policy.learning_rate
+        self.events("on_pre_optimizer_step")
         with self.trainer.phases("step"):
             grad_norm = policy.step()
+        self.events("on_optimizer_step")
         if not math.isfinite(grad_norm) and not policy.skips_overflow:
             raise TrainingError(
                 f"step {self.state.global_step + 1}: the gradient norm is {grad_norm} although the loss was finite; "
@@ -133,7 +166,7 @@ class TrainingLoop:
             )
         state, counts = self.state, plan.counts
         state.global_step += 1
-        state.epoch = state.global_step / self.sampler.steps_per_epoch
+        state.epoch = plan.epoch + (plan.step + 1) / self.sampler.steps_per_epoch
         self.tokens += counts.sequence_tokens
         self.rows += counts.rows
         self.loss_sum += items["loss"][0]
@@ -154,13 +187,8 @@ class TrainingLoop:
         assert isinstance(policy, PolicyEngine)
         return policy
 
-    def _due(self, strategy: str, steps: int | None, epoch_ends: bool) -> bool:
-        if strategy == "epoch":
-            return epoch_ends
-        return strategy == "steps" and bool(steps) and self.state.global_step % (steps or 1) == 0
-
     def _log(self) -> None:
-        record = {**self.history.pop(), **self.last, "num_tokens": self.tokens}
+        record = {**self.history.pop(self.trainer.method.logs_sums), **self.last, "num_tokens": self.tokens}
         if self.args.include_num_input_tokens_seen:
             record["num_input_tokens_seen"] = self.tokens
         if self.args.include_tokens_per_second:
@@ -169,6 +197,8 @@ class TrainingLoop:
 
     def _evaluate(self) -> None:
         metrics = self.trainer.evaluate()
+        if self.best.improved(metrics) and self.args.load_best_model_at_end and self.state.global_step:
+            self.events.control.should_save = True  # or there would be nothing to come back to
         shown = {name: round(value, 4) for name, value in metrics.items() if name.endswith(("loss", "margins"))}
         self.progress.note(f"step {self.state.global_step}: {shown}")
 
@@ -178,10 +208,20 @@ class TrainingLoop:
         first = trainer.is_world_process_zero()
         with trainer.phases("save"):
             write_model(self.policy.scorer.model, trainer.processing_class, folder, first_rank=first)
+            self.best.saved(folder)
             trainer.write_state(folder)
             if first:
-                prune_checkpoints(trainer.output_dir, self.args.save_total_limit)
+                prune_checkpoints(trainer.output_dir, self.args.save_total_limit, keep=self.best.folder)
             barrier()
+
+    def _return_to_best(self) -> None:
+        """Put the weights of the best evaluation back into the policy."""
+        folder = self.best.folder
+        if folder is None or self.state.best_global_step == self.state.global_step:
+            return
+        with self.trainer.phases("load best"):
+            load_weights(self.policy.scorer.model, folder, first_rank=self.trainer.is_world_process_zero())
+        self.progress.note(f"weights of {folder.name}: {self.args.metric_for_best_model} {self.state.best_metric:.6g}")
 
     def _rescue(self) -> str:
         """Save the weights that the last good step left, on every rank, unless the run saves nothing; say where."""
@@ -191,6 +231,8 @@ class TrainingLoop:
         return f". The weights of step {self.state.global_step} are in {CHECKPOINT_PREFIX}{self.state.global_step}"
 
     def _finish(self) -> TrainOutput:
+        if self.args.load_best_model_at_end:
+            self._return_to_best()
         seconds, steps = time.monotonic() - self.started, self.state.global_step
         metrics = {
             "train_runtime": seconds,
@@ -204,5 +246,6 @@ class TrainingLoop:
             metrics["windows_without_kl"] = self.reduced_windows
         self.trainer.log(metrics)
         self.trainer.log_file.write({"event": "end", "phases": self.trainer.phases.summary()})
+        self.events("on_train_end")
         self.trainer.save_state()
         return TrainOutput(steps, metrics["train_loss"], {**metrics, "epoch": self.state.epoch or 0.0})

@@ -53,8 +53,12 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda p: int(p.name.removeprefix(CHECKPOINT_PREFIX)))
 
 
-def prune_checkpoints(folder: Path, limit: int | None) -> None:
-    """Remove the oldest checkpoints until ``limit`` are left."""
-    if limit is not None:
-        for old in checkpoints(folder)[:-limit]:
-            shutil.rmtree(old)
+def prune_checkpoints(folder: Path, limit: int | None, keep: Path | None = None) -> None:
+    """Remove the oldest checkpoints until ``limit`` are left. The newest and ``keep`` stay in any case."""
+    found = checkpoints(folder)
+    if limit is None or not found:
+        return
+    dear = [found[-1], *([keep] if keep in found[:-1] else [])]
+    ordered = [*dear, *(path for path in reversed(found) if path not in dear)]
+    for old in ordered[max(limit, len(dear)) :]:
+        shutil.rmtree(old)

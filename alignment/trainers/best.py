@@ -1,0 +1,74 @@
+"""The best checkpoint: which evaluation was the best so far, and the way back to its weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from alignment.config.errors import OptionError
+from alignment.config.refusals import nearest, shown
+
+if TYPE_CHECKING:
+    from transformers import TrainerState
+
+    from alignment.config.options import AlignmentConfig
+    from alignment.trainers.method import Method
+
+
+def check_best_metric(args: AlignmentConfig, method: Method, eval_names: Iterable[str]) -> None:
+    """Whether evaluation will give ``metric_for_best_model``.
+
+    Args:
+        args: the options.
+        method: whose metrics evaluation gives.
+        eval_names: names of the evaluation sets; a single one is called ``""``.
+
+    Raises:
+        OptionError: it will not; with the nearest one that it will.
+    """
+    metrics = {"loss", *method.metrics}
+    if "rewards/chosen" in metrics:
+        metrics.add("rewards/margins")
+    wanted = args.metric_for_best_model
+    known = {f"{name}_{metric}" if name else metric for name in eval_names for metric in metrics}
+    if wanted is not None and wanted.removeprefix("eval_") not in known:
+        near = nearest(wanted.removeprefix("eval_"), known) or f"; set one of {', '.join(sorted(known))}"
+        raise OptionError(f"{shown('metric_for_best_model', wanted)}: evaluation gives no such metric{near}")
+
+
+class BestModel:
+    """Follows the metric that decides.
+
+    Args:
+        args: ``metric_for_best_model`` and ``greater_is_better``.
+        state: where ``best_metric``, ``best_global_step`` and ``best_model_checkpoint`` are kept.
+    """
+
+    def __init__(self, args: AlignmentConfig, state: TrainerState) -> None:
+        self.args, self.state = args, state
+
+    def improved(self, metrics: Mapping[str, float]) -> bool:
+        """Take note of an evaluation; whether it is the best so far. One that is not finite never is."""
+        wanted = self.args.metric_for_best_model
+        if wanted is None:
+            return False
+        value = metrics.get(f"eval_{wanted.removeprefix('eval_')}")
+        if value is None or not math.isfinite(value):
+            return False
+        best = self.state.best_metric
+        if best is not None and not (value > best if self.args.greater_is_better else value < best):
+            return False
+        self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+        return True
+
+    def saved(self, folder: Path) -> None:
+        """Take note of a checkpoint of the current step."""
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(folder)
+
+    @property
+    def folder(self) -> Path | None:
+        """The best checkpoint's folder, once there is one."""
+        return None if self.state.best_model_checkpoint is None else Path(self.state.best_model_checkpoint)

@@ -1,0 +1,84 @@
+"""Callbacks: transformers' handler, state and control as they are, and one answer from all ranks to what they ask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
+
+from alignment.config.errors import OptionError
+from alignment.config.options import AlignmentConfig
+from alignment.engines.collectives import device, largest_over_ranks
+from alignment.engines.launch_env import world_size
+
+_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
+
+def reporting_callbacks(report_to: str | list[str]) -> list[type[TrainerCallback]]:
+    """The callback classes of the integrations that ``report_to`` names; ``all`` means those that are installed."""
+    names = [report_to] if isinstance(report_to, str) else report_to
+    if "all" in names:
+        # Trackio's callback reads options that only transformers' own arguments have.
+        names = [name for name in get_available_reporting_integrations() if name != "trackio"]
+    return list(get_reporting_integration_callbacks([name for name in names if name != "none"]))
+
+
+def check_callbacks(callbacks: Any) -> list[Any]:
+    """The callbacks as a list of instances or classes.
+
+    Raises:
+        OptionError: one is neither.
+    """
+    given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks is not None else []
+    for callback in given:
+        kind = callback if isinstance(callback, type) else type(callback)
+        if not issubclass(kind, TrainerCallback):
+            raise OptionError(f"callbacks: {kind.__name__} is no transformers TrainerCallback; derive it from that")
+    return given
+
+
+class Events:
+    """What happens in a run, told to every callback; ``control`` is what they answered.
+
+    Args:
+        args: the options.
+        state: the trainer's state.
+        callbacks: the user's, instances or classes.
+        processing_class: the tokenizer, handed to callbacks.
+
+    Raises:
+        OptionError: a reporting integration is not installed.
+    """
+
+    def __init__(
+        self, args: AlignmentConfig, state: TrainerState, callbacks: Sequence[Any], processing_class: Any
+    ) -> None:
+        self.args, self.state, self.control = args, state, TrainerControl()
+        try:
+            reporting = [kind() for kind in reporting_callbacks(args.report_to)]
+        except (RuntimeError, ImportError) as error:
+            raise OptionError(f"report_to={args.report_to!r}: {error}") from error
+        everyone = [DefaultFlowCallback(), *reporting, *callbacks]
+        self.handler = CallbackHandler(everyone, None, processing_class, None, None)
+
+    def __call__(self, event: str, **kwargs: Any) -> None:
+        """Tell every callback of ``event``, such as ``on_step_end``."""
+        self.control = getattr(self.handler, event)(self.args, self.state, self.control, **kwargs)
+
+    def agree(self) -> None:
+        """Give every rank the same control: what any rank's callbacks ask for, all do. Collective."""
+        if world_size() == 1:
+            return
+        wanted = torch.tensor([float(getattr(self.control, flag)) for flag in _FLAGS], device=device())
+        for flag, value in zip(_FLAGS, largest_over_ranks(wanted).tolist()):
+            setattr(self.control, flag, bool(value))
+
+    def save_state(self) -> None:
+        """Put what the callbacks keep of their own into the trainer's state, under their class names."""
+        for part in (self.control, *self.handler.callbacks):
+            if isinstance(part, ExportableState):
+                self.state.stateful_callbacks[type(part).__name__] = part.state()

@@ -1,0 +1,298 @@
+"""transformers' callbacks as they are: what they are told and when, what they may ask for, and the best checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import STAGES, make_model, paired_rows, unpaired_rows
+from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback
+from transformers.integrations import INTEGRATION_TO_CALLBACK, TensorBoardCallback
+
+from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+from alignment.config.checks_output import INTEGRATIONS
+from alignment.config.errors import OptionError
+
+LAUNCHES = Path(__file__).parent / "drivers"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("models") / "policy", "tied", seed=1)
+
+
+def options(folder: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder / "out"),
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "max_length": 64,
+        "max_prompt_length": None,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "deepspeed": STAGES["stage0"],
+        **more,
+    }
+
+
+class Recorder(TrainerCallback):
+    """Keeps the names of events with the step, and what `on_log` and `on_evaluate` got."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.logs: list[dict[str, float]] = []
+        self.models: set[str] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+
+        def record(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.events.append((name, state.global_step))
+            self.models.add(type(kwargs["model"]).__name__)
+            if name == "on_log":
+                self.logs.append(dict(kwargs["logs"]))
+            if name == "on_evaluate":
+                assert "eval_loss" in kwargs["metrics"]
+
+        return record
+
+
+def test_events_come_in_transformers_order(model: str, tmp_path: Path) -> None:
+    recorder = Recorder()
+    args = CPOConfig(
+        **options(tmp_path, num_train_epochs=1, eval_strategy="steps", eval_steps=2, save_strategy="epoch")
+    )
+    trainer = CPOTrainer(
+        model=model, args=args, train_dataset=paired_rows(9), eval_dataset=paired_rows(3), callbacks=[recorder]
+    )
+    trainer.train()
+    trainer.close()
+    step = ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"]
+    assert recorder.events == [
+        ("on_init_end", 0),
+        ("on_train_begin", 0),
+        ("on_epoch_begin", 0),
+        *((name, 0) for name in step),
+        ("on_step_end", 1),
+        ("on_log", 1),
+        *((name, 1) for name in step),
+        ("on_step_end", 2),
+        ("on_log", 2),
+        ("on_log", 2),
+        ("on_evaluate", 2),
+        # The last window holds one row: one micro-batch, so nothing between two.
+        *((name, 2) for name in step if name != "on_substep_end"),
+        ("on_step_end", 3),
+        ("on_log", 3),
+        ("on_log", 3),
+        ("on_evaluate", 3),  # at the end once more, as transformers' DefaultFlowCallback asks
+        ("on_epoch_end", 3),
+        ("on_save", 3),
+        ("on_log", 3),
+        ("on_train_end", 3),
+    ]
+    assert recorder.logs[0]["epoch"] == pytest.approx(1 / 3) and "step" not in recorder.logs[0]
+    assert "train_runtime" in recorder.logs[-1]
+    assert recorder.models == {"NoneType", "LlamaForCausalLM"}
+
+
+class Director(TrainerCallback):
+    """Asks for what a user may ask for."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        control.should_save = state.global_step == 2
+        control.should_evaluate = state.global_step == 3
+        control.should_training_stop = state.global_step == 4
+        return control
+
+
+def test_a_callback_can_save_evaluate_and_stop(model: str, tmp_path: Path) -> None:
+    args = KTOConfig(**options(tmp_path, num_train_epochs=9))
+    trainer = KTOTrainer(
+        model=model, args=args, train_dataset=unpaired_rows(20), eval_dataset=unpaired_rows(4), callbacks=[Director]
+    )
+    output = trainer.train()
+    trainer.close()
+    assert output.global_step == 4
+    assert [p.name for p in Path(args.output_dir or "").glob("checkpoint-*")] == ["checkpoint-2"]
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [3]
+
+
+class EndsEpochs(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_epoch_stop = state.global_step % 2 == 0
+
+
+def test_a_callback_can_end_an_epoch(model: str, tmp_path: Path) -> None:
+    """Two windows of each epoch are trained on: after the second, the next epoch's order begins."""
+    args = SFTConfig(**options(tmp_path, max_steps=4))
+    rows = [{"prompt": row["prompt"], "completion": row["completion"]} for row in unpaired_rows(12)]
+    trainer = SFTTrainer(model=model, args=args, train_dataset=rows, callbacks=[EndsEpochs()])
+    trainer.train()
+    trainer.close()
+    epochs = [entry["epoch"] for entry in trainer.state.log_history if "loss" in entry]
+    assert epochs == pytest.approx([1 / 3, 2 / 3, 4 / 3, 5 / 3])
+
+
+def test_callbacks_are_added_and_removed(model: str, tmp_path: Path) -> None:
+    trainer = KTOTrainer(model=model, args=KTOConfig(**options(tmp_path)), train_dataset=unpaired_rows(4))
+    one, two = Recorder(), Director()
+    trainer.add_callback(one)
+    trainer.add_callback(two)
+    assert trainer.pop_callback(Director) is two and trainer.pop_callback(Director) is None
+    trainer.remove_callback(Director)
+    trainer.remove_callback(one)
+    assert [type(callback).__name__ for callback in trainer.events.handler.callbacks] == ["DefaultFlowCallback"]
+
+
+class Decides(TrainerCallback):
+    """Replaces a metric by a given course of values, so that a test knows which evaluation is the best."""
+
+    def __init__(self, values: list[float]) -> None:
+        self.values = iter(values)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
+        metrics["eval_loss"] = next(self.values)
+
+
+@pytest.mark.parametrize("stage", ["stage0", "stage2", "stage3-offload"])
+def test_the_best_checkpoint_comes_back(model: str, tmp_path: Path, stage: str) -> None:
+    values = [5.0, 2.0, float("nan"), 4.0, 3.0]
+    args = CPOConfig(
+        **options(
+            tmp_path,
+            num_train_epochs=1,
+            deepspeed=STAGES[stage],
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="no",
+            save_total_limit=1,
+            load_best_model_at_end=True,
+        )
+    )
+    trainer = CPOTrainer(
+        model=model,
+        args=args,
+        train_dataset=paired_rows(20),
+        eval_dataset=paired_rows(2),
+        callbacks=[Decides(values)],
+    )
+    trainer.train()
+    state, folder = trainer.state, Path(args.output_dir or "")
+    assert (state.best_metric, state.best_global_step) == (2.0, 2)
+    assert state.best_model_checkpoint == str(folder / "checkpoint-2")
+    assert sorted(p.name for p in folder.glob("checkpoint-*")) == ["checkpoint-2"]
+    trainer.save_model(tmp_path / "saved")
+    trainer.close()
+    best = AutoModelForCausalLM.from_pretrained(folder / "checkpoint-2").state_dict()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+    assert all(torch.equal(found[name], best[name]) for name in best)
+    start = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    assert any(not torch.equal(start[name], best[name]) for name in best)
+
+
+def test_early_stopping(model: str, tmp_path: Path) -> None:
+    args = CPOConfig(
+        **options(
+            tmp_path,
+            num_train_epochs=4,
+            eval_strategy="steps",
+            eval_steps=1,
+            load_best_model_at_end=True,
+            metric_for_best_model="eval_rewards/accuracies",
+        )
+    )
+    assert args.greater_is_better is True
+    trainer = CPOTrainer(
+        model=model,
+        args=args,
+        train_dataset=paired_rows(8),
+        eval_dataset=paired_rows(2),
+        # No later evaluation exceeds the first one by more than 1: two further ones, and the run ends.
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=1.0)],
+    )
+    output = trainer.train()
+    trainer.close()
+    assert output.global_step == 3
+    assert trainer.state.stateful_callbacks["EarlyStoppingCallback"]["attributes"] == {
+        "early_stopping_patience_counter": 2
+    }
+
+
+def test_tensorboard_and_wandb_offline(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tensorboard", "wandb"):
+        pytest.importorskip(name)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_DIR", str(tmp_path)), ("WANDB_SILENT", "true")):
+        monkeypatch.setenv(name, value)
+    args = KTOConfig(
+        **options(tmp_path, max_steps=2, report_to=["tensorboard", "wandb"], run_name="a run", hub_token=None)
+    )
+    trainer = KTOTrainer(model=model, args=args, train_dataset=unpaired_rows(8))
+    assert trainer.pop_callback(TensorBoardCallback) is not None
+    trainer.add_callback(TensorBoardCallback)
+    trainer.train()
+    trainer.close()
+    import wandb
+
+    wandb.finish()
+    files = list((tmp_path / "out" / "runs").rglob("events.*"))
+    assert len(files) == 1
+    events = EventAccumulator(str(files[0])).Reload()
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(logged)
+    assert [event.step for event in events.Scalars("train/rewards/chosen")] == [1, 2]
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"report_to": "tensorbord"}, "report_to='tensorbord': no such integration; did you mean 'tensorboard'?"),
+        ({"report_to": ["wandb", "x"]}, "report_to='x': no such integration; set one of azure_ml"),
+        ({"load_best_model_at_end": True}, "load_best_model_at_end=True: there are no evaluations to choose by"),
+        ({"greater_is_better": True}, "greater_is_better=True: has no effect without metric_for_best_model"),
+    ],
+)
+def test_refused_options(given: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError) as caught:
+        KTOConfig(**options(tmp_path, **given))
+    assert said in str(caught.value)
+
+
+def test_a_metric_that_evaluation_does_not_give(model: str, tmp_path: Path) -> None:
+    args = KTOConfig(
+        **options(tmp_path, eval_strategy="epoch", load_best_model_at_end=True, metric_for_best_model="rewards/margin")
+    )
+    with pytest.raises(OptionError, match="gives no such metric; did you mean 'rewards/margins'"):
+        KTOTrainer(model=model, args=args, train_dataset=unpaired_rows(4), eval_dataset=unpaired_rows(4))
+    assert not Path(args.output_dir or "").exists()
+
+
+def test_the_names_of_integrations_are_transformers() -> None:
+    assert set(INTEGRATIONS) == set(INTEGRATION_TO_CALLBACK) - {"trackio"}
+
+
+def test_two_ranks_answer_as_one(model: str, launch: Any, tmp_path: Path) -> None:
+    """A callback on one rank stops all; the best weights come back on ZeRO-3; one rank's log is the other's."""
+    (tmp_path / "run.json").write_text(json.dumps({"model": model, "out": str(tmp_path / "run")}))
+    done = launch(
+        LAUNCHES / "callbacks.py",
+        str(tmp_path / "run.json"),
+        nproc=2,
+        launcher="torchrun",
+    )
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads((tmp_path / "out.json").read_text())
+    assert outcome["stopped_at"] == [2, 2]
+    assert outcome["best_step"] == 1 and outcome["same_weights"]
+    assert all(math.isfinite(value) for value in outcome["losses"])
