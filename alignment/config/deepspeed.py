@@ -19,7 +19,7 @@ from alignment.config.paths import packaged
 
 _NEVER = 1_000_000_000  # steps between DeepSpeed's own progress lines; the loop prints its own
 _MUST_BE: dict[str, tuple[Any, str]] = {
-    "zero_allow_untested_optimizer": (True, "torch's optimizers are used"),
+    "zero_allow_untested_optimizer": (True, "the optimizer is chosen by optim"),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": (True, "the saved folder needs the whole weights"),
 }
 _DEFAULTS = {"steps_per_print": _NEVER, "wall_clock_breakdown": False}
@@ -106,8 +106,10 @@ def policy_config(
         ),
         "gradient_clipping": (float(options.max_grad_norm), f"max_grad_norm={options.max_grad_norm}"),
     }
-    if _device(config, "offload_optimizer", where) == "cpu":
-        fixed["zero_force_ds_cpu_optimizer"] = (False, f"optim={options.optim!r}, an optimizer of torch")
+    offloaded = _device(config, "offload_optimizer", where) == "cpu"
+    _check_optimizer_place(options, offloaded, where)
+    if offloaded:
+        fixed["zero_force_ds_cpu_optimizer"] = (False, f"optim={options.optim!r}, which works in host memory")
         if stage == 0:
             raise OptionError(
                 f"{where}: zero_optimization.offload_optimizer at zero_optimization.stage=0 has no effect; "
@@ -118,6 +120,20 @@ def policy_config(
         for key, value in plan.ds[section].items():
             fixed[f"{section}.{key}"] = (value, f"computing in {plan.compute}")
     return _finished(config, {**fixed, **_MUST_BE}, Situation(hidden_size, stage, uses_cuda(options)), where)
+
+
+def _check_optimizer_place(options: Any, offloaded: bool, where: str) -> None:
+    """DeepSpeed's two compiled optimizers each work in one memory only."""
+    if options.optim == "deepspeed_cpu_adam" and not offloaded and uses_cuda(options):
+        raise OptionError(
+            f"optim={options.optim!r}: it works on weights in host memory, and {where} keeps them on the GPU; set "
+            "deepspeed to zero2_offload or zero3_offload, or optim to adamw_torch"
+        )
+    if options.optim == "deepspeed_fused_adam" and offloaded and uses_cuda(options):
+        raise OptionError(
+            f"optim={options.optim!r}: it works on weights on the GPU, and {where} offloads the optimizer to host "
+            "memory; set optim to adamw_torch or deepspeed_cpu_adam"
+        )
 
 
 def placement_of(base: dict[str, Any]) -> str:

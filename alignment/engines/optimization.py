@@ -1,11 +1,9 @@
-"""Torch optimizer and transformers schedule for the policy, from the options."""
+"""Optimizer and transformers schedule for the policy, from the options."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -14,6 +12,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from alignment.config.conversion import parse_optim_args
 from alignment.config.errors import OptionError
+from alignment.engines.optimizers import optimizer_kind
 
 if TYPE_CHECKING:
     from alignment.config.options import AlignmentConfig
@@ -45,28 +44,29 @@ def build_optimizer(model: nn.Module, options: AlignmentConfig) -> Optimizer:
     groups = parameter_groups(model, options.weight_decay)
     if not groups:
         raise OptionError("model: no parameter requires a gradient, so there is nothing to train")
-    kind: type[Optimizer] = torch.optim.AdamW
-    own: dict[str, Any] = {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_epsilon}
-    if options.optim == "sgd":
-        kind, own = torch.optim.SGD, {}
-    elif options.optim == "adamw_torch_fused":
-        own["fused"] = True
-    make: Callable[..., Optimizer] = kind
+    kind, _ = optimizer_kind(options)
+    own = {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_epsilon} if kind.adam else {}
     try:
-        return make(groups, lr=options.learning_rate, **(own | extra))
+        return kind.load()(groups, lr=options.learning_rate, **(kind.arguments | own | extra))
     except (TypeError, ValueError) as error:
         raise OptionError(
             f"optim_args: {options.optim_args!r} does not suit optim {options.optim!r}: {error}"
         ) from error
 
 
-def check_optimization(options: AlignmentConfig, steps: int) -> None:
+def check_optimization(options: AlignmentConfig, steps: int) -> str | None:
     """Build optimizer and schedule once over two numbers, so that a wrong argument is named before a model is loaded.
+
+    An optimizer that has to be compiled is compiled here.
+
+    Returns:
+        A sentence for the user where another optimizer takes the place of the one that was named, else None.
 
     Raises:
         OptionError: as :func:`build_optimizer` and :func:`build_scheduler`.
     """
     build_scheduler(build_optimizer(nn.LayerNorm(1), options), options, steps)
+    return optimizer_kind(options)[1]
 
 
 def build_scheduler(optimizer: Optimizer, options: AlignmentConfig, steps: int) -> LRScheduler:

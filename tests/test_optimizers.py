@@ -1,0 +1,131 @@
+"""Optimizers by name on real engines: 8-bit Adam at every kind of stage, DeepSpeed's compiled ones, the fallback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes
+import pytest
+import torch
+from helpers import STAGES, make_model, paired_rows
+from torch import nn
+
+from alignment import CPOConfig, CPOTrainer
+from alignment.config import deepspeed as deepspeed_json
+from alignment.config.dtypes import plan_dtypes
+from alignment.config.errors import OptionError
+from alignment.config.refusals import WORKING_OPTIMIZERS
+from alignment.engines import optimizers
+from alignment.engines.optimization import build_optimizer, check_optimization
+from alignment.engines.optimizers import KINDS, missing_to_compile
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("models") / "policy", "tied", seed=1)
+
+
+def options(folder: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder / "out"),
+        "per_device_train_batch_size": 4,
+        "learning_rate": 3e-3,
+        "lr_scheduler_type": "constant",
+        "max_length": 64,
+        "max_prompt_length": None,
+        "num_train_epochs": 5,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        **more,
+    }
+
+
+def losses(model: str, folder: Path, **more: Any) -> list[float]:
+    args = CPOConfig(**options(folder, **more))
+    trainer = CPOTrainer(model=model, args=args, train_dataset=paired_rows(12))
+    trainer.train()
+    trainer.close()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_every_working_name_has_its_kind() -> None:
+    assert set(KINDS) == set(WORKING_OPTIMIZERS)
+
+
+@pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"])
+def test_states_have_the_bits_of_the_name(optim: str) -> None:
+    layer = nn.Linear(128, 64)
+    made = build_optimizer(layer, CPOConfig(output_dir="out", optim=optim, adam_beta1=0.8))
+    assert isinstance(made, bitsandbytes.optim.AdamW) and made.defaults["betas"] == (0.8, 0.999)
+    assert made.is_paged == optim.startswith("paged")
+    layer(torch.ones(1, 128)).sum().backward()
+    made.step()
+    wanted = torch.uint8 if "8bit" in optim else torch.float32
+    assert made.state[layer.weight]["state1"].dtype == made.state[layer.weight]["state2"].dtype == wanted
+
+
+@pytest.mark.parametrize("stage", ["stage0", "stage2", "stage3", "stage2-offload", "stage3-offload"])
+def test_8bit_adam_learns_as_adam_does(model: str, tmp_path: Path, stage: str) -> None:
+    """Quantised moments change a step by percents: the course of the loss is the same, its digits are not."""
+    exact = losses(model, tmp_path / "exact", deepspeed=STAGES[stage])
+    found = losses(model, tmp_path / "found", deepspeed=STAGES[stage], optim="adamw_8bit")
+    assert found[-1] < found[0] - 1 and found != exact
+    assert found == pytest.approx(exact, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("optim", "builder", "said"),
+    [("deepspeed_cpu_adam", "CPUAdamBuilder", "g++"), ("deepspeed_fused_adam", "FusedAdamBuilder", "g++")],
+)
+def test_without_a_compiler_torch_takes_its_place(
+    optim: str, builder: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert said in str(missing_to_compile(builder, cuda=False))
+    args = CPOConfig(output_dir="out", optim=optim)
+    note = check_optimization(args, 10)
+    assert note is not None and note.startswith(f"optim: {optim} is compiled at its first use, and this machine lacks")
+    made = build_optimizer(nn.Linear(2, 2), args)
+    assert type(made) is torch.optim.AdamW and made.defaults["fused"] is True
+
+
+def test_no_note_where_nothing_is_replaced() -> None:
+    assert check_optimization(CPOConfig(output_dir="out"), 10) is None
+
+
+def test_without_ninja(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers.shutil, "which", lambda name: "/usr/bin/c++")
+    monkeypatch.setattr(optimizers.cpp_extension, "is_ninja_available", lambda: False)
+    assert "ninja" in str(missing_to_compile("CPUAdamBuilder", cuda=False))
+
+
+@pytest.mark.parametrize(
+    ("optim", "file", "said"),
+    [
+        ("deepspeed_cpu_adam", "zero2", "set deepspeed to zero2_offload or zero3_offload, or optim to adamw_torch"),
+        ("deepspeed_fused_adam", "zero2_offload", "set optim to adamw_torch or deepspeed_cpu_adam"),
+    ],
+)
+def test_in_the_wrong_memory(optim: str, file: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = CPOConfig(output_dir="out", optim=optim, bf16=True)
+    base = deepspeed_json.load_deepspeed_config(file, "zero2")
+    plan = plan_dtypes(args, base)
+    monkeypatch.setattr(deepspeed_json, "uses_cuda", lambda options: True)
+    with pytest.raises(OptionError, match="^optim=") as caught:
+        deepspeed_json.policy_config(args, base, plan, 1, 64)
+    assert said in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optim", "stages"),
+    [("deepspeed_cpu_adam", ("stage2-offload", "stage3-offload")), ("deepspeed_fused_adam", ("stage0", "stage2"))],
+)
+def test_compiled_adam_is_adam(model: str, tmp_path: Path, optim: str, stages: tuple[str, ...]) -> None:
+    """Builds the op where this machine has not before: one to three minutes."""
+    for stage in stages:
+        exact = losses(model, tmp_path / f"{stage}-exact", deepspeed=STAGES[stage], weight_decay=0.1)
+        found = losses(model, tmp_path / f"{stage}-found", deepspeed=STAGES[stage], weight_decay=0.1, optim=optim)
+        assert found == pytest.approx(exact, rel=1e-4)
