@@ -27,6 +27,7 @@ REQUIRED = [
     "pyyaml>=6.0,<7",
     "tqdm>=4.66.3,<5",
     "psutil>=5.9",
+    "matplotlib>=3.8,<4",
 ]
 
 EXTRAS = {

@@ -104,6 +104,23 @@ def test_events_come_in_transformers_order(model: str, tmp_path: Path) -> None:
     assert recorder.models == {"NoneType", "LlamaForCausalLM"}
 
 
+@pytest.mark.parametrize(("first", "steps"), [(True, [1, 2, 4, 5]), (False, [2, 4, 5])])
+def test_the_steps_that_are_logged(model: str, tmp_path: Path, first: bool, steps: list[int]) -> None:
+    """Every second one, the last one, and the first where that is asked for; a mean covers the steps since the last."""
+    args = KTOConfig(**options(tmp_path, max_steps=5, logging_steps=2, logging_first_step=first))
+    trainer = KTOTrainer(model=model, args=args, train_dataset=unpaired_rows(20))
+    trainer.train()
+    trainer.close()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in logged] == steps
+    counts = [entry["count/chosen"] + entry["count/rejected"] for entry in logged]
+    assert counts == [4 * (step - before) for step, before in zip(steps, [0, *steps])]
+    for entry in logged:
+        for name in ("rewards/chosen", "logps/rejected"):
+            count = entry[name.replace("rewards", "count").replace("logps", "count")]
+            assert entry[f"{name}_sum"] == pytest.approx(entry[name] * count)
+
+
 class Director(TrainerCallback):
     """Asks for what a user may ask for."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from alignment import CPOConfig
 from alignment.config.errors import OptionError
 from alignment.engines.optimization import build_optimizer, build_scheduler, parameter_groups
-from alignment.engines.phases import Phases
+from alignment.engines.phases import Phases, over_ranks
 
 GPT2 = GPT2Config(vocab_size=20, n_embd=8, n_head=2, n_layer=1, n_positions=8)
 
@@ -36,7 +37,7 @@ def test_biases_and_norms_do_not_decay() -> None:
 @pytest.mark.parametrize(
     ("optim", "kind", "fused"),
     [
-        ("adamw_torch", torch.optim.AdamW, None),
+        ("adamw_torch", torch.optim.AdamW, True),
         ("adamw_torch_fused", torch.optim.AdamW, True),
         ("sgd", torch.optim.SGD, None),
     ],
@@ -94,7 +95,35 @@ def test_phases_add_up_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> N
         raise KeyError
     with phases("step"):
         pass
-    assert phases.summary() == {
-        "learn": {"seconds": 2.5, "tokens": 120, "peak_bytes": 0, "entries": 2},
-        "step": {"seconds": 7.0, "tokens": 0, "peak_bytes": 0, "entries": 1},
+    found = phases.summary()
+    assert all(record.pop("peak_bytes") > 2**20 for record in found.values())
+    assert found == {
+        "learn": {"seconds": 2.5, "tokens": 120, "entries": 2},
+        "step": {"seconds": 7.0, "tokens": 0, "entries": 1},
+    }
+
+
+def test_a_phase_knows_its_own_peak_of_resident_memory() -> None:
+    """Also one that is gone when the phase ends; a later phase does not inherit it."""
+    phases = Phases(torch.device("cpu"))
+    size = 200 * 2**20
+    with phases("large"):
+        block = torch.ones(size // 4)
+        time.sleep(0.1)
+        del block
+    with phases("small"):
+        time.sleep(0.02)
+    large, small = phases.records["large"].peak_bytes, phases.records["small"].peak_bytes
+    assert large - small > 0.9 * size
+
+
+def test_summaries_of_several_ranks() -> None:
+    one = {"learn": {"seconds": 2.0, "tokens": 5, "peak_bytes": 7, "entries": 1}}
+    other = {
+        "learn": {"seconds": 1.0, "tokens": 6, "peak_bytes": 9, "entries": 1},
+        "save": {"seconds": 3.0, "tokens": 0},
+    }
+    assert over_ranks([one, other]) == {
+        "learn": {"seconds": 2.0, "tokens": 11, "peak_bytes": 9, "entries": 1},
+        "save": {"seconds": 3.0, "tokens": 0},
     }

@@ -23,7 +23,7 @@ from alignment.data.batching import Batch, collate
 from alignment.engines.scoring import ScoringEngine
 from alignment.trainers import data_setup
 from alignment.trainers.base import AlignmentTrainer
-from alignment.trainers.model_setup import build_engine
+from alignment.trainers.engine_setup import build_engine
 
 
 @pytest.fixture(scope="module")

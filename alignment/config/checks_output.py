@@ -15,7 +15,7 @@ INTEGRATIONS = words(
 
 
 def check_output(options: Any) -> None:
-    """Raise :class:`OptionError` for an unknown integration, or a choice of checkpoints that nothing can be based on."""
+    """Raise :class:`OptionError` for an unknown integration, or a choice of checkpoints that nothing can decide."""
     names = [options.report_to] if isinstance(options.report_to, str) else options.report_to
     for name in names:
         if name not in (*INTEGRATIONS, "all", "none"):

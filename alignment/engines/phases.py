@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
+from alignment.engines.resident import SAMPLER
+
 
 @dataclass
 class PhaseRecord:
-    """Totals of a phase on this rank: seconds, tokens, peak bytes of device memory (0 on a CPU), times entered."""
+    """Totals of a phase on this rank.
+
+    Attributes:
+        seconds: wall time.
+        tokens: real tokens that it went through.
+        peak_bytes: most memory at any time: what the device's allocator held, or on a CPU the resident set.
+        entries: how often it was entered.
+    """
 
     seconds: float = 0.0
     tokens: int = 0
@@ -21,7 +30,7 @@ class PhaseRecord:
 
 
 class Phases:
-    """Times named stretches of work; ``records`` has the totals by name."""
+    """Times named stretches of work, one at a time; ``records`` has the totals by name."""
 
     def __init__(self, device: torch.device) -> None:
         self.records: dict[str, PhaseRecord] = {}
@@ -31,18 +40,37 @@ class Phases:
     def __call__(self, name: str) -> Iterator[PhaseRecord]:
         """Measure the body as part of phase ``name``, whether it returns or raises; it adds its tokens itself."""
         record = self.records.setdefault(name, PhaseRecord())
-        if self._cuda is not None:
-            torch.cuda.reset_peak_memory_stats(self._cuda)
+        self._reset_peak()
         start = time.monotonic()
         try:
             yield record
         finally:
-            if self._cuda is not None:
-                torch.cuda.synchronize(self._cuda)
-                record.peak_bytes = max(record.peak_bytes, torch.cuda.max_memory_allocated(self._cuda))
+            record.peak_bytes = max(record.peak_bytes, self._peak())
             record.seconds += time.monotonic() - start
             record.entries += 1
+
+    def _reset_peak(self) -> None:
+        if self._cuda is not None:
+            torch.cuda.reset_peak_memory_stats(self._cuda)
+        else:
+            SAMPLER.start()
+
+    def _peak(self) -> int:
+        if self._cuda is None:
+            return SAMPLER.stop()
+        torch.cuda.synchronize(self._cuda)
+        return int(torch.cuda.max_memory_allocated(self._cuda))
 
     def summary(self) -> dict[str, dict[str, float]]:
         """The totals as plain numbers, for the log."""
         return {name: asdict(record) for name, record in self.records.items()}
+
+
+def over_ranks(summaries: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """One summary of several ranks' ones: tokens added up, of everything else the largest."""
+    names = {name: None for summary in summaries for name in summary}
+    found = {name: [summary[name] for summary in summaries if name in summary] for name in names}
+    return {
+        name: {key: (sum if key == "tokens" else max)(part[key] for part in parts) for key in parts[0]}
+        for name, parts in found.items()
+    }

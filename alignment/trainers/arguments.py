@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from alignment.config.errors import ModelError, OptionError
 from alignment.config.options import AlignmentConfig
@@ -34,6 +35,36 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
             raise TypeError(f"unexpected keyword argument {name!r}")
         if value is not None:
             raise OptionError(f"{name}: {_REFUSED[name]}")
+
+
+def model_and_options(
+    trainer: str,
+    kind: type[AlignmentConfig],
+    model: str | PreTrainedModel | None,
+    args: AlignmentConfig | None,
+) -> tuple[str | PreTrainedModel, AlignmentConfig]:
+    """The model and the options of a trainer, each of which can stand in for the other.
+
+    Args:
+        trainer: name of the trainer's class, for messages.
+        kind: the class of its options.
+        model: path, hub name or live model; None takes ``args.model_name_or_path``.
+        args: the options; None takes the defaults, and a folder named after model and method.
+
+    Raises:
+        OptionError: options of another method, no model, or no folder.
+    """
+    if args is not None and not isinstance(args, kind):
+        raise OptionError(f"args: {trainer} needs a {kind.__name__}, not {type(args).__name__}")
+    model = model if model is not None else args.model_name_or_path if args is not None else None
+    if model is None:
+        raise OptionError(f"model: {trainer} got none; pass a path or a model, or set model_name_or_path")
+    if args is None:
+        source = model if isinstance(model, str) else model.config.name_or_path
+        args = kind(output_dir=f"{Path(source).name or 'model'}-{kind.method.upper()}")
+    if not args.output_dir:
+        raise OptionError("output_dir: not set; name the folder for the model and the log")
+    return model, args
 
 
 def check_optimizers(optimizers: tuple[Any, Any], model: Any) -> None:

@@ -16,32 +16,34 @@ import torch
 from transformers import PreTrainedModel, TrainerState, enable_full_determinism, set_seed
 from transformers.trainer_utils import TrainOutput
 
-from alignment.config.errors import DataError, OptionError
+from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
 from alignment.data.prepare import check_vocabulary
 from alignment.data.windows import WindowSampler
 from alignment.engines.collectives import barrier, device
-from alignment.engines.launch_env import init_distributed, rank, world_size
+from alignment.engines.launch_env import init_distributed, rank
 from alignment.engines.optimization import check_optimization
 from alignment.engines.phases import Phases
 from alignment.engines.saving import write_model
-from alignment.models.inspection import check_positions
 from alignment.reporting.log import JsonlLog, strict
-from alignment.trainers.arguments import check_optimizers, load_tokenizer, named_datasets, refuse_arguments
+from alignment.trainers.advice import advice
+from alignment.trainers.arguments import (
+    check_optimizers,
+    load_tokenizer,
+    model_and_options,
+    named_datasets,
+    refuse_arguments,
+)
 from alignment.trainers.best import check_best_metric
-from alignment.trainers.data_setup import PreparedData, limits_of, order_seed, prepare_data
+from alignment.trainers.data_setup import PreparedData, prepare_data
+from alignment.trainers.engine_setup import build_engine, plan_engines, reference_model
 from alignment.trainers.evaluation import evaluate
 from alignment.trainers.events import Events, check_callbacks
-from alignment.trainers.loop import TrainingLoop, total_steps
+from alignment.trainers.loop import TrainingLoop
 from alignment.trainers.method import Method, Models
-from alignment.trainers.model_setup import (
-    balancing_coefficient,
-    build_engine,
-    model_source,
-    plan_engines,
-    reference_model,
-)
+from alignment.trainers.model_setup import balancing_coefficient, model_sources
 from alignment.trainers.output import check_output_folder, write_json
+from alignment.trainers.sampling import total_steps, window_sampler
 from alignment.trainers.window import WindowPass
 
 
@@ -82,7 +84,7 @@ class AlignmentTrainer:
     ) -> None:
         refuse_arguments(unsupported)
         callbacks = check_callbacks(callbacks)
-        model, self.args = self._model_and_options(model, args)
+        model, self.args = model_and_options(type(self).__name__, self.config_class, model, args)
         self._models: Models | None = None
         self._trainable = self._trained = False
         self._pass: WindowPass | None = None
@@ -103,95 +105,46 @@ class AlignmentTrainer:
         self.events.handler.model = self.model
         self.events("on_init_end")
 
-    def _model_and_options(
-        self, model: str | PreTrainedModel | None, args: AlignmentConfig | None
-    ) -> tuple[str | PreTrainedModel, AlignmentConfig]:
-        name = type(self).__name__
-        if args is not None and not isinstance(args, self.config_class):
-            raise OptionError(f"args: {name} needs a {self.config_class.__name__}, not {type(args).__name__}")
-        model = model if model is not None else args.model_name_or_path if args is not None else None
-        if model is None:
-            raise OptionError(f"model: {name} got none; pass a path or a model, or set model_name_or_path")
-        if args is None:
-            source = model if isinstance(model, str) else model.config.name_or_path
-            args = self.config_class(output_dir=f"{Path(source).name or 'model'}-{self.method_class.name.upper()}")
-        if not args.output_dir:
-            raise OptionError("output_dir: not set; name the folder for the model and the log")
-        return model, args
-
     def _prepare_models(
-        self,
-        model: str | PreTrainedModel,
-        ref_model: str | PreTrainedModel | None,
-        optimizers: tuple[Any, Any],
+        self, model: str | PreTrainedModel, ref_model: str | PreTrainedModel | None, optimizers: tuple[Any, Any]
     ) -> None:
-        args = self.args
-        ref_model = ref_model if ref_model is not None else args.ref_model_name_or_path
-        if ref_model is not None and not self.method.needs_reference:
-            raise OptionError(f"ref_model: {args.method} has no reference model; leave it out, and name args=")
-        if ref_model is not None and ref_model is model and not isinstance(model, str):
-            raise OptionError(
-                "ref_model: is the very object given as model, so it would be trained too; leave ref_model out "
-                "(a copy is taken) or pass a copy"
-            )
         check_optimizers(optimizers, model)
-        self.optimizers = optimizers
-        self.policy_source = model_source(model, "model_name_or_path", args, args.model_init_kwargs)
-        self.reference_source = self.policy_source
-        if ref_model is not None:
-            kwargs = args.ref_model_init_kwargs or args.model_init_kwargs
-            self.reference_source = model_source(ref_model, "ref_model_name_or_path", args, kwargs)
-        config = self.policy_source.config
-        for source in (self.policy_source, self.reference_source):
-            check_positions(source.config, limits_of(args).max_length)
-        self._aux_coefficient = balancing_coefficient(args, config)
-        reference = self.reference_source.config if self.method.needs_reference else None
-        self.engine_plan = plan_engines(args, config, reference)
+        self.optimizers, needed = optimizers, self.method.needs_reference
+        self.policy_source, self.reference_source = model_sources(model, ref_model, self.args, needed)
+        self._aux_coefficient = balancing_coefficient(self.args, self.policy_source.config)
+        reference = self.reference_source.config if needed else None
+        self.engine_plan = plan_engines(self.args, self.policy_source.config, reference)
 
     def _prepare_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
         args = self.args
         self.train_data: PreparedData | None = None
         self.sampler: WindowSampler | None = None
+        self.advice: list[str] = []
         if train_dataset is not None:
             self.train_data = self._prepare(train_dataset, args.max_train_samples, "train_dataset")
-            self.sampler = WindowSampler(
-                self.train_data.table,
-                world_size=world_size(),
-                batch_size=args.per_device_train_batch_size,
-                accumulation=args.gradient_accumulation_steps,
-                seed=order_seed(args),
-                draw_partners=self.method.draws_partners,
-                stratify=args.stratify_labels,
-                drop_last=args.dataloader_drop_last,
-                max_tokens=args.max_tokens_per_batch,
-            )
-            if self.sampler.steps_per_epoch == 0:
-                raise DataError(
-                    f"{self.train_data.where}: {len(self.train_data.table)} rows are fewer than one window of "
-                    f"{self.sampler.window}; set dataloader_drop_last: false or a smaller batch"
-                )
+            self.sampler = window_sampler(self.train_data, self.method, args)
             if not any(self.optimizers):
-                note = check_optimization(args, total_steps(args, self.sampler))
-                if note is not None and self.is_world_process_zero():
-                    print(note, flush=True)
+                self.tell(check_optimization(args, total_steps(args, self.sampler)))
+            self.advice = advice(args, self.train_data.report, self.sampler.window)
+            for sentence in () if args.dry_run else self.advice:
+                self.tell(f"advice: {sentence}")
         self.eval_data = {
             name: self._prepare(source, args.max_eval_samples, f"eval_dataset{f' {name}' if name else ''}")
             for name, source in named_datasets(eval_dataset).items()
         }
-        if not self.eval_data and (args.eval_strategy != "no" or args.eval_on_start):
+        if self.eval_data:
+            check_best_metric(args, self.method, self.eval_data)
+        elif args.eval_strategy != "no" or args.eval_on_start:
             raise OptionError(
                 f"eval_strategy: {args.eval_strategy.value} (eval_on_start: {args.eval_on_start}) needs data to "
                 "evaluate on; set dataset_test_split, or pass eval_dataset"
             )
-        if self.eval_data:
-            check_best_metric(args, self.method, self.eval_data)
 
     def _prepare(self, source: Any, limit: int | None, where: str) -> PreparedData:
         load = source if callable(source) else lambda: source
         where = getattr(source, "where", where)
         data = prepare_data(load, limit, self.method, self.processing_class, self.args, where)
-        if self.is_world_process_zero():
-            print(f"{data.where}: {data.report.summary()}", flush=True)
+        self.tell(f"{data.where}: {data.report.summary()}")
         return data
 
     # What a run does ------------------------------------------------------------------------------------------------
@@ -295,6 +248,11 @@ class AlignmentTrainer:
         """Remove a callback, given itself or its class, if it is there."""
         self.pop_callback(callback)
 
+    def tell(self, text: str | None) -> None:
+        """Print a line on the first rank; None is nothing to say."""
+        if text is not None and self.is_world_process_zero():
+            print(text, flush=True)
+
     def log(self, record: Mapping[str, float]) -> None:
         """Add a record to ``state.log_history`` and to ``log.jsonl``, and tell the callbacks."""
         entry = strict({**record, "step": self.state.global_step})
@@ -363,8 +321,7 @@ class AlignmentTrainer:
         handler.optimizer, handler.lr_scheduler = policy.engine.optimizer, policy.engine.lr_scheduler
         self._trainable = training_steps is not None
         self._pass = WindowPass(self.method, self._models, self.phases, self._aux_coefficient)
-        if self.is_world_process_zero():
-            print(plan.describe(self.policy_source, self.reference_source), flush=True)
+        self.tell(plan.describe(self.policy_source, self.reference_source))
 
     def _write_settings(self) -> None:
         if not self.is_world_process_zero():

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput
 
 from alignment.config.errors import TrainingError
-from alignment.config.options import AlignmentConfig
 from alignment.data.batching import AnyBatch, EpochWindows
 from alignment.data.windows import WindowPlan, WindowSampler
 from alignment.engines.collectives import barrier
@@ -26,16 +25,13 @@ from alignment.reporting.metrics import MetricHistory, means
 from alignment.reporting.progress import Progress
 from alignment.trainers.best import BestModel
 from alignment.trainers.output import CHECKPOINT_PREFIX, prune_checkpoints
+from alignment.trainers.sampling import total_steps
+from alignment.trainers.summary import write_report
 from alignment.trainers.window import NonFiniteLoss
 
 if TYPE_CHECKING:
     from alignment.trainers.base import AlignmentTrainer
     from alignment.trainers.data_setup import PreparedData
-
-
-def total_steps(args: AlignmentConfig, sampler: WindowSampler) -> int:
-    """Optimizer steps of the whole run."""
-    return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * sampler.steps_per_epoch)
 
 
 class TrainingLoop:
@@ -248,4 +244,5 @@ class TrainingLoop:
         self.trainer.log_file.write({"event": "end", "phases": self.trainer.phases.summary()})
         self.events("on_train_end")
         self.trainer.save_state()
+        write_report(self.trainer, show=True)
         return TrainOutput(steps, metrics["train_loss"], {**metrics, "epoch": self.state.epoch or 0.0})

@@ -1,0 +1,129 @@
+"""The report at the end of a run: its text to the letter, its curves, and what a real run writes."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+from helpers import STAGES, make_model, unpaired_rows
+
+from alignment import KTOConfig, KTOTrainer
+from alignment.config.errors import OutputError
+from alignment.reporting.plots import draw_history
+from alignment.reporting.run_report import RunReport, duration
+
+REPORT = """\
+# kto: a run
+
+- steps: 4 of 4
+- time: 2.0 s
+
+## Phases
+
+| phase | times | seconds | share | tokens/s | GPU memory |
+| ----- | ----: | ------: | ----: | -------: | ---------: |
+| learn |     4 |     1.5 |  75 % |    2,000 |   1.50 GiB |
+| step  |     4 |     0.5 |  25 % |          |            |
+
+## Final metrics
+
+| metric         | training | evaluation |
+| -------------- | -------: | ---------: |
+| loss           |  0.48312 |        0.5 |
+| kl             |        2 |            |
+| rewards/chosen |          |       -1.5 |
+
+## Advice
+
+- use more rows
+"""
+
+
+def test_the_text() -> None:
+    report = RunReport(
+        title="kto: a run",
+        facts=[("steps", "4 of 4"), ("time", "2.0 s")],
+        phases={
+            "learn": {"seconds": 1.5, "tokens": 3000, "peak_bytes": 1.5 * 2**30, "entries": 4},
+            "step": {"seconds": 0.5, "tokens": 0, "peak_bytes": 0, "entries": 4},
+        },
+        memory="GPU memory",
+        train={"loss": 0.48312, "kl": 2.0},
+        evaluation={"loss": 0.5, "rewards/chosen": -1.5},
+        advice=["use more rows"],
+        plots={"curves": "report.png"},
+    )
+    assert report.terminal() == REPORT
+    assert report.markdown() == REPORT + "\n![curves](report.png)\n"
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (0.25, 59.0, 61, 3723.4)] == ["0.2 s", "59.0 s", "1 min 01 s", "1 h 02 min 03 s"]
+
+
+def size_of(png: Path) -> tuple[int, int]:
+    data = png.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", data[16:24])
+    return width, height
+
+
+def test_curves_have_a_panel_for_what_was_logged(tmp_path: Path) -> None:
+    history = [{"step": step, "loss": 1.0 / step, "eval_loss": None} for step in (1, 2, 3)]
+    assert draw_history(history, tmp_path / "one.png", "one")
+    more = [{**entry, "kl": 0.1, "rewards/margins": 1.0, "grad_norm": 2.0} for entry in history]
+    assert draw_history(more, tmp_path / "four.png", "four")
+    (width, height), (wide, high) = size_of(tmp_path / "one.png"), size_of(tmp_path / "four.png")
+    assert (wide, high) == (3 * width, 2 * height)
+    assert not draw_history([{"step": 1, "train_runtime": 2.0}], tmp_path / "none.png", "none")
+    assert not (tmp_path / "none.png").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="could not write"):
+        draw_history(history, tmp_path / "file" / "x.png", "x")
+
+
+def table(text: str) -> dict[str, list[str]]:
+    """The cells of each row by its first."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    return {first: rest for first, *rest in rows}
+
+
+def test_a_run_ends_with_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model(tmp_path / "model", "tied")
+    args = KTOConfig(
+        output_dir=str(tmp_path / "out"),
+        max_length=64,
+        max_prompt_length=None,
+        per_device_train_batch_size=2,
+        max_steps=2,
+        logging_steps=1,
+        eval_strategy="steps",
+        disable_tqdm=True,
+        deepspeed=STAGES["stage2"],
+    )
+    trainer = KTOTrainer(model=model, args=args, train_dataset=unpaired_rows(4), eval_dataset=unpaired_rows(2, seed=5))
+    trainer.train()
+    trainer.close()
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert text.replace("\n![curves](report.png)\n", "").rstrip() in capsys.readouterr().out
+    assert size_of(tmp_path / "out" / "report.png")[0] > 300
+    lines = text.splitlines()
+    assert "- steps: 2 of 2, 2 rows each, 1 rank(s)" in lines
+    assert any(
+        line.startswith("- data: train_dataset: 4 of 4 rows kept (2 desirable, 2 undesirable)") for line in lines
+    )
+    tokens = trainer.phases.records["learn"].tokens
+    assert any(line.startswith("- time: ") and f"{tokens:,} tokens trained on" in line for line in lines)
+    phases, metrics = text.split("## Final metrics")
+    cells = table(phases)
+    for name in ("reference", "kl", "learn", "step", "evaluate", "save"):
+        assert float(cells[name][1]) >= 0 and cells[name][4].endswith("GiB")
+    cells = table(metrics)
+    last = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
+    evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry][-1]
+    assert cells["loss"] == [f"{last['loss']:.6g}", f"{evaluated['eval_loss']:.6g}"]
+    assert cells["grad_norm"] == [f"{last['grad_norm']:.6g}", ""]
+    assert "## Advice" in lines and any(
+        "window" in line or "rows" in line for line in lines[lines.index("## Advice") :]
+    )
