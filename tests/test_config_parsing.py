@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -156,15 +155,37 @@ def test_a_value_without_option(tmp_path: Path) -> None:
     assert "'stray'" in refused([write(tmp_path, "method: kto\n"), "stray", *NEEDED])
 
 
-@pytest.mark.parametrize("name", packaged_names("recipes"))
+RECIPES = {
+    "kto": ("kto", "kto"),
+    "apo_zero": ("kto", "apo_zero_unpaired"),
+    "cpo": ("cpo", "sigmoid"),
+    "simpo": ("cpo", "simpo"),
+    "cpo_simpo": ("cpo", "simpo"),
+    "alphapo": ("cpo", "alphapo"),
+    "ipo": ("cpo", "ipo"),
+    "sft": ("sft", None),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_packaged_recipes(name: str) -> None:
-    content: dict[str, Any] = read_recipe(name)
-    assert content["method"] == name
     options = parse([f"{name}.yaml", "--output_dir", "out", "--dataset_name", "rows.jsonl"])
-    assert options.model_name_or_path == "Qwen/Qwen2.5-0.5B-Instruct"
-    assert options.learning_rate == 1e-6 and options.window_size == 32
-    first = packaged("recipes", name).read_text(encoding="utf-8").splitlines()[:4]
-    assert any("deepspeed launch/train.py" in line for line in first)
+    method, loss = RECIPES[name]
+    assert (options.method, getattr(options, "loss_type", None)) == (method, loss)
+    assert str(options.model_name_or_path).startswith("Qwen/Qwen2.5-0.5B") and options.window_size == 32
+    assert options.learning_rate == (2e-5 if method == "sft" else 1e-6)
+    lines = packaged("recipes", name).read_text(encoding="utf-8").splitlines()
+    assert f"deepspeed launch/train.py {name} " in lines[2] and max(map(len, lines)) <= 119
+    for value in ("per_device_train_batch_size", "max_length", "gradient_checkpointing", "deepspeed", "save_strategy"):
+        assert any(line.strip().startswith(value) and "#" in line for line in lines), f"{value} says what it costs"
+
+
+def test_every_recipe_is_known() -> None:
+    assert set(packaged_names("recipes")) == set(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_alone_has_no_data(name: str) -> None:
     assert "dataset_name=None" in refused([name, "--output_dir", "out"])
 
 
