@@ -11,12 +11,14 @@ from typing import Any
 from alignment.config.fields import Strategy
 from alignment.config.methods import METHODS
 from alignment.config.options import AlignmentConfig
+from alignment.config.paths import packaged_names
 from alignment.config.refusals import refused_fields
 
 _USAGE = """\
 usage: [deepspeed|torchrun|python] launch/train.py [RECIPE] [--method METHOD] [--OPTION VALUE ...]
 
-RECIPE is a YAML file or the name of a packaged one (kto, cpo). Options given here override it.
+RECIPE is a YAML file or the name of a packaged one ({recipes}).
+Options given here override it.
 A truth value needs no VALUE; a mapping is given as JSON."""
 
 
@@ -40,7 +42,7 @@ def default_text(field: dataclasses.Field[Any]) -> str:
 
 def help_text() -> str:
     """Every option with its help and default: the shared groups once, then each method's own."""
-    lines = [_USAGE]
+    lines = [_USAGE.format(recipes=", ".join(packaged_names("recipes")))]
     shared = {field.name for field in dataclasses.fields(AlignmentConfig)}
     seen: set[str] = set()
     for name, cls in METHODS.items():

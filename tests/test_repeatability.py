@@ -1,0 +1,62 @@
+"""The same seed gives the same run to the last bit; `full_determinism` asks torch for kernels that can promise it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import STAGES, make_model, unpaired_rows
+
+from alignment import KTOConfig, KTOTrainer
+
+TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
+
+
+@pytest.fixture(autouse=True)
+def flags() -> Iterator[None]:
+    """Give torch's switches back as they were."""
+    before = torch.are_deterministic_algorithms_enabled()
+    benchmark, deterministic = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
+    yield
+    torch.use_deterministic_algorithms(before)
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = benchmark, deterministic
+
+
+def history(model: str, folder: Path, **more: Any) -> list[dict[str, float]]:
+    args = KTOConfig(
+        output_dir=str(folder),
+        max_length=64,
+        max_prompt_length=None,
+        per_device_train_batch_size=2,
+        learning_rate=1e-3,
+        max_steps=4,
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        deepspeed=STAGES["stage2"],
+        **more,
+    )
+    trainer = KTOTrainer(model=model, args=args, train_dataset=unpaired_rows(8))
+    trainer.train()
+    trainer.close()
+    return [{n: v for n, v in entry.items() if n not in TIMES} for entry in trainer.state.log_history]
+
+
+def test_two_runs_are_one(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "tied")
+    first = history(model, tmp_path / "first")
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert history(model, tmp_path / "second") == first
+    assert history(model, tmp_path / "other", seed=7) != first
+
+
+def test_full_determinism_asks_torch_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    model = make_model(tmp_path / "model", "tied")
+    first = history(model, tmp_path / "first", full_determinism=True)
+    assert torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.deterministic
+    assert history(model, tmp_path / "second", full_determinism=True) == first
