@@ -118,15 +118,41 @@ DATA = [
         data=[CHAT, {**CHAT, "prompt": [{"role": "user", "content": 7}]}],
     ),
     Case(
-        "content is a list",
-        ("@data.jsonl row 1: prompt[0].content is [", "string"),
-        data=[{**CHAT, "prompt": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}] * 2,
-    ),
-    Case(
         "nothing left",
         ("@data.jsonl: none of the 3 rows is left (3 × ", "identical"),
         data=[IDENTICAL] * 3,
         method="cpo",
+    ),
+    Case(
+        "column that is not there",
+        ("@data.jsonl: column_map takes prompt from 'question', which is missing; columns: prompt, completion",),
+        {"column_map": '{"prompt": "question"}'},
+    ),
+    Case(
+        "map the wrong way round",
+        ("column_map={'instruction': 'prompt'}", "as in {prompt: instruction}"),
+        {"column_map": '{"instruction": "prompt"}'},
+    ),
+    Case(
+        "mixture beside a dataset",
+        ("dataset_name='@data.jsonl'", "dataset_mixture is set as well"),
+        {"dataset_mixture": '{"a.jsonl": 1}'},
+    ),
+    Case(
+        "mixture with a missing part",
+        ("@b.jsonl: no such file",),
+        {"dataset_name": None, "dataset_mixture": '{"@data.jsonl": 1, "@b.jsonl": 2}'},
+    ),
+    Case(
+        "fault in a part of a mixture",
+        ("@b.jsonl row 1: label is 3 (an integer)",),
+        {"dataset_name": None, "dataset_mixture": '{"@data.jsonl": 1, "@b.jsonl": 2}'},
+        files={"b.jsonl": '{"prompt": "a", "completion": "b", "label": 3}\n'},
+    ),
+    Case(
+        "image in a message",
+        ("@data.jsonl row 1: prompt[0].content[0] is of type 'image'", "only text"),
+        data=[{**CHAT, "prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}] * 4,
     ),
     Case(
         "strict data",

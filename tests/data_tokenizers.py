@@ -16,6 +16,21 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TOOLS = (  # as in templates that can call tools: a null content writes nothing
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content %}{{ m.content }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINK = (  # as Qwen3's: an empty think block, in the generation prompt only where thinking is off
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if loop.last and m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+THINK_OPEN = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")  # as R1's: only the prompt has it
+DEFAULT_SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\nthe world<|im_end|>\n{% endif %}" + CHATML
 TURNS = ("<|im_start|>", "<|im_end|>")
 
 
@@ -74,3 +89,27 @@ def word_tokenizer(words: str, eos: str | None = "</s>", **special: str) -> Any:
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens(names)
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, unk_token="[UNK]", **special)
+
+
+def readable_tokenizer(template: str | None = None, bos: bool = False) -> Any:
+    """Byte-level BPE with one token for each of some words, ``</s>`` as EOS and, with ``bos``, ``<s>`` before."""
+    lines = [
+        "user assistant system tool what is the cat on mat say hello yes no and red world blue answer Human Assistant"
+    ]
+    words = [word for line in lines for word in line.split()]
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<s>", "</s>", *TURNS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([*words, *(f" {word}" for word in words)], trainer)
+    if bos:
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>" if bos else None, eos_token="</s>")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(TURNS)})
+    tokenizer.chat_template = template
+    return tokenizer

@@ -207,8 +207,6 @@ _OTHER_VALUES: dict[str, Any] = {
     "save_only_model": False,
     "resume_from_checkpoint": "last",
     "metric_for_best_model": "loss",
-    "dataset_mixture": [{"name": "a"}],
-    "column_map": {"prompt": "question"},
     "hub_model_id": "me/model",
     "hub_token": "hf_secret",
     "hub_strategy": "end",

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from alignment.config.errors import DataError
-from alignment.data.formats import Pair, Unpaired, check_columns, pair_row, unpaired_rows
+from alignment.data.columns import check_columns
+from alignment.data.formats import Pair, Unpaired, pair_row, unpaired_rows
 from alignment.data.prompts import IDENTICAL, DropRow
 
 U, V = {"role": "user", "content": "hello"}, {"role": "user", "content": "bye"}
@@ -116,7 +117,7 @@ BAD_UNPAIRED: list[tuple[dict[str, Any], str]] = [
     ({"label": 1.0}, r"label is 1.0 \(a number\)"),
     ({"completion": 3}, r"completion is 3 \(an integer\); give a string or a list"),
     ({"completion": None}, r"completion is null"),
-    ({"completion": {"role": "assistant", "content": "x"}}, r"completion is .* \(an object\)"),
+    ({"completion": {"speaker": "assistant", "content": "x"}}, r"completion is .* \(an object\)"),
     ({"completion": []}, r"completion is an empty list|prompt is a string but"),
     ({"prompt": None}, r"prompt is missing"),
     ({"completion": [A]}, r"prompt is a string but completion is a list.*remove the prompt column"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import datasets
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, IterableDatasetDict
 
 from alignment.config.errors import DataError
 from alignment.data.sources import dataset_from_python, load_split, take
@@ -186,7 +186,7 @@ def test_python_objects() -> None:
     assert dataset_from_python(ROWS).to_list() == ROWS
     assert dataset_from_python([{"a": 1}, {"b": "x"}]).to_list() == [{"a": 1, "b": None}, {"a": None, "b": "x"}]
     for value, message in [
-        (dataset.to_iterable_dataset(), "streamed data is not supported yet: save it first, or pass a Dataset"),
+        (IterableDatasetDict(train=dataset.to_iterable_dataset()), r"pass dataset\['train'\]"),
         (DatasetDict(train=dataset), r"pass dataset\['train'\]"),
         ([], "an empty list"),
         ([{}], "have no columns"),

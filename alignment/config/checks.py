@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from alignment.config.checks_output import check_output
 from alignment.config.dtypes import requested_dtype
 from alignment.config.errors import OptionError
 from alignment.config.fields import Strategy
+from alignment.config.mixture import check_mixture, tested_parts
 from alignment.config.refusals import nearest, shown
 
 # transformers' SchedulerType; a test compares the two.
@@ -44,6 +46,7 @@ _DECIDED = {
     "device_map": "the engine places the model; leave it out",
     "output_loading_info": "leave it out",
 }
+_REFERENCE_OPTIONS = ("ref_model_name_or_path", "ref_model_init_kwargs", "ref_deepspeed")
 _ADAM_DEFAULTS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
 
 
@@ -69,6 +72,19 @@ def below_one(options: Any, *names: str) -> None:
             raise OptionError(f"{shown(name, getattr(options, name))}: must be 0 or more and below 1")
 
 
+def refuse_reference(options: Any, method: str) -> None:
+    """Nothing that speaks of a reference model or of labels is set; ``method`` names the method that has neither."""
+    if options.ref_placement not in (None, "none"):
+        raise OptionError(
+            f"{shown('ref_placement', options.ref_placement)}: {method} has no reference model; leave it out"
+        )
+    for name in _REFERENCE_OPTIONS:
+        if getattr(options, name) is not None:
+            raise OptionError(f"{shown(name, getattr(options, name))}: {method} has no reference model; leave it out")
+    if options.stratify_labels:
+        raise OptionError(f"stratify_labels=True: {method}'s rows have no labels to deal out evenly; leave it out")
+
+
 def check_shared(options: Any) -> None:
     """Everything that does not depend on the method. Raises :class:`OptionError` for the first fault."""
     if not options.output_dir:
@@ -84,6 +100,8 @@ def check_shared(options: Any) -> None:
             f"gradient_checkpointing=False; leave one of them out"
         )
     _check_mappings(options)
+    check_mixture(options)
+    check_output(options)
 
 
 def _check_mappings(options: Any) -> None:
@@ -177,10 +195,10 @@ def check_command_line(options: Any) -> None:
     """What a script may give as objects, but the command line has to name."""
     if not options.model_name_or_path:
         raise OptionError("model_name_or_path=None: no model to train; set model_name_or_path to a folder or hub name")
-    if not options.dataset_name:
+    if not options.dataset_name and options.dataset_mixture is None:
         raise OptionError("dataset_name=None: no data to train on; set dataset_name to a file, folder or hub name")
     wanted = options.eval_strategy != Strategy.NO or options.eval_on_start
-    if wanted and not options.dataset_test_split:
+    if wanted and not options.dataset_test_split and not tested_parts(options):
         which = "eval_on_start" if options.eval_on_start else "eval_strategy"
         raise OptionError(
             f"{shown(which, getattr(options, which))}: no data to evaluate on; set dataset_test_split, or "

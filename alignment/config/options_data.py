@@ -22,9 +22,24 @@ class DataOptions:
     dataset_config: str | None = option(None, "Configuration name of a hub dataset.")
     dataset_train_split: str = option("train", "Split to train on.")
     dataset_test_split: str | None = option(None, "Split to evaluate on; unset: none.")
-    dataset_mixture: list[Any] | dict[str, Any] | None = option(None, "Several datasets with mixing weights.")
-    column_map: dict[str, str] | None = option(None, "Names of the dataset's columns for those that are expected.")
-    max_train_samples: int | None = option(None, "Use only the first so many training rows.")
+    dataset_mixture: list[Any] | dict[str, Any] | None = option(
+        None,
+        "Several datasets in place of `dataset_name`: a mapping from name to weight, or a list of mappings with "
+        "`dataset_name` and, if need be, `dataset_config`, `split`, `test_split`, `weight`, `column_map`. Weights are "
+        "shares of the mixture's rows: as many rows as possible are drawn in these shares by the seed of the order, "
+        "none of them twice. Without weights: every row.",
+    )
+    column_map: dict[str, str] | None = option(
+        None,
+        "Expected name: name in the data, as in `{prompt: instruction, query: input, completion: output, label: "
+        "kto_tag}`; a column that is named takes the place of one that has the expected name already. Expected are "
+        "`prompt`, `completion`, `label`, `chosen`, `rejected`, `messages` (a conversation that ends with the "
+        "answer), `text`, `tools`, `chat_template_kwargs`; and, only by this map, `query` (a text to put below the "
+        "prompt) and `system` (a system turn to put before the prompt's messages).",
+    )
+    max_train_samples: int | None = option(
+        None, "Use only the first so many training rows; of a mixture, so many in the shares of its parts."
+    )
     max_eval_samples: int | None = option(None, "Use only the first so many evaluation rows.")
     dataset_num_proc: int | None = option(None, "Processes that tokenise; changes the speed, not the result.")
     dataloader_num_workers: int = option(0, "Worker processes that collate batches; 0: the training process does.")
@@ -36,7 +51,9 @@ class DataOptions:
     )
     stratify_labels: bool = option(False, "KTO: give each window the data's share of desirable rows, to one row.")
     strict_data: bool = option(False, "Make it an error when a row has to be dropped.")
-    dry_run: bool = option(False, "Print the resolved options, DeepSpeed JSON and first rows, then stop.")
+    dry_run: bool = option(
+        False, "Print the resolved options, DeepSpeed JSON, rows kept and dropped, lengths and first rows, then stop."
+    )
 
 
 @dataclass(kw_only=True)

@@ -17,12 +17,15 @@ from alignment.config.errors import OptionError
 from alignment.config.fields import words
 
 SECRETS = frozenset({"hub_token"})
-WORKING_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
+WORKING_OPTIMIZERS = words(
+    "adamw_torch adamw_torch_fused adamw_8bit adamw_bnb_8bit paged_adamw_8bit paged_adamw_32bit deepspeed_cpu_adam "
+    "deepspeed_fused_adam sgd"
+)
 # transformers' OptimizerNames; a test compares the two.
 KNOWN_OPTIMIZERS = WORKING_OPTIMIZERS + words(
     "adamw_torch_xla adamw_torch_npu_fused adafactor adamw_anyprecision "
-    "adamw_torch_4bit adamw_torch_8bit ademamix adagrad adamw_bnb_8bit adamw_8bit ademamix_8bit lion_8bit "
-    "lion_32bit paged_adamw_32bit paged_adamw_8bit paged_ademamix_32bit paged_ademamix_8bit "
+    "adamw_torch_4bit adamw_torch_8bit ademamix adagrad ademamix_8bit lion_8bit lion_32bit "
+    "paged_ademamix_32bit paged_ademamix_8bit "
     "paged_lion_32bit paged_lion_8bit rmsprop rmsprop_bnb rmsprop_bnb_8bit rmsprop_bnb_32bit galore_adamw "
     "galore_adamw_8bit galore_adafactor galore_adamw_layerwise galore_adamw_8bit_layerwise "
     "galore_adafactor_layerwise lomo adalomo grokadamw schedule_free_radam schedule_free_adamw "
@@ -47,8 +50,6 @@ _PEFT = "adapters are not supported yet"
 _QUANT = "4- and 8-bit base weights are not supported yet"
 _WHOLE = "leave it out to train the whole model"
 _OFFLOADED = "leave it out; deepspeed=zero3_offload keeps weights and optimizer in host memory"
-_BEST = "choosing the best checkpoint is not supported yet"
-_LAST = "leave it out; every saved folder can be evaluated by itself"
 _HUB = "uploading is not supported yet"
 _UPLOAD = "leave it out and upload output_dir with `hf upload`"
 _SYNC = "a reference that follows the policy is not supported yet"
@@ -92,20 +93,10 @@ NOT_YET: dict[str, NotYet] = {
         "searching for a batch size is not supported yet",
         "set per_device_train_batch_size=1 and gradient_accumulation_steps to the rows of a step",
     ),
-    "report_to": NotYet(
-        ("none", ["none"], []), "reporting integrations are not supported yet", "set none: the log is a JSONL file"
-    ),
     "save_only_model": NotYet((True,), "resumable checkpoints are not supported yet", "leave it out"),
     "resume_from_checkpoint": NotYet(
         (None, False), "resuming is not supported yet", "give the checkpoint folder as model_name_or_path"
     ),
-    "load_best_model_at_end": NotYet((False,), _BEST, _LAST),
-    "metric_for_best_model": NotYet((None,), _BEST, _LAST),
-    "greater_is_better": NotYet((None,), _BEST, _LAST),
-    "dataset_mixture": NotYet(
-        (None,), "mixtures of datasets are not supported yet", "join the files into one and set dataset_name"
-    ),
-    "column_map": NotYet((None,), "renaming columns is not supported yet", "rename the columns in the data"),
     "push_to_hub": NotYet((False,), _HUB, _UPLOAD),
     "hub_model_id": NotYet((None,), _HUB, _UPLOAD),
     "hub_token": NotYet((None,), _HUB, "leave it out; `hf auth login` gives access to gated models"),
@@ -194,9 +185,9 @@ def refuse_not_yet(options: Any) -> None:
             if value not in KNOWN_OPTIMIZERS:
                 close = nearest(value, KNOWN_OPTIMIZERS)
                 raise OptionError(
-                    f"{shown(name, value)}: no such optimizer{close}; set adamw_torch, adamw_torch_fused or sgd"
+                    f"{shown(name, value)}: no such optimizer{close}; set one of {', '.join(WORKING_OPTIMIZERS)}"
                 )
-            instead += " sgd" if "sgd" in value else " adamw_torch"
+            instead += " sgd" if "sgd" in value else " adamw_8bit" if "bit" in value else " adamw_torch"
         raise OptionError(f"{shown(name, value)}: {entry.reason}; {instead}")
 
 

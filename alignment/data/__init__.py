@@ -1,6 +1,7 @@
 """Data: rows of preference data in, token ids out.
 
-The trip of a row: ``sources`` (a file, folder, hub name or object becomes a dataset) → ``formats`` (a row becomes
-a canonical, checked one) → ``tokenization`` (text becomes ids, prompt and completion apart) → ``prepare`` (all of it,
-once, cached on disk). Window planning and batching follow in ``windows`` and ``batching``.
+The trip of a row: ``sources`` and ``streams`` (a file, folder, hub name or object becomes a dataset) → ``columns`` (by
+the names that are expected) → ``messages`` and ``formats`` (a row becomes a canonical, checked one) → ``tokenization``
+(text becomes ids, prompt and completion apart) → ``prepare`` (all of it, once, cached on disk) → ``mixture`` (several
+datasets become one). Window planning and batching follow in ``windows`` and ``batching``.
 """

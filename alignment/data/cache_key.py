@@ -14,10 +14,11 @@ from typing import Any
 import pyarrow as pa
 from datasets import Dataset
 
-from alignment.data.formats import COLUMNS, Kind
+from alignment.data.columns import COLUMNS, MAPPED_COLUMNS
+from alignment.data.formats import Kind
 from alignment.data.truncation import Limits
 
-FORMAT_VERSION = 1  # raise it when the same input would be tokenised or stored in another way
+FORMAT_VERSION = 2  # raise it when the same input would be tokenised or stored in another way
 _ROWS = 1000  # rows hashed at a time; part of the hash
 
 
@@ -26,7 +27,7 @@ def cache_name(dataset: Dataset, kind: Kind, tokenizer: Any, limits: Limits) -> 
     digest = hashlib.blake2b(digest_size=16)
     settings = {"version": FORMAT_VERSION, "kind": kind, "limits": asdict(limits), "tokenizer": _describe(tokenizer)}
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
-    columns = [name for name in COLUMNS if name in dataset.column_names]
+    columns = [name for name in (*COLUMNS, *MAPPED_COLUMNS) if name in dataset.column_names]
     arrow = dataset.select_columns(columns).with_format("arrow")
     for start in range(0, len(arrow), _ROWS):
         digest.update(_table_bytes(arrow[start : start + _ROWS]))

@@ -1,25 +1,24 @@
 """From a row in any accepted format to a canonical, checked one.
 
 Text is a string (standard rows) or a list of messages (conversational rows), the same kind throughout a row. KTO takes
-``prompt, completion, label`` or pairs, which become two rows; CPO takes pairs. Every fault is a
-:class:`~alignment.config.errors.DataError` that names row, key, value and remedy.
+answers with a label, or pairs, which become two rows, or both kinds in one dataset; CPO takes pairs; SFT takes answers
+alone. Every fault is a :class:`~alignment.config.errors.DataError` that names row, key, value and remedy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from alignment.config.errors import DataError
-from alignment.data.prompts import Message, split_messages, split_texts, without_prompt
-from alignment.data.wording import listing, show, type_name
+from alignment.data.messages import Text, check_same_kind, split_conversation, template_variables, text_of
+from alignment.data.prompts import split_messages, split_texts, without_prompt
+from alignment.data.wording import show
 
-Kind = Literal["unpaired", "paired"]
-Text = str | list[Message]
+__all__ = ["Kind", "Pair", "Single", "Text", "Unpaired", "pair_row", "single_row", "unpaired_rows"]
 
-COLUMNS = ("prompt", "completion", "label", "chosen", "rejected", "tools", "chat_template_kwargs")
-_METHODS = {"unpaired": "KTO", "paired": "CPO"}
+Kind = Literal["unpaired", "paired", "single"]
 
 
 @dataclass(frozen=True)
@@ -42,46 +41,28 @@ class Pair:
     template: Mapping[str, Any] = field(default_factory=dict)
 
 
-def check_columns(column_names: Iterable[str], kind: Kind, where: str) -> None:
-    """Check that a dataset has the columns that ``kind`` needs; ``where`` names it in the message.
+@dataclass(frozen=True)
+class Single:
+    """One answer to imitate."""
 
-    Raises:
-        DataError: a column is missing, or the columns are those of the other kind.
-    """
-    names = list(column_names)
-    has = set(names).__contains__
-    if has("chosen") and has("rejected"):
-        return
-    single = has("completion") or has("label")
-    if kind == "paired" and single:
-        raise DataError(
-            f"{where}: CPO needs chosen and rejected, but the columns are {listing(names)}; "
-            "use method kto for rows with completion and label"
-        )
-    if kind == "paired" or has("chosen") or has("rejected"):
-        missing = [name for name in ("chosen", "rejected") if not has(name)]
-        raise DataError(f"{where}: {_METHODS[kind]} needs the missing {listing(missing)}; columns: {listing(names)}")
-    missing = [name for name in ("prompt", "completion", "label") if not has(name)]
-    if missing:
-        remedy = " (label is true for a desirable completion, false otherwise)" if "label" in missing else ""
-        raise DataError(
-            f"{where}: KTO needs the missing {listing(missing)}{remedy}, or chosen and rejected; "
-            f"columns: {listing(names)}"
-        )
+    prompt: Text
+    completion: Text
+    template: Mapping[str, Any] = field(default_factory=dict)
 
 
 def unpaired_rows(row: Mapping[str, Any], where: str) -> list[Unpaired]:
-    """The canonical KTO rows of one row: one for ``prompt, completion, label``; a pair gives two, True then False.
+    """The canonical KTO rows of one row: one for an answer with a label; a pair gives two, True then False.
 
     Args:
-        row: one row of the dataset.
+        row: one row of the dataset: ``prompt, completion, label``, or ``messages, label``, or a pair. Columns that
+            only other rows fill are null.
         where: names the row in messages, such as ``data.jsonl row 12``.
 
     Raises:
         DataError: the row is faulty.
         DropRow: a pair that cannot be split into prompt and completions.
     """
-    if "completion" not in row or "label" not in row:
+    if _is_pair(row, where):
         pair = pair_row(row, where)
         return [
             Unpaired(pair.prompt, pair.chosen, True, pair.template),
@@ -90,13 +71,11 @@ def unpaired_rows(row: Mapping[str, Any], where: str) -> list[Unpaired]:
     label = row["label"]
     if type(label) is not bool:
         raise DataError(f"{where}: label is {show(label)}; set it to true or false")
-    if row.get("prompt") is None:
-        raise DataError(f'{where}: prompt is missing; KTO rows need one (an empty one is "" or [])')
-    prompt, completion = _text(row, "prompt", where), _text(row, "completion", where)
-    _check_same_kind(where, prompt=prompt, completion=completion)
-    if isinstance(prompt, list) and isinstance(completion, list):
-        completion = without_prompt(prompt, completion)
-    return [Unpaired(prompt, completion, label, _template(row, where))]
+    if row.get("completion") is None and row.get("messages") is not None:
+        prompt, completion = _conversation(row, where)
+    else:
+        prompt, completion = _answered(row, where)
+    return [Unpaired(prompt, completion, label, template_variables(row, where))]
 
 
 def pair_row(row: Mapping[str, Any], where: str) -> Pair:
@@ -111,61 +90,91 @@ def pair_row(row: Mapping[str, Any], where: str) -> Pair:
     for key in ("chosen", "rejected"):
         if row.get(key) is None:
             raise DataError(f"{where}: {key} is missing; every row needs chosen and rejected")
-    chosen, rejected = _text(row, "chosen", where), _text(row, "rejected", where)
-    _check_same_kind(where, chosen=chosen, rejected=rejected)
-    template = _template(row, where)
-    if row.get("prompt") is None:
+    chosen, rejected = text_of(row, "chosen", where), text_of(row, "rejected", where)
+    check_same_kind(where, chosen=chosen, rejected=rejected)
+    prompt = _prompt(row, where)
+    if prompt is None:
         if isinstance(chosen, str) and isinstance(rejected, str):
-            return Pair(*split_texts(chosen, rejected), template)
-        assert isinstance(chosen, list) and isinstance(rejected, list)
-        return Pair(*split_messages(chosen, rejected), template)
-    prompt = _text(row, "prompt", where)
-    _check_same_kind(where, prompt=prompt, chosen=chosen)
+            prompt, chosen, rejected = split_texts(chosen, rejected)
+        else:
+            assert isinstance(chosen, list) and isinstance(rejected, list)
+            prompt, chosen, rejected = split_messages(chosen, rejected)
+    check_same_kind(where, prompt=prompt, chosen=chosen)
     if isinstance(prompt, list) and isinstance(chosen, list) and isinstance(rejected, list):
         chosen, rejected = without_prompt(prompt, chosen), without_prompt(prompt, rejected)
-    return Pair(prompt, chosen, rejected, template)
+    return Pair(_with_system(prompt, row, where), chosen, rejected, template_variables(row, where))
 
 
-def _text(row: Mapping[str, Any], key: str, where: str) -> Text:
-    value = row[key]
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise DataError(f"{where}: {key} is {show(value)}; give a string or a list of {{role, content}} messages")
-    if not value and key != "prompt":
-        raise DataError(f"{where}: {key} is an empty list; give at least one message")
-    return [_message(message, f"{where}: {key}[{number}]") for number, message in enumerate(value)]
+def single_row(row: Mapping[str, Any], where: str) -> Single:
+    """The canonical row of ``prompt, completion``, of ``messages`` (the last one is the answer) or of ``text``.
+
+    Raises:
+        DataError: the row is faulty.
+    """
+    template = template_variables(row, where)
+    if row.get("completion") is not None:
+        return Single(*_answered(row, where), template)
+    for key in ("messages", "text"):
+        if row.get(key) is not None:
+            return (
+                Single("", row[key], template)
+                if isinstance(row[key], str)
+                else Single(*_conversation(row, where, key), template)
+            )
+    raise DataError(f"{where}: completion is missing; every row needs prompt and completion, or messages, or text")
 
 
-def _message(message: object, where: str) -> Message:
-    if not isinstance(message, Mapping):
-        raise DataError(f"{where} is {show(message)}; give messages as {{role, content}}")
-    for key in ("role", "content"):
-        if key not in message:
-            raise DataError(f"{where} has no {key} (it has: {listing(message)}); give messages as {{role, content}}")
-        if not isinstance(message[key], str):
-            raise DataError(f"{where}.{key} is {show(message[key])}; set it to a string")
-    # Arrow fills keys that only other messages have with nulls; templates would take them for values.
-    return {key: value for key, value in message.items() if value is not None}
+def _is_pair(row: Mapping[str, Any], where: str) -> bool:
+    """Whether a row for KTO is a pair; in one dataset some rows may be, and others have a label."""
+    answers = [row.get(key) is not None for key in ("chosen", "rejected")]
+    if row.get("completion") is None or row.get("label") is None:
+        return any(answers) or "label" not in row
+    if all(answers):
+        raise DataError(f"{where}: has completion and label, and chosen and rejected as well; keep one of the two")
+    return False
 
 
-def _check_same_kind(where: str, **texts: Text) -> None:
-    (first, one), (second, other) = texts.items()
-    if isinstance(one, str) is not isinstance(other, str):
-        remedy = "give both as strings or both as messages"
-        if first == "prompt" and isinstance(one, str):
-            remedy += ", or remove the prompt column where the answers contain the prompt's messages"
-        raise DataError(f"{where}: {first} is {type_name(one)} but {second} is {type_name(other)}; {remedy}")
+def _answered(row: Mapping[str, Any], where: str) -> tuple[Text, Text]:
+    """Prompt and completion of a row that has both."""
+    prompt = _prompt(row, where)
+    if prompt is None:
+        raise DataError(f'{where}: prompt is missing; give one beside completion (an empty one is "" or [])')
+    completion = text_of({"completion": None, **row}, "completion", where)
+    check_same_kind(where, prompt=prompt, completion=completion)
+    if isinstance(prompt, list) and isinstance(completion, list):
+        completion = without_prompt(prompt, completion)
+    return _with_system(prompt, row, where), completion
 
 
-def _template(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What the row hands to the chat template besides its messages."""
-    extra = row.get("chat_template_kwargs")
-    if extra is not None and not isinstance(extra, Mapping):
-        raise DataError(f"{where}: chat_template_kwargs is {show(extra)}; give an object of template variables")
-    template = {key: value for key, value in (extra or {}).items() if value is not None}
-    if row.get("tools") is not None:
-        if not isinstance(row["tools"], list):
-            raise DataError(f"{where}: tools is {show(row['tools'])}; give a list of tool descriptions")
-        template["tools"] = row["tools"]
-    return template
+def _conversation(row: Mapping[str, Any], where: str, key: str = "messages") -> tuple[Text, Text]:
+    """Prompt and completion of a conversation that ends with the answer."""
+    prompt, completion = split_conversation(row, key, where)
+    return _with_system(prompt, row, where), completion
+
+
+def _prompt(row: Mapping[str, Any], where: str) -> Text | None:
+    """The row's prompt, with its ``query`` on a new line below; None where it has no prompt."""
+    prompt = None if row.get("prompt") is None else text_of(row, "prompt", where)
+    query = row.get("query")
+    if query is None or query == "":
+        return prompt
+    if not isinstance(prompt, str) or not isinstance(query, str):
+        raise DataError(
+            f"{where}: query is {show(query)} and prompt is {show(row.get('prompt'))}; give both as strings, or leave "
+            "query out of column_map"
+        )
+    return f"{prompt}\n{query}" if prompt else query
+
+
+def _with_system(prompt: Text, row: Mapping[str, Any], where: str) -> Text:
+    """The prompt after the system turn in column ``system``, if there is one."""
+    system = row.get("system")
+    if system is None or system == "":
+        return prompt
+    if not isinstance(system, str):
+        raise DataError(f"{where}: system is {show(system)}; give a string")
+    if not isinstance(prompt, list):
+        raise DataError(f"{where}: system needs a conversation, but prompt is a string; give prompt as messages")
+    if prompt and prompt[0]["role"] == "system":
+        raise DataError(f"{where}: system is given, but its messages begin with a system turn already; keep one")
+    return [{"role": "system", "content": system}, *prompt]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+
+NOT_DRAWN = "not drawn (the weights of dataset_mixture)"
 
 
 @dataclass(frozen=True)
@@ -12,7 +16,7 @@ class DataReport:
     """Counts of one prepared dataset, in rows as the method sees them (a pair given to KTO counts as two).
 
     ``rows_in == rows_out + sum(dropped.values())``. ``prompts_cut`` and ``completions_cut`` count within the kept
-    rows; ``desirable`` and ``undesirable`` are 0 for pairs.
+    rows, in a mixture before some of them were drawn; ``desirable`` and ``undesirable`` are 0 for rows without label.
     """
 
     rows_in: int
@@ -45,3 +49,26 @@ class DataReport:
     def load(cls, path: Path) -> DataReport:
         """Read what :meth:`save` wrote."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+    def drawn(self, rows: int, desirable: int) -> DataReport:
+        """The report after only ``rows`` of the kept rows were taken into a mixture, ``desirable`` of them so."""
+        if rows == self.rows_out:
+            return self
+        labelled = bool(self.desirable + self.undesirable)
+        return replace(
+            self,
+            rows_out=rows,
+            dropped={**self.dropped, NOT_DRAWN: self.rows_out - rows},
+            desirable=desirable if labelled else 0,
+            undesirable=rows - desirable if labelled else 0,
+        )
+
+
+def joined(reports: Sequence[DataReport]) -> DataReport:
+    """The report of several datasets that became one."""
+    dropped: Counter[str] = Counter()
+    for report in reports:
+        dropped.update(report.dropped)
+    names = ("rows_in", "rows_out", "prompts_cut", "completions_cut", "desirable", "undesirable")
+    sums = {name: sum(getattr(report, name) for report in reports) for name in names}
+    return DataReport(dropped=dict(sorted(dropped.items())), **sums)

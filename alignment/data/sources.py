@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import datasets
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from datasets import Dataset
 from datasets.data_files import DataFilesDict, get_data_patterns
 
 from alignment.config.errors import DataError
@@ -62,13 +62,11 @@ def dataset_from_python(value: object) -> Dataset:
     """The dataset that a user handed over: a ``Dataset``, or a list of dictionaries (stored without type guessing).
 
     Raises:
-        DataError: a streamed dataset, a dictionary of splits, an empty list, or anything else.
+        DataError: a dictionary of splits, an empty list, or anything else.
     """
     if isinstance(value, Dataset):
         return value
-    if isinstance(value, (IterableDataset, IterableDatasetDict)):
-        raise DataError("streamed data is not supported yet: save it first, or pass a Dataset")
-    if isinstance(value, (DatasetDict, dict)):
+    if isinstance(value, dict):  # also a DatasetDict, or one of streams
         key = "train" if "train" in value or not value else next(iter(value))
         raise DataError(f"a dataset with splits ({listing(value)}) was given; pass dataset[{key!r}]")
     if not isinstance(value, list):
@@ -137,7 +135,7 @@ def _read_exactly(name: str, paths: list[Path]) -> Dataset:
     digest = hashlib.blake2b(str(_READER_VERSION).encode(), digest_size=16)
     for path in paths:
         digest.update(path.suffix.lower().encode())
-        digest.update(_file_hash(path))
+        digest.update(file_hash(path))
     return Dataset.from_generator(
         encoded_rows,
         features=features,
@@ -146,7 +144,8 @@ def _read_exactly(name: str, paths: list[Path]) -> Dataset:
     )
 
 
-def _file_hash(path: Path) -> bytes:
+def file_hash(path: Path) -> bytes:
+    """16 bytes that stand for a file's content."""
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         while block := file.read(1 << 20):

@@ -15,6 +15,7 @@ from typing import Any
 
 from alignment.config.errors import DataError
 from alignment.data.formats import Text
+from alignment.data.prompts import Message
 from alignment.data.truncation import Limits, fit
 from alignment.data.wording import one_line
 
@@ -145,7 +146,8 @@ class RowTokenizer:
             return True
         content = "" if token == self.tokenizer.unk_token_id else self._added.get(token, ("", False))[0]
         # an added token without the special flag (</tool_call>) ends the turn unless the message itself ends with it
-        return bool(content) and not str(completion[-1]["content"]).rstrip().endswith(content)  # type: ignore[index]
+        said = str(completion[-1]["content"] or "")  # type: ignore[index]
+        return bool(content) and not said.rstrip().endswith(content)
 
     def _is_blank(self, token: int) -> bool:
         if token not in self._blank:
@@ -169,13 +171,15 @@ class RowTokenizer:
                 f"{source.place}: is conversational, but tokenizer {self.name} has no chat template; "
                 "set tokenizer.chat_template, use an instruct model, or give rows with strings"
             )
-        prompt = list(source.prompt)
+        prompt: list[Any] = list(source.prompt)
         fulls = [self._render(prompt + list(completion), source) for completion in source.completions]
         if not prompt:
             return [self._opening(source), *fulls]
-        answered = prompt[-1]["role"] == "assistant"  # type: ignore[index]
-        option = "continue_final_message" if answered else "add_generation_prompt"
-        return [self._render(prompt, source, **{option: True}), *fulls]
+        if prompt[-1]["role"] != "assistant":
+            return [self._render(prompt, source, add_generation_prompt=True), *fulls]
+        if prompt[-1]["content"] is None:  # a call of tools: the completion begins with another turn
+            return [self._render(prompt, source), *fulls]
+        return [self._render(prompt, source, continue_final_message=True), *fulls]
 
     def _opening(self, source: Source) -> str:
         """What a template writes before the first message's content: its default system turn and the turn's header."""
@@ -183,7 +187,18 @@ class RowTokenizer:
         text = self._render([{**messages[0], "content": _MARK}, *messages[1:]], source)
         return text.partition(_MARK)[0] if _MARK in text else ""
 
-    def _render(self, messages: list[Any], source: Source, **options: bool) -> str:
+    def _render(self, messages: list[Message], source: Source, **options: bool) -> str:
+        """The template's text. A content that is null is left out, or empty for a template that fails without one."""
+        if all(message["content"] is not None for message in messages):
+            return self._applied(messages, source, options)
+        try:
+            without = [{key: value for key, value in message.items() if value is not None} for message in messages]
+            return self._applied(without, source, options)
+        except DataError:
+            filled = [{**message, "content": message["content"] or ""} for message in messages]
+            return self._applied(filled, source, options)
+
+    def _applied(self, messages: list[Message], source: Source, options: Mapping[str, bool]) -> str:
         try:
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **{**source.template, **options}))
         except Exception as error:  # a template is a user's program: it may raise anything

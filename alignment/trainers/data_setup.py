@@ -2,39 +2,63 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
+from alignment.config.errors import DataError
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import SequenceOptions
 from alignment.data.batching import row_table
+from alignment.data.columns import COLUMNS
+from alignment.data.mixture import Part, mixed
 from alignment.data.prepare import load_prepared, prepare
-from alignment.data.report import DataReport
+from alignment.data.report import DataReport, joined
 from alignment.data.sources import dataset_from_python, take
+from alignment.data.streams import from_stream
 from alignment.data.truncation import Limits
 from alignment.data.windows import RowTable
 from alignment.engines.collectives import barrier, from_first_rank
 from alignment.engines.launch_env import local_rank
 from alignment.trainers.method import Method
 
+TRAINING = "train_dataset"  # what the rows to train on are called in messages where they have no name of their own
+
+
+@dataclass(frozen=True)
+class PreparedPart:
+    """One of the datasets that were put together: its name in messages, and what became of its rows."""
+
+    where: str
+    report: DataReport
+
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A tokenised dataset, what planning needs of it, and what became of the source rows."""
+    """A tokenised dataset, what planning needs of it, and what became of the source rows.
+
+    ``parts`` has one entry, or in a mixture several, in the order of the rows.
+    """
 
     where: str
     dataset: Dataset
     table: RowTable
     report: DataReport
+    parts: tuple[PreparedPart, ...]
 
-    def source_row(self, row: int) -> int:
-        """The 1-based number in the user's data of a tokenised row."""
-        return int(self.dataset[row]["row"]) + 1
+    def source_row(self, row: int) -> int | str:
+        """The 1-based number in the user's data of a tokenised row; in a mixture, with the name of its part."""
+        number = int(self.dataset[row]["row"]) + 1
+        if len(self.parts) == 1:
+            return number
+        ends = list(itertools.accumulate(part.report.rows_out for part in self.parts))
+        return f"{self.parts[bisect.bisect_right(ends, row)].where} row {number}"
 
 
 def limits_of(options: AlignmentConfig) -> Limits:
@@ -59,32 +83,65 @@ def prepare_data(
     """Tokenise a dataset on local rank 0, or find it in the cache; read it on every rank.
 
     Args:
-        load: gives a Dataset or a list of rows; called on local rank 0 only.
+        load: gives a Dataset, an IterableDataset, a list of rows or a mixture; called on local rank 0 only.
         limit: use only the first so many rows.
         method: decides the kind of rows.
         tokenizer: the policy's.
-        options: lengths, processes, strictness.
+        options: lengths, columns, processes, strictness.
         where: name of the data in messages.
 
     Raises:
         DataError: naming file, row, key and value.
     """
-    limits, path = limits_of(options), None
+    made = None
     if local_rank() == 0:
-        path = prepare(
-            take(dataset_from_python(load()), limit),
-            method.kind,
-            tokenizer,
-            limits,
-            where,
-            Path(datasets.config.HF_DATASETS_CACHE) / "deepspeed-alignment",
-            num_proc=options.dataset_num_proc,
-            strict=options.strict_data,
-            progress=not options.disable_tqdm,
-        )
-    # The folder's name is a hash of content: the first rank's is right for every machine.
-    path = from_first_rank(path)
+        given = load()
+        parts = given if isinstance(given, tuple) else (Part(where, lambda: given),)
+        made = [(part.where, _tokenised(part, limit, method, tokenizer, options), part.weight) for part in parts]
+    # A folder's name is a hash of content: the first rank's is right for every machine.
+    made = from_first_rank(made)
     barrier()
-    prepared = load_prepared(path)
-    table = row_table(prepared.dataset, method.completions, limits.max_length)
-    return PreparedData(where, prepared.dataset, table, prepared.report)
+    read = [(name, load_prepared(path), weight) for name, path, weight in made]
+    dataset, reports = mixed(read, limit, order_seed(options))
+    table = row_table(dataset, method.completions, limits_of(options).max_length)
+    datasets_used = tuple(PreparedPart(name, report) for (name, _, _), report in zip(read, reports))
+    return PreparedData(where, dataset, table, joined(reports), datasets_used)
+
+
+def _tokenised(part: Part, limit: int | None, method: Method, tokenizer: Any, options: AlignmentConfig) -> Path:
+    """The folder with one part's tokenised rows."""
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "deepspeed-alignment"
+    column_map = options.column_map if part.column_map is None else part.column_map
+    data = part.load()
+    if isinstance(data, IterableDataset):
+        columns = {*COLUMNS, *(column_map or {}).values()}
+        data = from_stream(data, _rows_of_stream(part.where, limit, options), columns, part.where, folder)
+    return prepare(
+        take(dataset_from_python(data), limit),
+        method.kind,
+        tokenizer,
+        limits_of(options),
+        part.where,
+        folder,
+        column_map=column_map,
+        num_proc=options.dataset_num_proc,
+        strict=options.strict_data,
+        progress=not options.disable_tqdm,
+    )
+
+
+def _rows_of_stream(where: str, limit: int | None, options: AlignmentConfig) -> int:
+    """How many rows of a stream are needed: nothing else tells whether it ever ends."""
+    if not where.startswith(TRAINING):
+        if limit is None:
+            raise DataError(
+                f"{where}: it is an IterableDataset, which may have no end; set max_eval_samples, or pass a Dataset"
+            )
+        return limit
+    steps = options.max_steps * options.window_size if options.max_steps > 0 else None
+    if limit is None and steps is None:
+        raise DataError(
+            f"{where}: it is an IterableDataset, which may have no end; set max_steps (or max_train_samples), or pass "
+            "a Dataset"
+        )
+    return min(rows for rows in (limit, steps) if rows is not None)

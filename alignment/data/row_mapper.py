@@ -1,0 +1,151 @@
+"""What ``Dataset.map`` runs: a batch of rows becomes tokenised rows, those to be dropped still among them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from datasets import Features, List, Value
+
+from alignment.config.errors import DataError
+from alignment.data.formats import Kind, Text, pair_row, single_row, unpaired_rows
+from alignment.data.messages import without_nulls
+from alignment.data.prompts import DropRow
+from alignment.data.tokenization import RowTokenizer, Source
+from alignment.data.truncation import Fitted, Limits, fit
+
+_IDS = List(Value("int32"))
+BOOKKEEPING = {"dropped": Value("string"), "prompt_cut": Value("bool"), "completions_cut": Value("int8")}
+FEATURES: dict[Kind, Features] = {
+    "unpaired": Features(
+        {
+            "prompt_ids": _IDS,
+            "completion_ids": _IDS,
+            "label": Value("bool"),
+            "prompt_key": Value("int64"),
+            "row": Value("int64"),
+        }
+    ),
+    "paired": Features({"prompt_ids": _IDS, "chosen_ids": _IDS, "rejected_ids": _IDS, "row": Value("int64")}),
+    "single": Features({"prompt_ids": _IDS, "completion_ids": _IDS, "row": Value("int64")}),
+}
+_LABELS = {"true": True, "false": False}
+
+
+def prompt_key(prompt: list[int]) -> int:
+    """A hash of a prompt's ids that fits int64 and is the same in every process and on every machine."""
+    digest = hashlib.blake2b(np.asarray(prompt, dtype="<i4").tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+@dataclass
+class _Job:
+    """One source row on its way: its completions share a prompt. ``labels`` is empty for pairs and single answers."""
+
+    row: int
+    source: Source | None
+    labels: list[bool]
+    dropped: str | None = None
+
+
+class RowMapper:
+    """The function that ``Dataset.map`` runs, with ``with_indices``.
+
+    Args:
+        tokenizer: makes token ids of texts.
+        kind: the rows to make.
+        limits: lengths in tokens.
+        where: names the data in messages.
+        column_map: what the columns, named as expected, are called in the data.
+        given: the columns that are mapped, with their types.
+    """
+
+    def __init__(
+        self,
+        tokenizer: RowTokenizer,
+        kind: Kind,
+        limits: Limits,
+        where: str,
+        column_map: Mapping[str, str],
+        given: Features,
+    ) -> None:
+        self.tokenizer, self.kind, self.limits = tokenizer, kind, limits
+        self.where, self.column_map = where, column_map
+        self.features = Features({**FEATURES[kind], **BOOKKEEPING})
+        # Arrow's objects all have the same keys, null where a row has none; a JSON column is as it was written.
+        self._filled = {name for name, feature in given.items() if "Json(" not in str(feature)}
+
+    def __call__(self, batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+        jobs = [self._job(row, index) for row, index in zip(rows, indices, strict=True)]
+        encoded = iter(self.tokenizer.encode([job.source for job in jobs if job.source is not None]))
+        out: dict[str, list[Any]] = {name: [] for name in self.features}
+        for job in jobs:
+            fitted = None
+            if job.source is not None:
+                ids = next(encoded)
+                fitted = fit(ids.prompt, ids.completions, self.limits, self.tokenizer.head_length(ids.prompt))
+            for record in self._records(job, fitted):
+                for name, values in out.items():
+                    values.append(record[name])
+        return out
+
+    def _job(self, row: dict[str, Any], index: int) -> _Job:
+        place = f"{self.where} row {index + 1}"
+        row = {key: without_nulls(value) if key in self._filled else value for key, value in row.items()}
+        if "label" in self.column_map and isinstance(row["label"], str):  # CSV files have no types
+            row["label"] = _LABELS.get(row["label"].strip().lower(), row["label"])
+        try:
+            return self._checked_job(row, index, place)
+        except DataError as error:
+            renamed = ", ".join(f"{name}: {column}" for name, column in self.column_map.items())
+            if not renamed:
+                raise
+            raise DataError(f"{error} (column_map: {renamed})") from None
+
+    def _checked_job(self, row: dict[str, Any], index: int, place: str) -> _Job:
+        try:
+            if self.kind == "paired":
+                pair = pair_row(row, place)
+                return _Job(index, Source(pair.prompt, (pair.chosen, pair.rejected), place, pair.template), [])
+            if self.kind == "single":
+                one = single_row(row, place)
+                return _Job(index, Source(one.prompt, (one.completion,), place, one.template), [])
+            rows = unpaired_rows(row, place)
+        except DropRow as drop:
+            return _Job(index, None, [True, False], drop.reason)  # only pairs are dropped here
+        completions: tuple[Text, ...] = tuple(one.completion for one in rows)
+        return _Job(index, Source(rows[0].prompt, completions, place, rows[0].template), [one.label for one in rows])
+
+    def _records(self, job: _Job, fitted: Fitted | None) -> Iterator[dict[str, Any]]:
+        """One record for a pair or a single answer, one per label otherwise."""
+        if self.kind == "unpaired":
+            for number, label in enumerate(job.labels):
+                record, kept = self._record(job, fitted, slice(number, number + 1))
+                ids = kept.completions[number] if kept else []
+                yield record | {
+                    "completion_ids": ids,
+                    "label": label,
+                    "prompt_key": prompt_key(record["prompt_ids"]),
+                }
+            return
+        record, kept = self._record(job, fitted, slice(None))
+        names = ("chosen_ids", "rejected_ids") if self.kind == "paired" else ("completion_ids",)
+        yield record | {name: kept.completions[number] if kept else [] for number, name in enumerate(names)}
+
+    def _record(self, job: _Job, fitted: Fitted | None, part: slice) -> tuple[dict[str, Any], Fitted | None]:
+        """What every record has, for the completions in ``part``; and the ids, unless one of them must be dropped."""
+        reasons = [job.dropped] if fitted is None else fitted.reasons[part]
+        dropped = next((reason for reason in reasons if reason), None)
+        kept = None if dropped else fitted
+        record = {
+            "prompt_ids": kept.prompt if kept else [],
+            "row": job.row,
+            "dropped": dropped,
+            "prompt_cut": bool(kept and kept.prompt_cut),
+            "completions_cut": sum(kept.cut[part]) if kept else 0,
+        }
+        return record, kept

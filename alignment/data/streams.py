@@ -1,0 +1,71 @@
+"""Streamed data: the first rows of an ``IterableDataset``, written to disk once, so that they can be planned with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from datasets import Dataset, Features, IterableDataset
+
+from alignment.config.errors import DataError
+from alignment.data.readers import encode, infer_features
+from alignment.data.sources import file_hash
+from alignment.data.wording import one_line
+
+
+def from_stream(stream: IterableDataset, rows: int, columns: Iterable[str], where: str, folder: Path) -> Dataset:
+    """A dataset of the first ``rows`` rows of a stream, which may have fewer; they are never all in memory.
+
+    Args:
+        stream: read once, from its start.
+        rows: how many to take.
+        columns: those to keep; a stream may carry many more.
+        where: names the data in messages.
+        folder: for a scratch file.
+
+    Raises:
+        DataError: the stream has no rows, breaks, or holds what JSON cannot.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".stream-", dir=folder) as scratch:
+        path = Path(scratch) / "rows.jsonl"
+        features = infer_features(_spooled(stream, rows, set(columns), where, path))
+        if not features:
+            raise DataError(f"{where}: the stream gives no rows with columns that are used; give one that has some")
+        given = {"path": str(path), "features": features}
+        return Dataset.from_generator(_read, features=features, gen_kwargs=given, fingerprint=file_hash(path).hex())
+
+
+def _spooled(
+    stream: IterableDataset, rows: int, columns: set[str], where: str, path: Path
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Write the rows to ``path`` as they come, and yield each with its place for messages."""
+    number = 0
+    with path.open("w", encoding="utf-8") as file:
+        try:
+            for number, row in enumerate(islice(stream.with_format(None), rows), start=1):
+                place = f"{where} row {number}"
+                kept = {name: value for name, value in row.items() if name in columns}
+                file.write(_line(kept, place))
+                yield place, kept
+        except DataError:
+            raise
+        except Exception as error:  # whatever the user's generator or the network raises
+            raise DataError(f"{where}: the stream broke after row {number}: {one_line(error)}") from error
+
+
+def _line(row: dict[str, Any], place: str) -> str:
+    try:
+        return json.dumps(row, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{place}: cannot be stored: {one_line(error)}; use JSON-like values") from error
+
+
+def _read(path: str, features: Features) -> Iterator[dict[str, Any]]:
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            yield encode(json.loads(line), features)

@@ -1,0 +1,112 @@
+"""Advice: what is said on both sides of each border, and that the weights it gives restore the ratio."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from alignment.config.cpo import CPOConfig
+from alignment.config.kto import KTOConfig
+from alignment.config.sft import SFTConfig
+from alignment.data.report import DataReport
+from alignment.trainers.advice import advice
+
+
+def said(report: tuple[int, int] = (50, 50), window: int = 16, cls: Any = KTOConfig, **options: Any) -> str:
+    """All advice for so many desirable and undesirable rows, one sentence to a line."""
+    desirable, undesirable = report
+    rows = DataReport(sum(report), sum(report), desirable=desirable, undesirable=undesirable)
+    return "\n".join(advice(cls("out", **options), rows, window))
+
+
+@pytest.mark.parametrize(
+    ("rows", "weights"),
+    [
+        ((50, 50), (1, 1)),
+        ((400, 300), (1, 1)),
+        ((100, 100), (1.33, 1)),
+        ((100, 100), (4 / 3, 1)),
+        ((10, 100), (10, 1)),
+        ((10, 100), (13.3, 1)),
+        ((100, 10), (0.1, 1)),
+        ((100, 10), (1, 10)),
+        ((100, 10), (1, 7.5)),
+        ((7, 3), (3, 7)),
+    ],
+)
+def test_weights_within_the_range(rows: tuple[int, int], weights: tuple[float, float]) -> None:
+    assert said(rows, desirable_weight=weights[0], undesirable_weight=weights[1]) == ""
+
+
+@pytest.mark.parametrize(
+    ("rows", "weights", "expected"),
+    [
+        ((99, 100), (1, 1), "(99:100) are weighted 0.99:1"),
+        ((401, 300), (1, 1), "(401:300) are weighted 1.34:1"),
+        ((100, 100), (1.34, 1), "weighted 1.34:1"),
+        ((100, 100), (1, 1.01), "weighted 0.99:1"),
+        ((10, 100), (1, 1), "weighted 0.1:1"),
+        ((10, 100), (1, 1), "set desirable_weight to 10 to 13.3 or undesirable_weight to 0.075 to 0.1"),
+        ((1000, 100), (1, 1), "set desirable_weight to 0.1 to 0.133 or undesirable_weight to 7.5 to 10"),
+        ((50, 50), (1, 0), "weighted 1:0, outside 1:1 to 4:3; set undesirable_weight to 0.75 to 1"),
+        ((50, 50), (0, 1), "weighted 0:1, outside 1:1 to 4:3; set desirable_weight to 1 to 1.33"),
+    ],
+)
+def test_weights_outside_the_range(rows: tuple[int, int], weights: tuple[float, float], expected: str) -> None:
+    assert expected in said(rows, desirable_weight=weights[0], undesirable_weight=weights[1])
+
+
+@pytest.mark.parametrize("rows", [(10, 100), (9, 11), (1, 997), (997, 3), (123, 4567)])
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.3, 2.5)])
+def test_the_weights_that_it_names_leave_nothing_to_say(rows: tuple[int, int], weights: tuple[float, float]) -> None:
+    options = dict(zip(("desirable_weight", "undesirable_weight"), weights))
+    named = re.findall(r"(\w+) to ([\d.e-]+) to ([\d.e-]+)", said(rows, **options))
+    assert [name for name, _, _ in named] == ["desirable_weight", "undesirable_weight"]
+    for name, low, high in named:
+        assert float(low) < float(high)
+        for value in (low, high):
+            assert said(rows, **{**options, name: float(value)}) == ""
+
+
+def test_one_label_alone() -> None:
+    assert "all 100 rows are desirable: " in said((100, 0))
+    assert "set a learning_rate below the usual one (it is 1e-06)" in said((0, 7))
+    assert "all 7 rows are undesirable: " in said((0, 7))
+    assert "weighted" not in said((100, 0))
+    assert said((99, 1), undesirable_weight=99) == ""
+
+
+@pytest.mark.parametrize("cls", [KTOConfig, CPOConfig])
+def test_learning_rate(cls: Any) -> None:
+    for rate in (5e-7, 1e-6, 5e-6):
+        assert said(cls=cls, learning_rate=rate) == ""
+    high = said(cls=cls, learning_rate=5.1e-6, beta=0.05)
+    assert high.startswith("learning_rate=5.1e-06 at beta=0.05 is outside 5e-07 to 5e-06")
+    assert "diverge" in high and ("smaller beta" in high) == (cls is KTOConfig)
+    assert "hardly moves" in said(cls=cls, learning_rate=4.9e-7)
+
+
+def test_window() -> None:
+    assert said(window=16) == said(window=17) == ""
+    assert "a step sees 15 rows, fewer than 16: KTO's KL is" in said(window=15)
+    assert said(window=8).endswith("set gradient_accumulation_steps=2")
+    assert said(window=2, per_device_train_batch_size=2).endswith("set gradient_accumulation_steps=8")
+    assert said(window=3, per_device_train_batch_size=3).endswith("set gradient_accumulation_steps=6")
+    for other in (said(window=8, loss_type="apo_zero_unpaired"), said(window=8, cls=CPOConfig)):
+        assert "KL" not in other and "gradients are noisy" in other
+
+
+def test_ranks_count_in_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert said(window=4, per_device_train_batch_size=1).endswith("set gradient_accumulation_steps=4")
+
+
+def test_pairs_have_no_labels_and_sft_no_advice() -> None:
+    assert said((0, 0), cls=CPOConfig) == ""
+    assert said((0, 0), window=1, cls=SFTConfig, learning_rate=1e-3) == ""
+
+
+def test_everything_at_once() -> None:
+    assert len(said((10, 100), window=4, learning_rate=1e-4).splitlines()) == 3

@@ -1,0 +1,167 @@
+"""``column_map``: which columns are taken by which name, and what is said where one is missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_tokenizers import PLAIN, char_tokenizer
+from datasets import Dataset
+
+from alignment.config.errors import DataError, OptionError
+from alignment.config.kto import KTOConfig
+from alignment.config.parsing import parse
+from alignment.data.columns import arranged
+from alignment.data.formats import unpaired_rows
+from alignment.data.prepare import load_prepared, prepare
+from alignment.data.sources import dataset_from_python, load_split
+from alignment.data.truncation import Limits
+
+ALPACA = {"prompt": "instruction", "query": "input", "completion": "output", "label": "kto_tag"}
+ROW = {"instruction": "do", "input": "it", "output": "ok", "kto_tag": True}
+
+
+def texts(rows: Any, column_map: dict[str, str] | None, folder: Path, kind: Any = "unpaired") -> list[list[str]]:
+    """The decoded columns of every prepared row."""
+    tokenizer = char_tokenizer(template=PLAIN)
+    data = rows if isinstance(rows, Dataset) else dataset_from_python(rows)
+    path = prepare(data, kind, tokenizer, Limits(), "data", folder, column_map=column_map, progress=False)
+    dataset = load_prepared(path).dataset
+    columns = [name for name in dataset.column_names if name.endswith("_ids")]
+    return [[tokenizer.decode(row[name]) for name in columns] for row in dataset]
+
+
+def test_alpaca_columns(tmp_path: Path) -> None:
+    rows = [ROW, {**ROW, "input": ""}, {**ROW, "input": None}, {**ROW, "instruction": ""}]
+    expected = [["do\nit", "ok</s>"], ["do", "ok</s>"], ["do", "ok</s>"], ["it", "ok</s>"]]
+    assert texts(rows, ALPACA, tmp_path) == expected
+
+
+def test_alpaca_pairs(tmp_path: Path) -> None:
+    row = {"instruction": "do", "input": "it", "chosen": "ok", "rejected": "no"}
+    assert texts([row], {"prompt": "instruction", "query": "input"}, tmp_path, "paired") == [
+        ["do\nit", "ok</s>", "no</s>"]
+    ]
+
+
+def test_a_mapped_column_takes_the_place_of_its_namesake(tmp_path: Path) -> None:
+    row = {"prompt": "aa", "question": "cc", "chosen": "d", "rejected": "e", "query": "ff", "system": "g"}
+    assert texts([row], None, tmp_path, "paired") == [["aa", "d</s>", "e</s>"]]  # query and system only by the map
+    assert texts([row], {"prompt": "question"}, tmp_path, "paired") == [["cc", "d</s>", "e</s>"]]
+    swapped = {"chosen": "rejected", "rejected": "chosen"}
+    assert texts([row], swapped, tmp_path, "paired") == [["aa", "e</s>", "d</s>"]]
+    assert texts([row], {"prompt": "prompt", "query": "query"}, tmp_path, "paired") == [["aa\nff", "d</s>", "e</s>"]]
+
+
+def test_a_mapped_column_is_known_by_its_new_name_only() -> None:
+    data = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c", "label": True}])
+    made = arranged(data, {"completion": "chosen"}, "unpaired", "data")
+    assert made.to_list() == [{"prompt": "a", "label": True, "rejected": "c", "completion": "b"}]
+
+
+def test_a_column_that_was_given_another_name_is_missing_under_its_own() -> None:
+    data = Dataset.from_list([{"chosen": "b", "rejected": "c"}])
+    with pytest.raises(DataError, match="^data: CPO needs the missing chosen; columns: chosen, rejected; "):
+        arranged(data, {"prompt": "chosen"}, "paired", "data")
+
+
+def test_system_column(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "oh"}]
+    names = {"messages": "conversations", "system": "system", "label": "kto_tag"}
+    rows = [{"conversations": turns, "system": system, "kto_tag": True} for system in ("be brief", "", None)]
+    headed = ["system: be brief\nuser: hi\nassistant:", " oh\n</s>"]
+    assert texts(rows, names, tmp_path) == [headed, *[["user: hi\nassistant:", " oh\n</s>"]] * 2]
+    twice = [{"conversations": [{"from": "system", "value": "x"}, *turns], "system": "y", "kto_tag": True}]
+    with pytest.raises(DataError, match="^data row 1: system is given, but .* begin with a system turn already"):
+        texts(twice, names, tmp_path)
+    with pytest.raises(DataError, match="^data row 1: system needs a conversation"):
+        texts([{**ROW, "system": "y"}], {**ALPACA, "system": "system"}, tmp_path)
+
+
+def test_labels_of_csv_files(tmp_path: Path) -> None:
+    path = tmp_path / "data.csv"
+    path.write_text("instruction,input,output,kto_tag\ndo,it,ok,True\ndo,,no,false\n")
+    dataset = load_split(str(path), None, "train")
+    tokenizer = char_tokenizer()
+    made = prepare(dataset, "unpaired", tokenizer, Limits(), "data", tmp_path, column_map=ALPACA, progress=False)
+    assert load_prepared(made).dataset["label"][:] == [True, False]
+    path.write_text("instruction,input,output,kto_tag\ndo,it,ok,yes\n")
+    with pytest.raises(
+        DataError, match=r"^data row 1: label is 'yes' \(a string\); .* \(column_map: .*label: kto_tag"
+    ):
+        texts(load_split(str(path), None, "train"), ALPACA, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "said"),
+    [
+        (
+            {"prompt": "question"},
+            "paired",
+            "column_map takes prompt from 'question', which is missing; columns: a, inst",
+        ),
+        (
+            {"prompt": "instruction"},
+            "paired",
+            "CPO needs the missing chosen, rejected; columns: a, instruction; if they",
+        ),
+        ({"prompt": "instruction", "completion": "a"}, "unpaired", "KTO needs the missing label .* set column_map"),
+        (None, "single", "SFT needs prompt and completion, .* columns are a, instruction; .* set column_map"),
+    ],
+)
+def test_missing_columns_are_named(names: dict[str, str] | None, kind: Any, said: str) -> None:
+    with pytest.raises(DataError, match=f"^data: {said}"):
+        arranged(Dataset.from_list([{"a": "b", "instruction": "c"}]), names, kind, "data")
+
+
+def test_query_needs_texts() -> None:
+    row = {"prompt": [{"role": "user", "content": "a"}], "query": "b", "completion": "c", "label": True}
+    for prompt in (row["prompt"], None):
+        with pytest.raises(DataError, match="^row 1: query is 'b' .* and prompt is .*; give both as strings"):
+            unpaired_rows({**row, "prompt": prompt}, "row 1")
+
+
+def test_the_option_from_every_door(tmp_path: Path) -> None:
+    recipe = tmp_path / "a.yaml"
+    recipe.write_text(
+        "method: kto\noutput_dir: o\nmodel_name_or_path: m\ndataset_name: d\ncolumn_map: {prompt: question}\n"
+    )
+    names = {"prompt": "question"}
+    assert parse([str(recipe)]).column_map == names
+    assert parse([str(recipe), "--column_map", json.dumps({"prompt": "other"})]).column_map == {"prompt": "other"}
+    assert KTOConfig("o", column_map=names).column_map == names
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ({"instruction": "prompt"}, "'instruction' is no column .*; write .*, as in {prompt: instruction}"),
+        ({"kto_tag": "x"}, "'kto_tag' is no column that is expected; it is called label here"),
+        ({"promt": "x"}, "did you mean 'prompt'"),
+        ({"zzz": "x"}, "set names among prompt, completion, label"),
+        ({"prompt": "x", "completion": "x"}, "'x' is given for prompt and completion; keep one"),
+        ({"prompt": ["x", "y"]}, "expected a mapping"),
+    ],
+)
+def test_maps_that_make_no_sense(names: Any, said: str) -> None:
+    with pytest.raises(OptionError, match=f"^column_map=.*{said}"):
+        KTOConfig("o", column_map=names)
+
+
+def test_rows_of_both_kinds_in_one_dataset() -> None:
+    nulls = dict.fromkeys(("prompt", "completion", "label", "chosen", "rejected"))
+    pair = unpaired_rows({**nulls, "prompt": "p", "chosen": "a", "rejected": "b"}, "row 1")
+    assert [(row.completion, row.label) for row in pair] == [("a", True), ("b", False)]
+    [single] = unpaired_rows({**nulls, "prompt": "p", "completion": "c", "label": False}, "row 1")
+    assert (single.completion, single.label) == ("c", False)
+    both = {"prompt": "p", "completion": "c", "label": True, "chosen": "a", "rejected": "b"}
+    for row, said in (
+        (both, "has completion and label, and chosen and rejected as well; keep one of the two"),
+        ({**nulls, "prompt": "p"}, "label is null"),
+        ({**nulls, "prompt": "p", "completion": "c"}, "label is null; set it to true or false"),
+        ({**nulls, "prompt": "p", "chosen": "c", "label": True}, "rejected is missing"),
+    ):
+        with pytest.raises(DataError, match=f"^row 1: {said}"):
+            unpaired_rows(row, "row 1")

@@ -1,0 +1,287 @@
+"""Golden tokenisations of every accepted row: ``data/tokenisation.txt``, made to be read.
+
+``python tests/test_data_golden.py`` writes the table anew; look at what changed before keeping it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from data_tokenizers import CHATML, DEFAULT_SYSTEM, PLAIN, THINK, THINK_OPEN, TOOLS, readable_tokenizer  # noqa: E402
+from datasets import Dataset, DatasetDict  # noqa: E402
+
+from alignment.data.prepare import load_prepared, prepare  # noqa: E402
+from alignment.data.sources import dataset_from_python, load_split  # noqa: E402
+from alignment.data.truncation import Limits  # noqa: E402
+
+GOLDEN = Path(__file__).parent / "data" / "tokenisation.txt"
+HEAD = """\
+What becomes of a row. Tokens are divided by |, the prompt from the completion by ||; only what is right of || is
+trained on. · is a space, ⏎ a line break. Of a labelled answer the sign says whether it is desirable; of a pair, + is
+the chosen answer and - the rejected one. "no BOS": the tokenizer adds none to plain text; a template may.
+Written by tests/test_data_golden.py.
+"""
+TOKENIZERS: dict[str, Any] = {
+    "no template, no BOS": {},
+    "no template, BOS": {"bos": True},
+    "ChatML": {"template": CHATML},
+    "ChatML that adds BOS": {"template": "<s>" + CHATML, "bos": True},
+    "role: content lines, which end no turn": {"template": PLAIN},
+    "ChatML with a default system turn": {"template": DEFAULT_SYSTEM},
+    "ChatML with tools": {"template": TOOLS},
+    "think block in every last answer": {"template": THINK},
+    "think block opened by the generation prompt": {"template": THINK_OPEN},
+}
+U, A, B = "what is the cat", "the cat is red", "no"
+
+
+def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    """A message."""
+    return {"role": role, "content": content, **more}
+
+
+def turn(speaker: str, value: str) -> dict[str, str]:
+    """A turn as ShareGPT writes it."""
+    return {"from": speaker, "value": value}
+
+
+USER, GOOD, BAD = said("user", U), said("assistant", A), said("assistant", B)
+CALL = {"type": "function", "function": {"name": "cat", "arguments": {"on": "mat"}}}
+TOOL = {"type": "function", "function": {"name": "cat"}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows of one format, each of which gives one block of the table."""
+
+    title: str
+    kind: Any
+    tokenizer: str
+    rows: tuple[dict[str, Any], ...]
+    column_map: dict[str, str] = field(default_factory=dict)
+
+
+def labelled(title: str, tokenizer: str, prompt: Any, completion: Any, **more: Any) -> Case:
+    """A case of one desirable row."""
+    return Case(title, "unpaired", tokenizer, ({"prompt": prompt, "completion": completion, "label": True, **more},))
+
+
+def pair(title: str, tokenizer: str, **row: Any) -> Case:
+    """A case of one pair."""
+    return Case(title, "paired", tokenizer, (row,))
+
+
+ALPACA = {"prompt": "instruction", "query": "input", "completion": "output", "label": "kto_tag"}
+SHAREGPT_ROW = {"conversations": [turn("human", U)], "chosen": turn("gpt", A), "rejected": turn("gpt", B)}
+HH = "\n\nHuman: what is the cat\n\nAssistant:"
+CASES = [
+    labelled("KTO, strings", "no template, no BOS", U, " " + A),
+    labelled("KTO, strings", "no template, BOS", U, " " + A),
+    labelled("KTO, a token that would merge across the border", "no template, no BOS", "what is th", "e cat"),
+    labelled("KTO, empty prompt", "no template, BOS", "", A),
+    labelled("KTO, empty prompt and no BOS: the first token is context", "no template, no BOS", "", A),
+    labelled("KTO, messages", "ChatML", [USER], [GOOD]),
+    labelled("KTO, messages", "ChatML that adds BOS", [USER], [GOOD]),
+    labelled("KTO, messages", "role: content lines, which end no turn", [USER], [GOOD]),
+    labelled("KTO, one message that is not in a list", "ChatML", [USER], GOOD),
+    labelled("KTO, empty list as prompt", "ChatML", [], [GOOD]),
+    labelled("KTO, system turn", "ChatML with a default system turn", [said("system", "say yes"), USER], [GOOD]),
+    labelled("KTO, the template's own system turn", "ChatML with a default system turn", [USER], [GOOD]),
+    labelled("KTO, the answer that the prompt begins", "ChatML", [USER, said("assistant", "the")], [GOOD]),
+    labelled("KTO, several turns", "ChatML", [USER, BAD, said("user", "say yes")], [said("assistant", "yes")]),
+    labelled("KTO, content in parts", "ChatML", [said("user", [{"type": "text", "text": U}])], [GOOD]),
+    labelled("KTO, tools", "ChatML with tools", [USER], [GOOD], tools=[TOOL]),
+    labelled("KTO, tools as a JSON text", "ChatML with tools", [USER], [GOOD], tools=json.dumps([TOOL])),
+    labelled(
+        "KTO, a call of a tool",
+        "ChatML with tools",
+        [USER],
+        [said("assistant", None, tool_calls=[CALL])],
+        tools=[TOOL],
+    ),
+    labelled(
+        "KTO, an answer after the tool's",
+        "ChatML with tools",
+        [USER, said("assistant", None, tool_calls=[CALL]), said("tool", "red")],
+        [GOOD],
+    ),
+    labelled("KTO, think block", "think block in every last answer", [USER], [GOOD]),
+    labelled(
+        "KTO, chat_template_kwargs",
+        "think block in every last answer",
+        [USER],
+        [GOOD],
+        chat_template_kwargs={"enable_thinking": False},
+    ),
+    labelled(
+        "KTO, generation prompt that is no prefix", "think block opened by the generation prompt", [USER], [GOOD]
+    ),
+    Case("KTO, messages and label", "unpaired", "ChatML", ({"messages": [USER, BAD], "label": False},)),
+    Case("KTO, a pair", "unpaired", "ChatML", ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},)),
+    Case(
+        "KTO, labelled rows and pairs in one file",
+        "unpaired",
+        "no template, no BOS",
+        (
+            {"prompt": U, "completion": " " + B, "label": False},
+            {"prompt": U, "chosen": " " + A, "rejected": " " + B},
+        ),
+    ),
+    Case(
+        "KTO, columns as LLaMA-Factory's Alpaca files have them",
+        "unpaired",
+        "no template, no BOS",
+        (
+            {"instruction": "what is", "input": "the cat", "output": A, "kto_tag": True},
+            {"instruction": "what is the cat", "input": "", "output": " " + B, "kto_tag": False},
+        ),
+        ALPACA,
+    ),
+    Case(
+        "KTO, columns as LLaMA-Factory's ShareGPT files have them",
+        "unpaired",
+        "ChatML",
+        ({"conversations": [turn("human", U), turn("gpt", A)], "system": "say yes", "kto_tag": True},),
+        {"messages": "conversations", "label": "kto_tag", "system": "system"},
+    ),
+    Case(
+        "KTO, ShareGPT's calls of functions",
+        "unpaired",
+        "ChatML with tools",
+        (
+            {
+                "conversations": [
+                    turn("human", U),
+                    turn("function_call", '{"name": "cat", "arguments": {"on": "mat"}}'),
+                    turn("observation", "red"),
+                    turn("gpt", A),
+                ],
+                "kto_tag": True,
+            },
+        ),
+        {"messages": "conversations", "label": "kto_tag"},
+    ),
+    pair("CPO, strings", "no template, no BOS", prompt=U, chosen=" " + A, rejected=" " + B),
+    pair("CPO, no prompt: it is what both begin with", "no template, BOS", chosen=f"{U} {A}", rejected=f"{U} {B}"),
+    pair(
+        "CPO, no prompt, one answer begins the other", "no template, BOS", chosen=f"{U} {B} red", rejected=f"{U} {B}"
+    ),
+    pair("CPO, Anthropic's HH texts", "no template, BOS", chosen=f"{HH} {A}", rejected=f"{HH} {B}"),
+    pair("CPO, messages", "ChatML", prompt=[USER], chosen=[GOOD], rejected=[BAD]),
+    pair("CPO, messages without a prompt", "ChatML", chosen=[USER, GOOD], rejected=[USER, BAD]),
+    pair("CPO, single messages without a prompt", "ChatML", chosen=[GOOD], rejected=[BAD]),
+    pair("CPO, answers that repeat the prompt", "ChatML", prompt=[USER], chosen=[USER, GOOD], rejected=[USER, BAD]),
+    Case(
+        "CPO, columns as LLaMA-Factory's ShareGPT files have them",
+        "paired",
+        "ChatML",
+        (SHAREGPT_ROW,),
+        {"prompt": "conversations"},
+    ),
+    Case("SFT, prompt and completion", "single", "ChatML", ({"prompt": [USER], "completion": [GOOD]},)),
+    Case("SFT, a conversation", "single", "ChatML", ({"messages": [USER, GOOD]},)),
+    Case("SFT, text", "single", "no template, BOS", ({"text": A},)),
+]
+
+
+def pieces(tokenizer: Any, ids: list[int]) -> str:
+    """Token ids as a text that shows every token."""
+    shown = (tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in ids)
+    return "|".join(text.replace(" ", "·").replace("\n", "⏎") for text in shown)
+
+
+def tokenised(dataset: Dataset, kind: Any, tokenizer: Any, column_map: dict[str, str], folder: Path) -> list[str]:
+    """A line for every answer of a dataset."""
+    path = prepare(dataset, kind, tokenizer, Limits(), "data", folder, column_map=column_map, progress=False)
+    return [line for row in load_prepared(path).dataset for line in _answers(tokenizer, row)]
+
+
+def _answers(tokenizer: Any, row: dict[str, Any]) -> Iterator[str]:
+    prompt = pieces(tokenizer, row["prompt_ids"])
+    for name in ("completion_ids", "chosen_ids", "rejected_ids"):
+        if name in row:
+            sign = "-" if name == "rejected_ids" or row.get("label") is False else "+"
+            yield f"  {sign} {prompt} || {pieces(tokenizer, row[name])}"
+
+
+def block(case: Case, folder: Path) -> str:
+    """The case's part of the table."""
+    tokenizer = readable_tokenizer(**TOKENIZERS[case.tokenizer])
+    lines = tokenised(dataset_from_python(list(case.rows)), case.kind, tokenizer, case.column_map, folder)
+    given = [f"  {json.dumps(row)}" for row in case.rows]
+    renamed = [f"  column_map: {json.dumps(case.column_map)}"] if case.column_map else []
+    return "\n".join([f"{case.title} ({case.tokenizer})", *given, *renamed, *lines]) + "\n"
+
+
+def table(folder: Path) -> str:
+    """The whole table."""
+    return "\n".join([HEAD, *(block(case, folder) for case in CASES)])
+
+
+def test_the_table_is_what_the_code_does(tmp_path: Path) -> None:
+    difference = "\n".join(
+        difflib.unified_diff(GOLDEN.read_text("utf-8").splitlines(), table(tmp_path).splitlines(), GOLDEN.name, "code")
+    )
+    assert not difference, f"rows are tokenised in another way; if that is meant, run python {__file__}\n{difference}"
+
+
+def test_every_line_of_the_table_begins_and_ends_once() -> None:
+    lines = [line[4:] for line in GOLDEN.read_text("utf-8").splitlines() if line[:4] in ("  + ", "  - ")]
+    assert len(lines) == sum(len(case.rows) * (1 + ("chosen" in case.rows[-1])) for case in CASES) - 1
+    for line in lines:
+        prompt, completion = line.split(" || ")
+        assert prompt.count("<s>") + completion.count("<s>") == prompt.startswith("<s>")
+        assert completion.endswith(("|</s>", "|<|im_end|>"))
+        assert "</s>" not in prompt + completion[:-4]
+
+
+FILES = ["json", "jsonl", "csv", "parquet", "arrow", "saved folder", "folder of splits", "folder of files"]
+
+
+@pytest.mark.parametrize("form", FILES)
+def test_from_file_to_tokens(form: str, tmp_path: Path) -> None:
+    rows = [{"prompt": U, "completion": " " + A, "label": True}, {"prompt": U, "completion": " " + B, "label": False}]
+    data, plain, path = (
+        Dataset.from_list(rows),
+        "".join(json.dumps(row) + "\n" for row in rows),
+        tmp_path / f"a.{form}",
+    )
+    if form in ("json", "jsonl"):
+        path.write_text(plain if form == "jsonl" else json.dumps(rows))
+    elif form == "csv":
+        path.write_text(f"prompt,completion,label\n{U}, {A},True\n{U}, {B},False\n")
+    elif form == "parquet":
+        data.to_parquet(str(path))
+    elif form == "arrow":
+        data.save_to_disk(str(tmp_path / "saved"))
+        next((tmp_path / "saved").glob("*.arrow")).rename(path)
+    elif form == "saved folder":
+        data.save_to_disk(str(path))
+    elif form == "folder of splits":
+        DatasetDict(train=data).save_to_disk(str(path))
+    else:
+        path.mkdir()
+        (path / "train.jsonl").write_text(plain)
+    tokenizer = readable_tokenizer()
+    lines = tokenised(load_split(str(path), None, "train"), "unpaired", tokenizer, {}, tmp_path / "cache")
+    assert lines == [
+        "  + what|·is|·the|·cat || ·the|·cat|·is|·red|</s>",
+        "  - what|·is|·the|·cat || ·no|</s>",
+    ]
+
+
+if __name__ == "__main__":
+    with TemporaryDirectory() as scratch:
+        GOLDEN.write_text(table(Path(scratch)), "utf-8")

@@ -1,0 +1,174 @@
+"""Messages as people write them: null contents beside calls of tools, parts, ShareGPT turns, JSON texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_tokenizers import CHATML, PLAIN, TOOLS, byte_tokenizer, char_tokenizer
+from datasets import Dataset
+
+from alignment.config.errors import DataError
+from alignment.data.messages import split_conversation, template_variables, text_of, without_nulls
+from alignment.data.prepare import load_prepared, prepare
+from alignment.data.sources import dataset_from_python
+from alignment.data.tokenization import RowTokenizer, Source
+from alignment.data.truncation import Limits
+
+CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+CALLING = {"role": "assistant", "content": None, "tool_calls": CALLS}
+USER = {"role": "user", "content": "hi"}
+
+
+def message(value: dict[str, Any]) -> dict[str, Any]:
+    [made] = text_of({"prompt": [value]}, "prompt", "row 1")
+    assert isinstance(made, dict)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (CALLING, CALLING),
+        ({"role": "assistant", "tool_calls": CALLS}, CALLING),  # no content at all
+        ({**CALLING, "content": "so"}, {**CALLING, "content": "so"}),
+        ({"role": "assistant", "content": "so", "tool_calls": []}, {"role": "assistant", "content": "so"}),
+        ({"role": "assistant", "content": "so", "tool_calls": None}, {"role": "assistant", "content": "so"}),
+        ({"role": "user", "content": []}, {"role": "user", "content": ""}),
+        (
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b", "image": None}],
+            },
+            {"role": "user", "content": "a b"},
+        ),
+        ({"from": "human", "value": "a"}, {"role": "user", "content": "a"}),
+        ({"from": "gpt", "value": "a", "weight": 1}, {"role": "assistant", "content": "a"}),
+        ({"from": "system", "value": "a"}, {"role": "system", "content": "a"}),
+        ({"from": "observation", "value": "a"}, {"role": "tool", "content": "a"}),
+        ({"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}, CALLING),
+        (
+            {
+                "from": "function_call",
+                "value": '[{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]',
+            },
+            {**CALLING, "tool_calls": [*CALLS, {"type": "function", "function": {"name": "g", "arguments": {}}}]},
+        ),
+        ({"role": None, "content": None, "from": "human", "value": "a"}, {"role": "user", "content": "a"}),
+    ],
+)
+def test_messages(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert message(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"role": "assistant", "content": None}, "content is null; set it to a string"),
+        ({**CALLING, "tool_calls": []}, "content is null"),
+        ({**CALLING, "tool_calls": "f()"}, r"tool_calls is 'f\(\)' \(a string\); give a list of calls"),
+        ({**CALLING, "tool_calls": ["f()"]}, r"tool_calls is \['f\(\)'\] \(a list\)"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "url": "x"}]},
+            r"content\[1\] is of type 'image' \(a string\); only text can be trained on",
+        ),
+        ({"role": "user", "content": ["a"]}, r"content\[0\] is 'a' \(a string\); give parts as"),
+        ({"role": "user", "content": [{"type": "text"}]}, r"content\[0\] is {'type': 'text'}"),
+        ({"from": "bing", "value": "a"}, r"from is 'bing' \(a string\); set it to one of system, user"),
+        ({"from": ["a"], "value": "a"}, r"from is \['a'\]"),
+        ({"from": "human", "value": 3}, r"value is 3 \(an integer\)"),
+        ({"from": "function_call", "value": "f(x)"}, r"value is 'f\(x\)' \(a string\), which is not valid JSON"),
+        (
+            {"from": "function_call", "value": '{"name": "f"}'},
+            r'value is .*; write the call as {"name": …, "arguments": …}',
+        ),
+    ],
+)
+def test_faulty_messages(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=rf"^row 1: prompt\[0\]\.?{said}"):
+        message(given)
+
+
+def test_conversations_end_with_the_answer() -> None:
+    answer = {"role": "assistant", "content": "a"}
+    assert split_conversation({"messages": [USER, answer]}, "messages", "row 1") == ([USER], [answer])
+    for messages, said in (([USER], "has role 'user' .* end it with the assistant's"), ("hi", "messages is 'hi'")):
+        with pytest.raises(DataError, match=f"^row 1: .*{said}"):
+            split_conversation({"messages": messages}, "messages", "row 1")
+
+
+def test_template_variables_may_be_json_texts() -> None:
+    row = {"chat_template_kwargs": '{"enable_thinking": false}', "tools": '[{"name": "f"}]'}
+    assert template_variables(row, "row 1") == {"enable_thinking": False, "tools": [{"name": "f"}]}
+    assert template_variables({"tools": "", "chat_template_kwargs": None}, "row 1") == {}
+    assert template_variables({"tools": []}, "row 1") == {}
+    for key, value, said in (
+        ("tools", "f()", "not valid JSON"),
+        ("tools", "{}", "give a list of tool"),
+        ("chat_template_kwargs", "[]", "give an object"),
+    ):
+        with pytest.raises(DataError, match=f"^row 1: {key} is .*{said}"):
+            template_variables({key: value}, "row 1")
+
+
+def test_nulls_are_taken_out_of_objects_only() -> None:
+    assert without_nulls({"a": None, "b": [{"c": None, "d": 0}, None], "e": ""}) == {"b": [{"d": 0}, None], "e": ""}
+    assert without_nulls(None) is None
+
+
+def rendered(template: str, *messages: dict[str, Any]) -> str:
+    """The text of a conversation whose last message is the completion."""
+    tokenizer = char_tokenizer(template=template)
+    *prompt, answer = messages
+    rows = RowTokenizer(tokenizer)
+    return rows._chat_texts(Source(prompt, ([answer],), "row 1", {}))[1]
+
+
+def test_null_content_in_templates() -> None:
+    """It is left out, as transformers does it, and is an empty text for a template that fails without one."""
+    knows = (
+        "{% for m in messages %}{% if m.content is not defined %}CALL{% else %}{{ m.content }}{% endif %};{% endfor %}"
+    )
+    assert rendered(knows, USER, CALLING) == "hi;CALL;"
+    assert rendered(TOOLS, USER, CALLING).endswith('<call>{"name": "f", "arguments": {"x": 1}}</call><|im_end|>\n')
+    assert rendered(CHATML, USER, CALLING).endswith("<|im_start|>assistant\n<|im_end|>\n")  # not "None"
+    needs = "{% for m in messages %}{{ m.role + ':' + m.content }};{% endfor %}"
+    assert rendered(needs, USER, CALLING) == "user:hi;assistant:;"
+    with pytest.raises(DataError, match="^row 1: the chat template .* fails on it: no calls"):
+        rendered("{{ raise_exception('no calls') }}", USER, CALLING)
+
+
+def test_a_prompt_that_ends_with_a_call() -> None:
+    rows = RowTokenizer(char_tokenizer(template=TOOLS))
+    result = {"role": "tool", "content": "1"}
+    [encoded] = rows.encode(
+        [Source([USER, CALLING], ([result, {"role": "assistant", "content": "so"}],), "row 1", {})]
+    )
+    assert rows.tokenizer.decode(encoded.completions[0]).startswith("<|im_start|>tool\n1<|im_end|>")
+
+
+def test_what_arrow_fills_in_is_not_seen_by_templates(tmp_path: Path) -> None:
+    """The same rows, once with every value as written and once in Arrow's structs, give the same tokens."""
+    other = {"type": "function", "function": {"name": "g", "arguments": {"y": "z"}}}
+    rows = [
+        {"prompt": [USER], "completion": [CALLING], "label": True, "tools": CALLS},
+        {"prompt": [USER], "completion": [{**CALLING, "tool_calls": [other]}], "label": True, "tools": [other]},
+        {"prompt": [USER], "completion": [{"role": "assistant", "content": "so"}], "label": True, "tools": None},
+    ]
+    tokenizer = byte_tokenizer(TOOLS)
+    read = []
+    for number, data in enumerate((dataset_from_python(rows), Dataset.from_list(rows))):
+        path = prepare(data, "unpaired", tokenizer, Limits(), "data", tmp_path / str(number), progress=False)
+        read.append(load_prepared(path).dataset.to_list())
+    assert Dataset.from_list(rows)[0]["tools"][0]["function"]["arguments"] == {"x": 1, "y": None}
+    assert read[0] == read[1]
+    texts = [tokenizer.decode(row["completion_ids"]) for row in read[0]]
+    assert '"arguments": {"x": 1}}' in texts[0] and '"arguments": {"y": "z"}}' in texts[1]
+
+
+def test_a_template_without_tools_is_not_handed_any(tmp_path: Path) -> None:
+    rows = [{"prompt": [USER], "completion": [{"role": "assistant", "content": "so"}], "label": True, "tools": []}]
+    tokenizer = char_tokenizer(template="{% if tools is not none and tools is defined %}TOOLS{% endif %}" + PLAIN)
+    path = prepare(dataset_from_python(rows), "unpaired", tokenizer, Limits(), "data", tmp_path, progress=False)
+    assert tokenizer.decode(load_prepared(path).dataset[0]["prompt_ids"]).startswith("user: hi")

@@ -1,0 +1,218 @@
+"""Mixtures: exact shares, no row twice, a function of the seed; and their names in messages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import make_model, paired_rows, unpaired_rows
+
+from alignment import CPOConfig, KTOConfig, KTOTrainer
+from alignment.config.checks import check_command_line
+from alignment.config.errors import DataError, OptionError
+from alignment.config.mixture import MixturePart, mixture_parts
+from alignment.data.mixture import draw, shares
+from alignment.data.report import NOT_DRAWN, DataReport, joined
+from alignment.trainers.run import build_trainer
+
+
+@pytest.mark.parametrize(
+    ("sizes", "weights", "most", "expected"),
+    [
+        ((100, 100), (0.7, 0.3), None, [99, 43]),  # 142 rows: 99.4 and 42.6
+        ((70, 30), (0.7, 0.3), None, [70, 30]),  # exact: 0.7 is seven tenths
+        ((30, 100), (1, 1), None, [30, 30]),
+        ((30, 100), (2, 1), None, [30, 15]),
+        ((10, 10, 10), (1, 1, 1), 10, [4, 3, 3]),  # of equal fractions the earlier part's
+        ((100, 100), (3, 1), 8, [6, 2]),
+        ((5, 7), (None, None), None, [5, 7]),
+        ((5, 15), (None, None), 8, [2, 6]),
+        ((5, 7), (None, None), 99, [5, 7]),
+        ((9,), (0.5,), None, [9]),
+    ],
+)
+def test_shares(sizes: Any, weights: Any, most: int | None, expected: list[int]) -> None:
+    parts = [(f"part {i}", size, weight) for i, (size, weight) in enumerate(zip(sizes, weights))]
+    assert shares(parts, most) == expected
+
+
+def test_shares_are_as_large_as_they_can_be() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        sizes = rng.integers(50, 500, 3).tolist()
+        weights = rng.integers(1, 9, 3).tolist()
+        given = shares([(str(i), *part) for i, part in enumerate(zip(sizes, weights))], None)
+        total = sum(given)
+        assert all(rows <= size for rows, size in zip(given, sizes))
+        assert all(abs(rows - total * w / sum(weights)) < 1 for rows, w in zip(given, weights))
+        assert any((total + 1) * w / sum(weights) > size for w, size in zip(weights, sizes))
+
+
+def test_a_part_without_a_row() -> None:
+    with pytest.raises(DataError, match="^b: its share of a mixture of 10 rows is none at weight 0.001; leave it out"):
+        shares([("a", 10, 1.0), ("b", 10, 0.001)], None)
+
+
+def test_rows_of_one_source_row_are_drawn_together() -> None:
+    rows = np.repeat(np.arange(50) * 3, 2)  # pairs, some source rows having been dropped
+    drawn = draw(rows, 20, (42, 0))
+    assert drawn.tolist() == sorted(set(drawn.tolist())) and len(drawn) == 20
+    assert all(np.bincount(rows[drawn])[np.unique(rows[drawn])] == 2)
+    assert draw(rows, 20, (42, 0)).tolist() == drawn.tolist()
+    assert draw(rows, 20, (43, 0)).tolist() != drawn.tolist() != draw(rows, 20, (42, 1)).tolist()
+    assert draw(rows, 21, (42, 0)).tolist() != drawn.tolist() and len(draw(rows, 21, (42, 0))) == 21
+    assert sorted(draw(rows, 100, (1, 1)).tolist()) == list(range(100))
+
+
+def test_every_row_is_drawn_equally_often() -> None:
+    counts = np.zeros(10)
+    for seed in range(2000):
+        counts[draw(np.arange(10), 3, (seed,))] += 1
+    assert counts.min() > 500 and counts.max() < 700  # 600 are expected, with a standard deviation of 20
+
+
+def test_reports() -> None:
+    report = DataReport(10, 8, {"empty": 2}, 1, 2, 5, 3)
+    assert report.drawn(8, 5) == report
+    fewer = report.drawn(6, 4)
+    assert fewer == DataReport(10, 6, {"empty": 2, NOT_DRAWN: 2}, 1, 2, 4, 2)
+    assert fewer.rows_in == fewer.rows_out + sum(fewer.dropped.values())
+    assert joined([fewer, report]) == DataReport(20, 14, {"empty": 4, NOT_DRAWN: 2}, 2, 4, 9, 5)
+    assert DataReport(4, 4).drawn(2, 0) == DataReport(4, 2, {NOT_DRAWN: 2})
+
+
+def test_parts_of_the_option() -> None:
+    assert mixture_parts({"a": 1, "b": "0.5"}) == [
+        MixturePart(dataset_name="a", weight=1.0),
+        MixturePart(dataset_name="b", weight=0.5),
+    ]
+    assert mixture_parts(["a", {"dataset_name": "b", "split": "x"}]) == [
+        MixturePart(dataset_name="a"),
+        MixturePart(dataset_name="b", split="x"),
+    ]
+    assert KTOConfig("o", dataset_mixture='{"a": 1, "b": 2}').dataset_mixture == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ([], "dataset_mixture: it is empty"),
+        ([3], r"dataset_mixture\[0\]=3: give a name, or a mapping with keys among dataset_name, "),
+        ([{"weight": 1}], r"dataset_mixture\[0\]: has no dataset_name"),
+        ([{"dataset_name": "a", "wight": 1}], r"dataset_mixture\[0\].wight=1: no such key; did you mean 'weight'"),
+        ([{"dataset_name": "a", "weight": "x"}], r"dataset_mixture\[0\].weight='x': expected a number"),
+        ({"a": 0}, r"dataset_mixture\[0\].weight=0.0: must be greater than 0"),
+        ({"a": -1}, r"dataset_mixture\[0\].weight=-1.0: must be greater than 0"),
+        ([{"dataset_name": "a", "weight": 1}, "b"], "dataset_mixture: b has no weight, but others have one"),
+        (
+            [{"dataset_name": "a", "column_map": {"text_a": "x"}}],
+            r"dataset_mixture\[0\].column_map={'text_a': 'x'}: 'text_a' is no column that is expected",
+        ),
+    ],
+)
+def test_mixtures_that_make_no_sense(value: Any, said: str) -> None:
+    with pytest.raises(OptionError, match=f"^{said}"):
+        KTOConfig("o", dataset_mixture=value)
+
+
+@pytest.mark.parametrize("option", ["dataset_name", "dataset_config"])
+def test_a_mixture_takes_the_place_of_one_dataset(option: str) -> None:
+    with pytest.raises(OptionError, match=f"^{option}='x': dataset_mixture is set as well; leave one out"):
+        KTOConfig("o", dataset_mixture=["a"], **{option: "x"})
+    check_command_line(KTOConfig("o", dataset_mixture=["a"], model_name_or_path="m"))
+
+
+def test_evaluation_needs_a_split_of_some_part() -> None:
+    usual = {"model_name_or_path": "m", "eval_strategy": "epoch"}
+    for mixture, more in (([{"dataset_name": "a", "test_split": "x"}], {}), (["a"], {"dataset_test_split": "x"})):
+        check_command_line(CPOConfig("o", dataset_mixture=mixture, **usual, **more))
+    with pytest.raises(OptionError, match="no data to evaluate on"):
+        check_command_line(CPOConfig("o", dataset_mixture=["a"], **usual))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, 30 labelled rows, 20 pairs of which the first is dropped, and 10 Alpaca rows in a folder of splits."""
+    folder = tmp_path_factory.mktemp("mixture")
+    make_model(folder / "model")
+    same = {"prompt": None, "chosen": "a b", "rejected": "a b"}
+    alpaca = [{"instruction": f"do {i}", "input": "", "output": f"done {i}", "kto_tag": i % 2 == 0} for i in range(10)]
+    for name, rows in {
+        "labelled.jsonl": unpaired_rows(30),
+        "pairs.jsonl": [same, *paired_rows(20)],
+        "alpaca/train.jsonl": alpaca,
+        "alpaca/test.jsonl": alpaca[:4],
+    }.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+ALPACA = {"prompt": "instruction", "query": "input", "completion": "output", "label": "kto_tag"}
+
+
+def trainer_of(folder: Path, **options: Any) -> KTOTrainer:
+    """A trainer, as the command makes it, over labelled rows, pairs and Alpaca rows as 3:2:1."""
+    mixture = [
+        {"dataset_name": str(folder / "labelled.jsonl"), "weight": 3},
+        {"dataset_name": str(folder / "pairs.jsonl"), "weight": 2},
+        {"dataset_name": str(folder / "alpaca"), "weight": 1, "column_map": ALPACA, "test_split": "test"},
+    ]
+    given = {"dataset_mixture": mixture, "max_length": 96, "model_name_or_path": str(folder / "model"), **options}
+    trainer = build_trainer(KTOConfig(str(folder / "out"), **given))
+    assert isinstance(trainer, KTOTrainer)
+    return trainer
+
+
+def test_a_mixture_of_labelled_rows_pairs_and_other_columns(folder: Path) -> None:
+    trainer = trainer_of(folder)
+    data = trainer.train_data
+    assert data is not None
+    assert [part.report.rows_out for part in data.parts] == [30, 20, 10]
+    assert [Path(part.where).name for part in data.parts] == ["labelled.jsonl", "pairs.jsonl", "alpaca"]
+    assert data.report.dropped == {NOT_DRAWN: 20, "chosen and rejected are identical": 2}
+    assert (data.report.rows_in, len(data.dataset), len(data.table)) == (82, 60, 60)
+    assert data.table.labels is not None
+    assert (data.report.desirable, data.report.undesirable) == (30, 30) == (data.table.labels.sum(), 30)
+    decode = trainer.processing_class.decode
+    assert decode(data.dataset[50]["prompt_ids"]) == "do 0"
+    assert data.table.prompt[50] == len(data.dataset[50]["prompt_ids"])
+    assert data.source_row(29) == f"{folder / 'labelled.jsonl'} row 30"
+    assert data.source_row(50) == f"{folder / 'alpaca'} row 1"
+    for row in range(30, 50, 2):  # whole pairs, under the numbers of their file
+        number = int(str(data.source_row(row)).rsplit(" ", 1)[1])
+        assert data.source_row(row) == data.source_row(row + 1) == f"{folder / 'pairs.jsonl'} row {number}"
+        chosen = decode(data.dataset[row]["completion_ids"]).removesuffix("</s>")
+        assert json.loads((folder / "pairs.jsonl").read_text().splitlines()[number - 1])["chosen"] == chosen
+    [evaluation] = trainer.eval_data.values()
+    assert (evaluation.report.rows_out, evaluation.source_row(3)) == (4, 4)
+
+
+def test_the_seed_of_the_order_decides_which_rows_are_drawn(folder: Path) -> None:
+    rows = []
+    for options in ({}, {}, {"seed": 7}, {"seed": 7, "data_seed": 42}):
+        data = trainer_of(folder, **options).train_data
+        assert data is not None
+        rows.append([data.source_row(row) for row in range(len(data.dataset))])
+    assert rows[0] == rows[1] == rows[3] != rows[2]
+
+
+def test_a_mixture_of_a_given_size(folder: Path) -> None:
+    data = trainer_of(folder, max_train_samples=12).train_data
+    assert data is not None
+    assert [part.report.rows_out for part in data.parts] == [6, 4, 2]
+
+
+def test_faults_name_the_part_and_its_row(folder: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(json.dumps({"prompt": "a", "completion": "b", "label": 3}) + "\n")
+    for part, said in (
+        (str(bad), f"{bad} row 1: label is 3"),
+        (str(folder / "none.jsonl"), "no such file"),
+        (str(folder / "alpaca"), "alpaca: KTO needs the missing prompt, completion, label"),
+    ):
+        with pytest.raises(DataError, match=said):
+            trainer_of(folder, dataset_mixture=[str(folder / "labelled.jsonl"), part])

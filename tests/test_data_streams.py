@@ -1,0 +1,128 @@
+"""Streamed data: as many rows as are needed are written to disk, the same as from a list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, IterableDataset
+from helpers import make_model, unpaired_rows
+
+from alignment import KTOConfig, KTOTrainer
+from alignment.config.errors import DataError
+from alignment.data.sources import dataset_from_python
+from alignment.data.streams import from_stream
+
+COLUMNS = ("prompt", "completion", "label")
+
+
+def endless() -> Iterator[dict[str, Any]]:
+    """Rows without an end, with a column that nobody uses and that JSON cannot hold."""
+    number = 0
+    while True:
+        for row in unpaired_rows(50, seed=number):
+            yield {**row, "other": {1, 2}}
+        number += 1
+
+
+def stream_of(rows: list[Any]) -> IterableDataset:
+    """A stream that gives exactly these values."""
+    return IterableDataset.from_generator(lambda: iter(rows))
+
+
+def test_the_first_rows_are_those_of_a_list(tmp_path: Path) -> None:
+    made = from_stream(IterableDataset.from_generator(endless), 7, COLUMNS, "data", tmp_path)
+    assert made.to_list() == unpaired_rows(50)[:7]
+    assert made.features == dataset_from_python(unpaired_rows(7)).features
+    assert list(tmp_path.iterdir()) == []
+    assert from_stream(stream_of(unpaired_rows(3)), 7, COLUMNS, "data", tmp_path).to_list() == unpaired_rows(3)
+
+
+def test_values_are_kept_exactly(tmp_path: Path) -> None:
+    rows = [{"prompt": "2020-01-01", "label": True}, {"prompt": [{"role": "user", "content": "x"}], "label": None}]
+    assert from_stream(stream_of(rows), 9, COLUMNS, "data", tmp_path).to_list() == rows
+
+
+def test_a_stream_of_a_stored_dataset(tmp_path: Path) -> None:
+    stream = Dataset.from_list(unpaired_rows(9)).to_iterable_dataset(num_shards=3).shuffle(seed=1).with_format("numpy")
+    expected = Dataset.from_list(unpaired_rows(9)).to_iterable_dataset(num_shards=3).shuffle(seed=1)
+    assert from_stream(stream, 5, COLUMNS, "data", tmp_path).to_list() == list(expected.take(5))
+
+
+def broken() -> Iterator[dict[str, Any]]:
+    yield from unpaired_rows(2)
+    raise OSError("the line\nwas cut")
+
+
+@pytest.mark.parametrize(
+    ("stream", "said"),
+    [
+        (stream_of([]), "the stream gives no rows"),
+        (stream_of([{"other": 1}]), "the stream gives no rows with columns that are used"),
+        (IterableDataset.from_generator(broken), "the stream broke after row 2: the line was cut"),
+        (stream_of([*unpaired_rows(2), {"prompt": {1}}]), "row 3: cannot be stored: .* use JSON-like values"),
+        (
+            stream_of([*unpaired_rows(2), {"label": 1}]),
+            r"row 3: label is 1 \(an integer\), but other rows have a bool",
+        ),
+    ],
+)
+def test_streams_that_cannot_be_used(stream: IterableDataset, said: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"^data:? {said}"):
+        from_stream(stream, 9, COLUMNS, "data", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small model's folder."""
+    return make_model(tmp_path_factory.mktemp("streams") / "model")
+
+
+def trainer_of(model: str, out: Path, evaluation: Any = None, **options: Any) -> KTOTrainer:
+    """A trainer over a stream without an end."""
+    args = KTOConfig(str(out), max_length=96, per_device_train_batch_size=2, gradient_accumulation_steps=2, **options)
+    stream = IterableDataset.from_generator(endless)
+    return KTOTrainer(model=model, args=args, train_dataset=stream, eval_dataset=evaluation)
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({"max_steps": 3}, 12),
+        ({"max_steps": 3, "max_train_samples": 5}, 5),
+        ({"max_train_samples": 20}, 20),
+        ({"max_steps": 3, "max_train_samples": 20}, 12),
+    ],
+)
+def test_rows_that_are_taken(model: str, tmp_path: Path, options: dict[str, Any], rows: int) -> None:
+    data = trainer_of(model, tmp_path / "out", **options).train_data
+    assert data is not None
+    assert data.report.rows_in == rows
+
+
+def test_a_stream_of_unknown_length_is_refused(model: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"^train_dataset: it is an IterableDataset, .* set max_steps \(or max_train_sa"
+    ):
+        trainer_of(model, tmp_path / "out")
+    with pytest.raises(DataError, match="^eval_dataset: it is an IterableDataset, .* set max_eval_samples, or pass"):
+        trainer_of(model, tmp_path / "out", IterableDataset.from_generator(endless), max_steps=2)
+    data = trainer_of(model, tmp_path / "out", stream_of(unpaired_rows(30)), max_steps=2, max_eval_samples=6).eval_data
+    assert data[""].report.rows_in == 6
+
+
+def test_training_on_a_stream_is_training_on_its_rows(model: str, tmp_path: Path) -> None:
+    losses = []
+    for number, rows in enumerate((IterableDataset.from_generator(endless), unpaired_rows(50)[:8])):
+        args = KTOConfig(
+            str(tmp_path / str(number)), max_length=96, per_device_train_batch_size=4, max_steps=2, logging_steps=1,
+            save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        trainer = KTOTrainer(model=model, args=args, train_dataset=rows)
+        trainer.train()
+        losses.append([record["loss"] for record in trainer.state.log_history if "loss" in record])
+        trainer.close()
+    assert losses[0] == losses[1] and len(losses[0]) == 2

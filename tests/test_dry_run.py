@@ -1,0 +1,138 @@
+"""``--dry_run``: what is printed, and that no weight is loaded and nothing written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import LAUNCHER_VARIABLES, ROOT
+from helpers import POSITIONS, make_model, paired_rows, unpaired_rows
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from alignment.cli import main
+from alignment.trainers.dry_run import _shortened
+
+SAME = {"chosen": "a b", "rejected": "a b"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, labelled rows and pairs."""
+    folder = tmp_path_factory.mktemp("dry-run")
+    make_model(folder / "model")
+    long = {"prompt": "a" * 700, "completion": "b", "label": True}
+    for name, rows in {"kto": [*unpaired_rows(9), long], "cpo": [*paired_rows(5), SAME]}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_process_group() -> Iterator[None]:
+    """Leave the process as it was: without a process group, and without the variables of a world of one."""
+    before = {name: os.environ.pop(name, None) for name in LAUNCHER_VARIABLES}
+    yield
+    import deepspeed
+
+    if deepspeed.comm.is_initialized():
+        deepspeed.comm.destroy_process_group()
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
+@pytest.fixture
+def dry_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """The command with ``--dry_run``; what it prints. It may load and write nothing."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("weights were loaded")
+
+    for cls in (AutoModelForCausalLM, PreTrainedModel):
+        monkeypatch.setattr(cls, "from_pretrained", fail)
+
+    def run(method: str, *more: str) -> str:
+        with pytest.raises(SystemExit) as leaving:
+            main(arguments(method, folder, tmp_path, *more))
+        out, err = capfd.readouterr()
+        assert leaving.value.code == 0, err
+        assert list(tmp_path.iterdir()) == []
+        return out
+
+    return run
+
+
+def arguments(method: str, folder: Path, out: Path, *more: str) -> list[str]:
+    """The command's arguments."""
+    options = {
+        "model_name_or_path": folder / "model",
+        "dataset_name": folder / f"{method}.jsonl",
+        "output_dir": out / "out",
+        "max_length": POSITIONS,
+        "max_prompt_length": 20,
+    }
+    return ["--method", method, *(part for k, v in options.items() for part in (f"--{k}", str(v))), "--dry_run", *more]
+
+
+def test_kto(dry_run: Callable[..., str]) -> None:
+    out = dry_run("kto", "--learning_rate", "1e-4")
+    lines = out.splitlines()
+    assert re.search(r"^\* learning_rate +0.0001$", out, re.M)
+    assert re.search(r"^  beta +0.1$", out, re.M)
+    policy, reference = (
+        json.JSONDecoder().raw_decode(out.partition(f"JSON of the {name}:\n")[2])[0]
+        for name in ("policy", "reference")
+    )
+    assert (policy["zero_optimization"]["stage"], policy["train_batch_size"]) == (2, 8)
+    assert reference["zero_optimization"]["stage"] == 0
+    start = next(i for i, line in enumerate(lines) if line.startswith("Data: "))
+    header, rows = lines[start + 1], lines[start + 2]
+    assert header.split("  ")[-1] == "completions cut"
+    assert rows.split() == ["rows", "10", "10", "0", "6", "4", "1", "0"]
+    assert len(header) == len(rows)  # right-aligned
+    assert lines[start + 4].split() == ["tokens", "min", "p50", "p90", "p99", "max"]
+    prompts = sorted(min(len(row["prompt"]), 20) for row in unpaired_rows(9)) + [20]
+    assert lines[start + 5].split() == ["prompt", *map(str, (prompts[0], prompts[5], prompts[9], 20, 20))]
+    assert lines[start + 6].split()[0] == "completion"
+    first = unpaired_rows(1)[0]
+    assert lines[start + 9 : start + 12] == [
+        "  row 1, desirable",
+        f"    prompt      {first['prompt']!r}",
+        f"    completion  {first['completion'] + '</s>'!r}",
+    ]
+    assert "Steps per epoch: 2, rows per step: 8" in lines
+    advised = lines[lines.index("Advice:") + 1 :]
+    assert [line.split()[1] for line in advised] == ["desirable", "learning_rate=0.0001", "a"]
+
+
+def test_cpo(dry_run: Callable[..., str]) -> None:
+    out = dry_run("cpo", "--gradient_accumulation_steps", "2", "--dataset_test_split", "train[:2]")
+    assert "JSON of the reference" not in out and "no reference model" in out
+    assert re.search(r"^  rows +6 +5 +1 +0 +0$", out, re.M)
+    assert re.search(r"^  dropped +1  chosen and rejected are identical$", out, re.M)
+    assert re.search(r"^    rejected  '\w+</s>'$", out, re.M)
+    assert out.count("\nData: ") == 2 and "cpo.jsonl (train[:2])" in out
+    assert out.rstrip().endswith("Advice: none")
+
+
+def test_long_texts_are_cut_in_the_middle() -> None:
+    assert _shortened("a" * 600) == "a" * 600
+    assert _shortened("a" * 400 + "b" * 500) == f"{'a' * 300} … 300 characters … {'b' * 300}"
+
+
+def test_the_command_on_two_ranks_says_it_once(
+    folder: Path, tmp_path: Path, launch: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    done = launch(ROOT / "launch" / "train.py", *arguments("kto", folder, tmp_path), nproc=2, launcher="torchrun")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Options (* is not the default):") == done.stdout.count("Advice:") == 1
+    assert "rows per step: 16" in done.stdout
+    assert list(tmp_path.iterdir()) == []
