@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ if __name__ == "__main__":
 
 from alignment.config import dtypes  # noqa: E402
 from alignment.config.conversion import hints, members  # noqa: E402
-from alignment.config.errors import OptionError  # noqa: E402
+from alignment.config.errors import OptionError, OutputError  # noqa: E402
 from alignment.config.fields import option  # noqa: E402
 from alignment.config.kto import KTOConfig  # noqa: E402
 from alignment.config.methods import METHODS, option_names  # noqa: E402
+from alignment.config.option_tables import option_tables, with_tables  # noqa: E402
 from alignment.config.options import AlignmentConfig  # noqa: E402
 from alignment.config.refusals import refused_fields  # noqa: E402
 
@@ -177,6 +179,18 @@ def test_the_public_options_are_those_of_the_list() -> None:
         difflib.unified_diff(GOLDEN.read_text().splitlines(), golden_text().splitlines(), "data/options.txt", "code")
     )
     assert not difference, f"options were added or removed; if that is meant, run python {__file__}\n{difference}"
+
+
+def test_the_tables_in_the_readme_are_those_of_the_classes() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme == with_tables(readme), "options changed; run `make docs`"
+    shown = set(re.findall(r"^\| `(\w+)` \| ", option_tables(), re.MULTILINE))
+    assert shown == set().union(*map(option_names, METHODS.values())) - refused_fields()
+
+
+def test_a_text_without_a_place_for_the_tables() -> None:
+    with pytest.raises(OutputError, match="no place for the tables"):
+        with_tables("nothing")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import pytest
 import torch
 from helpers import STAGES, make_model, paired_rows, unpaired_rows
 from oracle.dense import CPOOptions, KTOOptions, Step, load, solve
+from oracle.distributions import distribution_metrics
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -32,7 +33,8 @@ METHOD = {
 }
 CLIP = 0.05
 METRICS = ("loss", "kl", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
-METRICS += ("logps/chosen", "logps/rejected", "nll_loss", "grad_norm")
+METRICS += ("logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected", "nll_loss", "entropy", "grad_norm")
+COUNTS = ("count/chosen", "count/rejected", "rewards/chosen_sum", "logps/rejected_sum")
 HEADS = ("untied", "capped", "scaled")
 
 
@@ -182,6 +184,8 @@ def test_every_split_gives_the_same_update(results: dict[int, Results], method: 
             expected, update = reference["logs"][step], reference["updates"][step]
             assert_same(outcome["logs"][step], expected, 1e-5, f"{name} step {step + 1}")
             assert outcome["logs"][step]["num_tokens"] == expected["num_tokens"]
+            for count in COUNTS if method == "KTO" else ():
+                assert outcome["logs"][step][count] == pytest.approx(expected[count], rel=1e-5)
             assert distance(outcome["updates"][step], update) <= 1e-5, f"{name} step {step + 1}"
         compared += 1
     assert compared == 16
@@ -221,6 +225,7 @@ def oracle_steps(outcome: dict[str, Any]) -> list[Step]:
     model = load(run["model"])
     for rows in outcome["windows"]:
         steps.append(solve(model, rows, options, run["ref_model"]))
+        steps[-1].metrics.update(distribution_metrics(model, rows, options.max_length))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter += steps[-1].update[name]

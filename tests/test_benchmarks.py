@@ -1,0 +1,199 @@
+"""The benchmarks' own arithmetic, rows and failures; the comparison itself runs where TRL is installed (slow)."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from alignment.config.paths import packaged_names
+from benchmarks import gpu_smoke, ours, side_by_side
+from benchmarks.comparison import Comparison, compare, differences, table
+from benchmarks.gpu_row import RowJob, train
+from benchmarks.jobs import METHODS, Job
+from benchmarks.measure import Instant, StepClock, memory_bytes, working_memory
+from benchmarks.processes import Failed, run_module
+from benchmarks.shapes import SIDE_BY_SIDE, TINY, load_tokenizer, paired_rows, unpaired_rows, write_model
+from benchmarks.worker import Result
+
+FIRST = {"loss": 0.5, "logps/chosen": -90.0, "logps/rejected": -80.0}
+
+
+def result(wall: list[float], memory: int = 100, cpu: list[float] | None = None, **first: float) -> Result:
+    return Result(wall, cpu or wall, memory, {**FIRST, **first})
+
+
+# Arithmetic ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_lasts_from_the_end_of_the_one_before() -> None:
+    clock = StepClock()
+    clock.ends = [Instant(wall, cpu) for wall, cpu in ((10, 1), (14, 2), (15, 4), (18, 7))]
+    assert clock.steps(warm_up=1) == [(4, 1), (1, 2), (3, 3)]
+    assert clock.steps(warm_up=3) == [(3, 3)]
+
+
+def test_memory_leaves_out_what_every_trainer_of_the_model_needs() -> None:
+    assert working_memory(1000, 300, 10, reference=False) == 1000 - 300 - 160
+    assert working_memory(1000, 300, 10, reference=True) == 1000 - 300 - 200
+    assert 0 < memory_bytes("VmRSS") <= memory_bytes("VmHWM")
+
+
+def test_ratios_are_of_the_same_steps() -> None:
+    mine = [result([1.0, 2.0, 4.0], 30, [2.0, 2.0, 2.0]), result([1.0, 1.0, 1.0], 50, [2.0, 2.0, 2.0])]
+    theirs = [result([3.0, 4.0, 4.0], 90, [3.0, 8.0, 8.0]), result([5.0, 5.0, 1.0], 110, [2.0, 2.0, 2.0])]
+    found = compare("cpo", 0, mine, theirs)
+    assert (found.ours, found.theirs) == (1.0, 4.0)
+    assert found.speed == 2.5  # the median of 3, 2, 1, 5, 5, 1; the ratio of the medians would be 4
+    assert found.cpu == 1.25
+    assert (found.our_memory, found.their_memory) == (40, 100)
+
+
+@pytest.mark.parametrize(
+    ("method", "speed", "memory", "missed"),
+    [
+        ("cpo", 1.5, 33, []),
+        ("cpo", 1.49, 33, ["a step"]),
+        ("cpo", 1.5, 34, ["memory"]),
+        ("kto", 1.2, 99, []),
+        ("kto", 1.19, 101, ["a step", "memory"]),
+    ],
+)
+def test_floors(method: str, speed: float, memory: float, missed: list[str]) -> None:
+    found = Comparison(method, 0, 1.0, speed, speed, speed, memory, 100)
+    assert [sentence.partition(" is ")[0].partition(": ")[2] for sentence in found.missed()] == missed
+    assert ("missed" in table([found])) == bool(missed)
+    assert replace(found, stage=2).missed() == []
+
+
+def test_different_tokens_are_noticed() -> None:
+    assert differences("kto", result([1.0]), result([1.0], **{"logps/chosen": -90.001})) == []
+    assert differences("kto", result([1.0]), result([1.0], **{"logps/chosen": -91.0})) == ["logps/chosen -90 and -91"]
+
+
+# Rows ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("benchmarks") / "model"
+    write_model(folder, TINY)
+    return str(folder)
+
+
+def test_text_is_ids(model: str) -> None:
+    tokenizer = load_tokenizer(model)
+    assert tokenizer(" w0 w7 w509")["input_ids"] == [2, 9, 511]
+    assert len(tokenizer) == TINY.vocab
+    for row in paired_rows(TINY, 20):
+        prompt, chosen = tokenizer(row["prompt"])["input_ids"], tokenizer(row["chosen"])["input_ids"]
+        assert tokenizer(row["prompt"] + row["chosen"])["input_ids"] == prompt + chosen
+
+
+def test_lengths_are_those_of_the_shape() -> None:
+    def tokens(*texts: str) -> int:
+        return sum(len(text.split()) for text in texts) + 1
+
+    pairs, single = paired_rows(SIDE_BY_SIDE, 200), unpaired_rows(SIDE_BY_SIDE, 200)
+    lengths = [tokens(row["prompt"], row[key]) for row in pairs for key in ("chosen", "rejected")]
+    lengths += [tokens(row["prompt"], row["completion"]) for row in single]
+    assert min(lengths) in range(64, 80) and max(lengths) in range(496, 513)
+    assert all(row["prompt"] and row["completion"] for row in single)
+    assert sum(row["label"] for row in single) == 100
+    assert pairs == paired_rows(SIDE_BY_SIDE, 200)
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_the_order_for_trl_is_the_order_of_our_steps(method: str, model: str, tmp_path: Path) -> None:
+    batch = METHODS[method].batch
+    rows = METHODS[method].rows(TINY, 3 * batch, 0)
+    job = Job("ours", method, 0, model, "", str(tmp_path / "output"), steps=3, warm_up=1)
+    trainer = ours.build(job, Dataset.from_list(rows))
+    order = ours.order(trainer, 3)
+    assert sorted(order) == list(range(3 * batch)) and order != list(range(3 * batch))
+    assert trainer.sampler is not None and trainer.train_data is not None
+    second = trainer.sampler.plan(0, 1).micro_batches[0][0].rows
+    column = "chosen" if method == "cpo" else "completion"
+    texts = [rows[number][column] for number in order[batch : 2 * batch]]
+    ids = [list(trainer.train_data.dataset[row][f"{column}_ids"])[:-1] for row in second]
+    assert load_tokenizer(model)(texts)["input_ids"] == ids
+
+
+# Processes -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_answers_in_json(tmp_path: Path) -> None:
+    assert run_module("json.tool", tmp_path / "one", {"rows": [1, 2]}, {}) == {"rows": [1, 2]}
+
+
+def test_a_failing_process_says_why(tmp_path: Path) -> None:
+    with pytest.raises(Failed, match="No module named benchmarks.missing"):
+        run_module("benchmarks.missing", tmp_path / "one", {}, {})
+
+
+def test_without_trl_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert side_by_side.main([]) == 2
+    assert capsys.readouterr().err == 'TRL is not installed: pip install ".[bench]"\n'
+
+
+# The GPU table -------------------------------------------------------------------------------------------------------
+
+
+def rows_of(*arguments: str) -> list[RowJob]:
+    return gpu_smoke.plan(gpu_smoke._parse(["--cpu", "--tiny", *arguments]), Path("folder"))
+
+
+def test_every_file_of_ds_configs_is_tried_with_both_methods() -> None:
+    jobs = rows_of()
+    files = set(packaged_names("ds_configs"))
+    for method in ("kto", "cpo"):
+        assert {job.policy for job in jobs if job.method == method} == {n for n in files if not n.startswith("ref_")}
+    assert {f"ref_{job.reference}" for job in jobs if job.method == "kto"} == {
+        n for n in files if n.startswith("ref_")
+    }
+    assert len({job.name for job in jobs}) == len(jobs) == len({job.output for job in jobs})
+    assert [job.name for job in rows_of("--rows", "kto/zero3", "cpo/zero0")] == [
+        *("kto/zero3/offload", "kto/zero3_offload/offload"),
+        "cpo/zero0",
+    ]
+
+
+@pytest.mark.parametrize("name", ["kto/zero3_offload/offload", "cpo/zero2"])
+def test_a_row_trains_and_is_measured(name: str, model: str, tmp_path: Path) -> None:
+    job = next(job for job in rows_of("--steps", "3") if job.name == name)
+    measured = train(replace(job, model=model, output=str(tmp_path / "output"), shape=asdict(TINY)))
+    assert measured.step > 0 and measured.host > 100e6
+    rows: list[dict[str, Any]] = METHODS[job.method].rows(TINY, 12, 0)
+    longest = sum(len(" ".join(map(str, row.values())).split()) + 2 for row in rows)
+    assert 0 < measured.tokens_per_second < 2 * longest / measured.step
+
+
+def test_a_row_that_fails_is_shown_and_the_rest_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_smoke.main(["--cpu", "--tiny", "--rows", "cpo/zero0", "cpo/zero3_offload", "--seconds", "0.2"]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if "failed" in line]
+    assert [line.split(" | ")[1] for line in lines] == ["zero0", "zero3_offload"]
+    assert all("did not end within" in line for line in lines)
+
+
+def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_smoke.main([]) == 2
+    assert capsys.readouterr().err.startswith("no CUDA GPU: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", list(METHODS))
+def test_both_sides_compute_the_same_first_step(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("trl", reason='TRL is not installed: pip install ".[bench]"')
+    options = ["--method", method, "--repeats", "1", "--steps", "2", "--warm_up", "1", "--threads", "1", "--zero2"]
+    assert side_by_side.main(options, TINY) in (0, 1)
+    out = capsys.readouterr().out
+    assert out.count(f"| {method.upper()} |") == 2 and "ZeRO-2 on both" in out
