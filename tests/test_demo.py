@@ -226,7 +226,7 @@ def test_only_a_folder_of_its_own_is_used_again(tmp_path: Path) -> None:
     open_folder(tmp_path / "new")
     mine = tmp_path / "mine"
     (mine / "kto").mkdir(parents=True)
-    with pytest.raises(OutputError, match="is not empty"):
+    with pytest.raises(OutputError, match="holds something else than an earlier demo; choose another folder"):
         open_folder(mine)
     assert [path.name for path in mine.iterdir()] == ["kto"]
 

@@ -1,0 +1,65 @@
+"""The demo's folder: made, recognised, and what of it can be used again."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+from alignment import __version__
+from alignment.config.errors import OutputError
+from alignment.demo.rows import Row
+from alignment.demo.settings import Settings
+from alignment.trainers.output import check_output_folder, write_json
+
+_MARK = "made_by_demo.json"
+_KEY = "key.json"
+
+
+def open_folder(folder: Path) -> None:
+    """Make the folder, or take one that an earlier demo made; later steps replace what lies in it.
+
+    Raises:
+        OutputError: it holds something else, or cannot be written.
+    """
+    ours = (folder / _MARK).is_file()
+    check_output_folder(folder, overwrite=True)
+    if not ours and folder.is_dir() and any(folder.iterdir()):
+        raise OutputError(f"output_dir: {folder} holds something else than an earlier demo; choose another folder")
+    if not ours:
+        write_json(folder / _MARK, {"version": __version__})
+
+
+def start_key(rows: list[Row], settings: Settings) -> str:
+    """What a start model depends on, as a hash: the version, its settings, the seed, and its rows to the letter."""
+    content = [__version__, settings.seed, dataclasses.asdict(settings.start), rows]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def kept_seconds(folder: Path, key: str) -> float | None:
+    """How long the model kept in ``folder`` took to train; None if there is none, or it was made from other things."""
+    try:
+        kept = json.loads((folder / _KEY).read_text(encoding="utf-8"))
+        return float(kept["seconds"]) if kept["key"] == key else None
+    except (OSError, ValueError, KeyError, TypeError):  # none, or one that was cut off: train again
+        return None
+
+
+def keep(folder: Path, key: str, seconds: float) -> None:
+    """Mark a finished model as one that can be used again; the last thing written into its folder."""
+    write_json(folder / _KEY, {"key": key, "seconds": round(seconds, 1)})
+
+
+def clear(folder: Path) -> None:
+    """Remove one model's folder from an earlier run.
+
+    Raises:
+        OutputError: it cannot be removed.
+    """
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+    except OSError as error:
+        raise OutputError(f"output_dir: {folder} cannot be removed: {error.strerror or error}") from error

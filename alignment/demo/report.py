@@ -1,0 +1,95 @@
+"""What a finished demo shows: the table, sampled answers side by side, and the curves of the reward margin."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from alignment.config.errors import OutputError
+from alignment.demo.grammar import Request
+from alignment.demo.judge import answers, manner
+from alignment.demo.rows import Row
+from alignment.demo.settings import Settings
+from alignment.demo.verdict import Measured
+
+_HEAD = ("", "warm answers", "requests answered", "training")
+
+
+def table(measured: Sequence[Measured]) -> str:
+    """A Markdown table with columns padded, so that it also reads well in a terminal."""
+    rows = [_HEAD]
+    rows += [(m.title, f"{m.rates.warm:.3f}", f"{m.rates.answered:.3f}", f"{m.seconds:.0f} s") for m in measured]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
+def examples(requests: Sequence[Request], texts: Mapping[str, Sequence[str]]) -> str:
+    """The requests, each with every model's answer to it; ``texts`` has the answers by title, and may hold more."""
+    width = max(map(len, texts))
+    blocks = []
+    for number, request in enumerate(requests):
+        lines = [f"  {title.ljust(width)}  {given[number]}" for title, given in texts.items()]
+        blocks.append("\n".join([request.text, *lines]))
+    return "\n\n".join(blocks)
+
+
+def judged(requests: Sequence[Request], texts: Mapping[str, Sequence[str]]) -> list[Row]:
+    """Every sampled answer with what the rules say of it."""
+    return [
+        {
+            "model": title,
+            "request": request.text,
+            "answer": text,
+            "manner": manner(request, text),
+            "answers": answers(request, text),
+        }
+        for title, given in texts.items()
+        for request, text in zip(requests, given, strict=True)
+    ]
+
+
+def margins(log: Path) -> tuple[list[int], list[float]]:
+    """Steps and reward margins of a run's ``log.jsonl``; lines without a margin are passed over."""
+    records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    points = [(r["step"], r["rewards/margins"]) for r in records if r.get("rewards/margins") is not None]
+    return [step for step, _ in points], [margin for _, margin in points]
+
+
+def plot_margins(logs: Mapping[str, Path], path: Path) -> None:
+    """Draw the curves of several runs, by title, side by side: each has a scale of its own, for betas differ.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    # Not pyplot: it keeps figures and looks for a window system. A figure alone draws with Agg.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.5 * len(logs), 3.2), layout="constrained")
+    for axes, (title, log) in zip(figure.subplots(1, len(logs), squeeze=False)[0], logs.items()):
+        axes.plot(*margins(log))
+        axes.set(title=title, xlabel="step", ylabel="rewards/margins")
+        axes.grid(alpha=0.3)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise OutputError(f"output_dir: could not write {path}: {error}") from error
+
+
+def write_page(path: Path, settings: Settings, rates: str, verdict: str, samples: str) -> None:
+    """Write ``demo.md``: what was measured, the table, the verdict, the answers, and ``margins.png`` beside it.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    measured = (
+        f"One answer to each of {settings.held_out} held-out requests, sampled from the saved models at temperature "
+        f"{settings.temperature:g}; seed {settings.seed}. Warm is the preferred manner."
+    )
+    parts = ["# Demo", measured, rates, verdict, "## Sampled answers", f"```\n{samples}\n```"]
+    parts += ["## Reward margins", "![reward margins by step](margins.png)"]
+    try:
+        path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"output_dir: could not write {path}: {error}") from error

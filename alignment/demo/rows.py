@@ -1,0 +1,80 @@
+"""Which requests are trained on and which are held out, and the rows that each method takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from alignment.demo.grammar import FRAMES, Manner, Request, all_requests, answer
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class World:
+    """The requests of one seed: no combination of subject, wording and name is in both lists."""
+
+    training: list[Request]
+    held_out: list[Request]
+
+
+def make_world(seed: int, held_out: int) -> World:
+    """Shuffle all combinations, give each a frame, and set the first ``held_out`` of them apart."""
+    rng = random.Random(f"world {seed}")
+    requests = all_requests()
+    rng.shuffle(requests)
+    requests = [dataclasses.replace(request, frame=rng.randrange(len(FRAMES))) for request in requests]
+    return World(requests[held_out:], requests[:held_out])
+
+
+def start_rows(requests: Sequence[Request], count: int, seed: int) -> list[Row]:
+    """``messages`` rows for the warm start: half of the answers warm, half curt."""
+    rng = random.Random(f"start {seed}")
+    return [
+        {"messages": [*user_turn(request), *_assistant_turn(answer(request, manner, rng))]}
+        for request, manner in _dealt(requests, count, rng)
+    ]
+
+
+def labelled_rows(requests: Sequence[Request], count: int, seed: int) -> list[Row]:
+    """``prompt, completion, label`` rows for KTO: half of them warm and desirable."""
+    rng = random.Random(f"labels {seed}")
+    return [
+        {
+            "prompt": user_turn(request),
+            "completion": _assistant_turn(answer(request, manner, rng)),
+            "label": manner == "warm",
+        }
+        for request, manner in _dealt(requests, count, rng)
+    ]
+
+
+def paired_rows(requests: Sequence[Request], count: int, seed: int) -> list[Row]:
+    """``prompt, chosen, rejected`` rows for CPO: the warm answer is the chosen one."""
+    rng = random.Random(f"pairs {seed}")
+    return [
+        {
+            "prompt": user_turn(request),
+            "chosen": _assistant_turn(answer(request, "warm", rng)),
+            "rejected": _assistant_turn(answer(request, "curt", rng)),
+        }
+        for request, _ in _dealt(requests, count, rng)
+    ]
+
+
+def _dealt(requests: Sequence[Request], count: int, rng: random.Random) -> list[tuple[Request, Manner]]:
+    """``count`` requests in a new order, every second one for a warm answer."""
+    drawn = rng.sample(requests, count)
+    return [(request, "warm" if number % 2 == 0 else "curt") for number, request in enumerate(drawn)]
+
+
+def user_turn(request: Request) -> list[dict[str, str]]:
+    """The request as the messages of a prompt."""
+    return [{"role": "user", "content": request.text}]
+
+
+def _assistant_turn(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]

@@ -1,0 +1,43 @@
+"""The demo's command: arguments, environment and exit code. What it does is in :mod:`alignment.demo.program`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from alignment.config.errors import AlignmentError
+from alignment.engines.guard import guarded
+from alignment.engines.launch_env import init_distributed, world_size
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the demo and exit: 0 when every promise was kept, 1 when one was missed or anything failed."""
+    parser = argparse.ArgumentParser(
+        prog="demo.py", description="Train a small model from nothing, align it with KTO and with CPO, and compare."
+    )
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"), help="folder (default: %(default)s)")
+    parser.add_argument("--fresh", action="store_true", help="train the start model again, even if one is kept")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default: %(default)s)")
+    given = parser.parse_args(argv)
+    # Before transformers is imported: nothing here comes from the network.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # bitsandbytes misses an optional kernel for 4-bit layers on CPUs, of which there are none here.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    sys.exit(guarded(lambda: _run(given)))
+
+
+def _run(given: argparse.Namespace) -> None:
+    from alignment.demo.settings import Settings
+
+    if world_size() > 1:
+        raise AlignmentError(f"WORLD_SIZE={world_size()}: the demo runs in one process; start it with plain python")
+    print("loading libraries …", flush=True)
+    init_distributed(False)
+    from alignment.demo.program import Demo
+
+    Demo(Settings(seed=given.seed), given.output_dir, given.fresh).run()
