@@ -1,6 +1,7 @@
 # make test      set up .venv if need be and run the tests (PYTEST_ARGS="-k guard -x" to choose)
 # make demo      a small model from nothing, aligned with KTO and CPO, in minutes (DEMO_ARGS="--fresh --seed 1")
 # make quality   lint, types and the floors of alignment/
+# make docs      renew the README's tables of options
 # make style     format, and mend what can be mended by itself
 # make clean     remove .venv and caches
 
@@ -13,10 +14,10 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 READY := $(VENV)/.installed
 TORCH := torch==2.13.0
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
-SOURCES := alignment launch tests setup.py
+SOURCES := alignment benchmarks launch tests setup.py
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
 
-.PHONY: install test demo quality style clean
+.PHONY: install test demo quality style docs clean
 
 install: $(READY)
 
@@ -51,6 +52,9 @@ quality: $(READY)
 style: $(READY)
 	@$(BIN)/ruff check --fix $(SOURCES)
 	@$(BIN)/ruff format $(SOURCES)
+
+docs: $(READY)
+	@$(BIN)/python -m alignment.config.option_tables README.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

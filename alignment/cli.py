@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-import warnings
 from collections.abc import Sequence
 
 from alignment.config.errors import AlignmentError
 from alignment.engines.guard import guarded
-from alignment.engines.launch_env import init_distributed
+from alignment.engines.launch_env import hush_libraries, init_distributed
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -22,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: arguments without the program's name; those of this process when None.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    _hush_libraries()
+    hush_libraries()
     sys.exit(guarded(lambda: _run(arguments), use_cpu=lambda: wants_cpu(arguments)))
 
 
@@ -36,14 +34,6 @@ def _run(arguments: list[str]) -> None:
     from alignment.trainers.run import run
 
     run(options)
-
-
-def _hush_libraries() -> None:
-    """Silence what libraries say about their own inner parts, once per rank, and no user of this command can mend."""
-    # bitsandbytes, which transformers imports by way of peft, misses an optional kernel for 4-bit layers on CPUs.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    # DeepSpeed's own calls of torch 2.13's older names.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 
 def wants_cpu(arguments: list[str]) -> bool:

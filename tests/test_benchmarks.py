@@ -106,6 +106,9 @@ def test_lengths_are_those_of_the_shape() -> None:
     assert all(row["prompt"] and row["completion"] for row in single)
     assert sum(row["label"] for row in single) == 100
     assert pairs == paired_rows(SIDE_BY_SIDE, 200)
+    fixed = replace(SIDE_BY_SIDE, least=64, most=64)
+    assert {tokens(row["prompt"], row[key]) for row in paired_rows(fixed, 9) for key in ("chosen", "rejected")} == {64}
+    assert {tokens(row["prompt"], row["completion"]) for row in unpaired_rows(fixed, 9)} == {64}
 
 
 @pytest.mark.parametrize("method", list(METHODS))

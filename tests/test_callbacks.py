@@ -106,7 +106,7 @@ def test_events_come_in_transformers_order(model: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("first", "steps"), [(True, [1, 2, 4, 5]), (False, [2, 4, 5])])
 def test_the_steps_that_are_logged(model: str, tmp_path: Path, first: bool, steps: list[int]) -> None:
-    """Every second one, the last one, and the first where that is asked for; a mean covers the steps since the last."""
+    """Every second, the last, and the first where that is asked for; a mean covers the steps since the line before."""
     args = KTOConfig(**options(tmp_path, max_steps=5, logging_steps=2, logging_first_step=first))
     trainer = KTOTrainer(model=model, args=args, train_dataset=unpaired_rows(20))
     trainer.train()

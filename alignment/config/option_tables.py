@@ -1,4 +1,4 @@
-"""The tables of options in the README, from the option classes: ``python -m alignment.config.option_tables README.md``."""
+"""The README's tables of options, from the option classes: ``python -m alignment.config.option_tables README.md``."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from alignment.config.errors import AlignmentError
 from alignment.engines.guard import guarded
-from alignment.engines.launch_env import init_distributed, world_size
+from alignment.engines.launch_env import hush_libraries, init_distributed, world_size
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -26,8 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Before transformers is imported: nothing here comes from the network.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # bitsandbytes misses an optional kernel for 4-bit layers on CPUs, of which there are none here.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    hush_libraries()
     sys.exit(guarded(lambda: _run(given)))
 
 

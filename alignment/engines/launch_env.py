@@ -14,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import warnings
 from datetime import timedelta
 
 from alignment.config.errors import AlignmentError, OptionError
@@ -278,3 +279,11 @@ def _skip_shared_memory_op() -> None:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def hush_libraries() -> None:
+    """Silence what libraries say about their own inner parts, once per rank, and no user of a command can mend."""
+    # bitsandbytes, which transformers imports by way of peft, misses an optional kernel for 4-bit layers on CPUs.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    # DeepSpeed's own calls of torch 2.13's older names.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
