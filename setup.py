@@ -38,6 +38,8 @@ EXTRAS = {
         "import-linter>=2.3,<3",
         "types-PyYAML",
     ],
+    # For benchmarks/side_by_side.py: the release whose trainers it was written against.
+    "bench": ["trl==1.16.*", "accelerate>=1.10,<2"],
 }
 
 version = re.search(r'^__version__ = "(.+)"$', INIT, re.MULTILINE)

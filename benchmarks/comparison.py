@@ -1,0 +1,97 @@
+"""From the results of both sides to ratios, a verdict and a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from benchmarks.jobs import METHODS
+from benchmarks.worker import Result
+
+_MIB = 2**20
+_ALIKE = 1e-4
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Ours against TRL: medians over all measured steps of all repeats; ratios are TRL / ours, step by step.
+
+    Attributes:
+        method: a name of :data:`benchmarks.jobs.METHODS`.
+        stage: ZeRO stage of both.
+        ours, theirs: seconds of a step.
+        speed: how many times as long TRL's step takes as ours on the same rows.
+        cpu: the same in processor time.
+        our_memory, their_memory: bytes over what every trainer of this model needs.
+    """
+
+    method: str
+    stage: int
+    ours: float
+    theirs: float
+    speed: float
+    cpu: float
+    our_memory: float
+    their_memory: float
+
+    @property
+    def required(self) -> bool:
+        """Floors are for our stage 0 against plain TRL."""
+        return self.stage == 0
+
+    def missed(self) -> list[str]:
+        """The floors that are not reached, in words; none where nothing is required."""
+        if not self.required:
+            return []
+        floor, share = METHODS[self.method].floor, self.our_memory / self.their_memory
+        found = []
+        if self.speed < floor.speed:
+            found.append(f"{self.method}: a step is {self.speed:.2f} times as fast as TRL's, below {floor.speed:g}")
+        if share > floor.memory:
+            found.append(f"{self.method}: memory is {share:.2f} of TRL's, above {floor.memory:.2f}")
+        return found
+
+
+def compare(method: str, stage: int, ours: Sequence[Result], theirs: Sequence[Result]) -> Comparison:
+    """Combine the repeats of both sides; the n-th steps of a pair of runs trained on the same rows."""
+    pairs = list(zip(ours, theirs, strict=True))
+    return Comparison(
+        method=method,
+        stage=stage,
+        ours=median(t for result in ours for t in result.wall),
+        theirs=median(t for result in theirs for t in result.wall),
+        speed=median(b / a for one, other in pairs for a, b in zip(one.wall, other.wall, strict=True)),
+        cpu=median(b / a for one, other in pairs for a, b in zip(one.cpu, other.cpu, strict=True)),
+        our_memory=median(result.memory for result in ours),
+        their_memory=median(result.memory for result in theirs),
+    )
+
+
+def differences(method: str, ours: Result, theirs: Result) -> list[str]:
+    """Metrics of the first step that both sides define alike and that differ: then they trained on other tokens."""
+    return [
+        f"{name} {ours.first[name]:.6g} and {theirs.first[name]:.6g}"
+        for name in METHODS[method].same
+        if not math.isclose(ours.first[name], theirs.first[name], rel_tol=_ALIKE)
+    ]
+
+
+def table(comparisons: Sequence[Comparison]) -> str:
+    """A Markdown table, one line per comparison."""
+    lines = [
+        "| method | engine | step, ours | step, TRL | times as fast | CPU time ratio | memory, ours | memory, TRL "
+        "| share | required |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for c in comparisons:
+        floor = METHODS[c.method].floor
+        wanted = f"{floor.speed:g}x, {floor.memory:.2f}: {'missed' if c.missed() else 'met'}" if c.required else "-"
+        engine = "ZeRO-2 on both" if c.stage else "stage 0, plain TRL"
+        lines.append(
+            f"| {c.method.upper()} | {engine} | {c.ours:.2f} s | {c.theirs:.2f} s | {c.speed:.2f} | {c.cpu:.2f} "
+            f"| {c.our_memory / _MIB:.0f} MiB | {c.their_memory / _MIB:.0f} MiB "
+            f"| {c.our_memory / c.their_memory:.2f} | {wanted} |"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,136 @@
+"""One row of the GPU table, in this process: ``python -m benchmarks.gpu_row JOB.json RESULT.json``."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measure import StepClock, memory_bytes
+from benchmarks.shapes import Shape, load_tokenizer
+
+
+@dataclass(frozen=True)
+class RowJob:
+    """What one row trains.
+
+    Attributes:
+        method: ``kto`` or ``cpo``.
+        policy: name in ``ds_configs/``.
+        reference: ``ref_placement``; None for CPO.
+        model: folder of model and tokenizer.
+        output: an empty folder.
+        shape: of the model and the rows, as :class:`Shape`'s fields.
+        batch: rows of a step.
+        steps: optimizer steps.
+        cpu: train on the CPU.
+        limit: bytes of GPU memory that this process may allocate.
+    """
+
+    method: str
+    policy: str
+    reference: str | None
+    model: str
+    output: str
+    shape: dict[str, Any]
+    batch: int
+    steps: int
+    cpu: bool
+    limit: int
+
+    @property
+    def name(self) -> str:
+        """``kto/zero2/offload``, for messages and for choosing rows."""
+        return "/".join(filter(None, (self.method, self.policy, self.reference)))
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """Seconds of a step (median after the first), bytes (0: not measured on a CPU) and tokens per second."""
+
+    step: float
+    allocated: int
+    reserved: int
+    host: int
+    tokens_per_second: float
+
+
+class _Watch(StepClock):
+    """Also notes the tokens seen and the memory reserved by each step's end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens: list[int] = []
+        self.reserved = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            self.reserved = max(self.reserved, torch.cuda.memory_reserved())
+        self.tokens.append(int(state.num_input_tokens_seen))
+        super().on_step_end(args, state, control, **kwargs)
+
+
+def train(job: RowJob) -> RowResult:
+    """Train the row's steps and measure them; the first is left out of the time.
+
+    Raises:
+        RuntimeError: the loss is not finite.
+    """
+    if not job.cpu:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, job.limit / torch.cuda.mem_get_info()[1]))
+    trainer = _trainer(job)
+    watch = _Watch()
+    trainer.add_callback(watch)
+    loss = trainer.train().training_loss
+    if not math.isfinite(loss):
+        raise RuntimeError(f"the mean loss of {job.steps} steps is {loss}")
+    steps = [instant.wall for instant in watch.steps(1)]
+    phases = trainer.phases.records.values()
+    trainer.close()
+    return RowResult(
+        step=sorted(steps)[len(steps) // 2],
+        allocated=0 if job.cpu else max(record.peak_bytes for record in phases),
+        reserved=watch.reserved,
+        host=memory_bytes("VmHWM"),
+        tokens_per_second=(watch.tokens[-1] - watch.tokens[0]) / sum(steps),
+    )
+
+
+def _trainer(job: RowJob) -> Any:
+    from alignment.config.methods import METHODS as CONFIGS
+    from alignment.trainers.run import TRAINERS
+    from benchmarks.jobs import METHODS
+
+    options: dict[str, Any] = {
+        "output_dir": job.output,
+        "deepspeed": job.policy,
+        "max_steps": job.steps,
+        "per_device_train_batch_size": job.batch,
+        "max_length": job.shape["most"],
+        "max_prompt_length": job.shape["most"] // 2,
+        "include_num_input_tokens_seen": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": job.cpu,
+    }
+    if job.reference is not None:
+        options["ref_placement"] = job.reference
+    rows = METHODS[job.method].rows(Shape(**job.shape), job.batch * job.steps, 0)
+    return TRAINERS[job.method](
+        model=job.model,
+        args=CONFIGS[job.method](**options),
+        train_dataset=rows,
+        processing_class=load_tokenizer(job.model),
+    )
+
+
+if __name__ == "__main__":
+    job_file, result_file = map(Path, sys.argv[1:])
+    result = train(RowJob(**json.loads(job_file.read_text(encoding="utf-8"))))
+    result_file.write_text(json.dumps(asdict(result)), encoding="utf-8")

@@ -1,0 +1,117 @@
+"""The driver behind ``gpu_smoke.sh``, which says what it is for: plans the rows, runs each in its own process."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from alignment.config.paths import packaged_names  # noqa: E402
+from benchmarks.gpu_row import RowJob, RowResult  # noqa: E402
+from benchmarks.processes import Failed, run_module  # noqa: E402
+from benchmarks.shapes import HALF_BILLION, TINY, write_model  # noqa: E402
+
+_GIB = 2**30
+_MODEL = "model"
+_WHOLE_TABLE = 570.0  # seconds: under ten minutes with the making of the model
+
+
+def plan(options: argparse.Namespace, folder: Path) -> list[RowJob]:
+    """A row for every policy file and method; KTO's further reference files are tried with the default policy."""
+    policies = [name for name in packaged_names("ds_configs") if not name.startswith("ref_")]
+    placements = [name.removeprefix("ref_") for name in packaged_names("ds_configs") if name.startswith("ref_")]
+    kto = [(policy, "offload") for policy in policies] + [("zero2", p) for p in placements if p != "offload"]
+    wanted = [("kto", *pair) for pair in kto] + [("cpo", policy, None) for policy in policies]
+    shape = TINY if options.tiny else HALF_BILLION
+    jobs = [
+        RowJob(
+            *row,
+            model=str(folder / _MODEL),
+            output=str(folder / f"row{number}" / "output"),
+            shape=asdict(shape),
+            batch=4,
+            steps=options.steps,
+            cpu=options.cpu,
+            limit=round(options.limit_gb * 1e9),
+        )
+        for number, row in enumerate(wanted)
+    ]
+    return [job for job in jobs if not options.rows or any(part in job.name for part in options.rows)]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the rows, print the table, return the exit code."""
+    options = _parse(arguments)
+    if not options.cpu and not torch.cuda.is_available():
+        print("no CUDA GPU: torch finds none; --cpu --tiny runs the same rows on a CPU", file=sys.stderr)
+        return 2
+    end, failed = time.monotonic() + _WHOLE_TABLE, False
+    with tempfile.TemporaryDirectory(prefix="gpu-smoke-") as name:
+        folder = Path(name)
+        jobs = plan(options, folder)
+        if not jobs:
+            print(f"--rows {' '.join(options.rows)}: no row has such a name", file=sys.stderr)
+            return 2
+        shape = TINY if options.tiny else HALF_BILLION
+        # Half the size on disk; a run on a CPU computes in fp32 all the same.
+        parameters = write_model(folder / _MODEL, shape, dtype=torch.bfloat16)
+        size = f"{parameters / 1e6:.2f} million parameters"
+        print(f"{_machine(options)}. {shape.describe()}, {size}, {options.steps} steps\n")
+        print("| method | policy | reference | s/step | allocated | reserved | host | tokens/s |", flush=True)
+        print("|---|---|---|---|---|---|---|---|", flush=True)
+        for job in jobs:
+            line, ok = _row(job, min(options.seconds, end - time.monotonic()))
+            failed = failed or not ok
+            print(line, flush=True)
+    return int(failed)
+
+
+def _row(job: RowJob, seconds: float) -> tuple[str, bool]:
+    """The row's line of the table, and whether it trained; a failure's whole output goes to stderr."""
+    start = f"| {job.method.upper()} | {job.policy} | {job.reference or '-'} |"
+    environment = {"DS_ACCELERATOR": "cpu" if job.cpu else "cuda"}
+    try:
+        if seconds <= 0:
+            raise Failed(f"not run: the table has {_WHOLE_TABLE:.0f} s")
+        answer = run_module("benchmarks.gpu_row", Path(job.output).parent, asdict(job), environment, seconds)
+    except Failed as error:
+        print(error.output, file=sys.stderr, flush=True)
+        return f"{start} failed: {error.reason[:200].replace('|', '/')} | | | | |", False
+    result = RowResult(**answer)
+    sizes = " | ".join(f"{size / _GIB:.2f} GiB" for size in (result.allocated, result.reserved, result.host))
+    return f"{start} {result.step:.2f} | {sizes} | {result.tokens_per_second:.0f} |", True
+
+
+def _machine(options: argparse.Namespace) -> str:
+    if options.cpu:
+        return f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    size = torch.cuda.mem_get_info()[1] / 1e9
+    name = torch.cuda.get_device_name()
+    return f"{name} ({size:.0f} GB, capped at {options.limit_gb:g} GB), torch {torch.__version__}"
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", nargs="+", default=[], help="only rows whose METHOD/POLICY/REFERENCE contains one")
+    parser.add_argument("--cpu", action="store_true", help="on the CPU, in fp32; memory of the device is then 0")
+    parser.add_argument("--tiny", action="store_true", help="a model of a few thousand parameters")
+    parser.add_argument("--steps", type=int, default=5, help="optimizer steps of a row (5)")
+    parser.add_argument("--limit_gb", type=float, default=24.0, help="GPU memory of the process in 1e9 bytes (24)")
+    parser.add_argument("--seconds", type=float, default=90.0, help="a row is ended after so many (90)")
+    options = parser.parse_args(arguments)
+    if options.steps < 2:
+        parser.error("--steps must be 2 or more: the first is not timed")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

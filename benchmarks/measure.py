@@ -1,0 +1,64 @@
+"""How one process is measured: a clock per step, and its memory as the kernel counts it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import TrainerCallback
+
+# First touch of memory is slow on virtual machines, and the allocator would hand it back after each step and fault it
+# in again: glibc is told to keep it. Both sides get the same.
+ALLOCATOR = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "999999999999",
+    "MALLOC_TOP_PAD_": "268435456",
+}
+# Weights, gradients and two moments of AdamW, in fp32.
+TRAINING_BYTES = 16
+# A reference is a second set of fp32 weights.
+REFERENCE_BYTES = 4
+
+
+class Instant(NamedTuple):
+    """Seconds of wall clock and of processor time (all threads)."""
+
+    wall: float
+    cpu: float
+
+
+class StepClock(TrainerCallback):
+    """Notes the end of every optimizer step.
+
+    A step lasts from the end of the one before to its own: fetching its rows, collating, logging and the trainer's own
+    bookkeeping are part of it.
+    """
+
+    def __init__(self) -> None:
+        self.ends: list[Instant] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """transformers calls this after each update."""
+        self.ends.append(Instant(time.perf_counter(), time.process_time()))
+
+    def steps(self, warm_up: int) -> list[Instant]:
+        """How long each step after the first ``warm_up`` (at least one) took."""
+        ends = self.ends[warm_up - 1 :]
+        return [Instant(b.wall - a.wall, b.cpu - a.cpu) for a, b in zip(ends, ends[1:])]
+
+
+def memory_bytes(field: str) -> int:
+    """``VmRSS`` (now) or ``VmHWM`` (highest so far) of this process, from Linux's ``/proc/self/status``."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"/proc/self/status has no {field}")
+
+
+def working_memory(high_water: int, before: int, parameters: int, reference: bool) -> int:
+    """Bytes over what any trainer of this model needs: activations, logits, copies and waste.
+
+    Highest resident size - resident size before the model - 16 bytes per parameter - with a reference 4 more.
+    """
+    return high_water - before - (TRAINING_BYTES + REFERENCE_BYTES * reference) * parameters

@@ -1,0 +1,48 @@
+"""Our side of a comparison. Importing this file imports everything that is needed, so that code is not measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from alignment.config.cpo import CPOConfig
+from alignment.config.kto import KTOConfig
+from alignment.trainers.base import AlignmentTrainer
+from alignment.trainers.cpo import CPOTrainer
+from alignment.trainers.kto import KTOTrainer
+from benchmarks.jobs import Job
+from benchmarks.shapes import load_tokenizer
+
+_TRAINERS: dict[str, tuple[type[Any], type[AlignmentTrainer]]] = {
+    "kto": (KTOConfig, KTOTrainer),
+    "cpo": (CPOConfig, CPOTrainer),
+}
+
+
+def build(job: Job, rows: Dataset) -> AlignmentTrainer:
+    """The trainer of a job; it has loaded no weights yet."""
+    config, trainer = _TRAINERS[job.method]
+    return trainer(
+        model=job.model,
+        args=config(**job.options(), deepspeed=f"zero{job.stage}"),
+        train_dataset=rows,
+        processing_class=load_tokenizer(job.model),
+    )
+
+
+def order(trainer: AlignmentTrainer, steps: int) -> list[int]:
+    """The rows in the order in which the first epoch's steps take them."""
+    assert trainer.sampler is not None and trainer.train_data is not None
+    taken = [row for step in range(steps) for row in trainer.sampler.plan(0, step).micro_batches[0][0].rows]
+    return [trainer.train_data.source_row(row) - 1 for row in taken]
+
+
+if __name__ == "__main__":  # python -m benchmarks.ours JOB.json ORDER.json
+    job_file, order_file = sys.argv[1:]
+    asked = Job.read(job_file)
+    taken_order = order(build(asked, Dataset.from_list(asked.load_rows())), asked.steps)
+    Path(order_file).write_text(json.dumps(taken_order), encoding="utf-8")

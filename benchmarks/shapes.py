@@ -1,0 +1,132 @@
+"""What is measured: a random model of a stated shape, and rows whose every token is known before any tokenizer runs.
+
+A word-level tokenizer maps ``w7`` to id 7 + 2 and back, so a row of text *is* a row of ids, and two programs that read
+the same text train on the same ids.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast, Qwen2Config
+
+_SPECIALS = ("<pad>", "</s>")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of a model and of its rows.
+
+    Attributes:
+        family: ``llama`` or ``qwen2``.
+        vocab: vocabulary, embeddings tied.
+        hidden: width of the hidden states.
+        inner: width of the MLP.
+        layers: decoder layers.
+        heads: attention heads.
+        kv_heads: key and value heads.
+        least: tokens of the shortest sequence: prompt, completion and EOS.
+        most: tokens of the longest sequence.
+    """
+
+    family: str
+    vocab: int
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    least: int
+    most: int
+
+    def config(self) -> PretrainedConfig:
+        """The transformers configuration; it knows positions for a mismatched prompt and completion of full length."""
+        kind = {"llama": LlamaConfig, "qwen2": Qwen2Config}[self.family]
+        return kind(
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            intermediate_size=self.inner,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            max_position_embeddings=max(1024, 2 * self.most),  # 1024: `max_length` by default
+            tie_word_embeddings=True,
+            pad_token_id=0,
+            bos_token_id=None,
+            eos_token_id=1,
+        )
+
+    def describe(self) -> str:
+        """One line for a report."""
+        return (
+            f"{self.family}-shaped, hidden {self.hidden}, {self.layers} layers, V = {self.vocab} tied, "
+            f"lengths {self.least}-{self.most}"
+        )
+
+
+# The shape of the comparison with TRL; it is fixed, so that figures of different days can be compared.
+SIDE_BY_SIDE = Shape("llama", 32000, 256, 1024, 4, 4, 4, 64, 512)
+# Qwen2-0.5B, with its own vocabulary.
+HALF_BILLION = Shape("qwen2", 151936, 896, 4864, 24, 14, 2, 256, 1024)
+TINY = Shape("qwen2", 512, 32, 64, 2, 4, 2, 16, 64)
+
+
+def write_model(folder: Path, shape: Shape, seed: int = 0, dtype: torch.dtype = torch.float32) -> int:
+    """Write a random model and its tokenizer as a Hugging Face folder; return the number of its parameters."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(shape.config(), dtype=dtype)
+    model.save_pretrained(folder)
+    tokenizer(shape.vocab).save_pretrained(folder)
+    return sum(p.numel() for p in model.parameters())
+
+
+def tokenizer(vocab: int) -> PreTrainedTokenizerFast:
+    """``w0``, ``w1`` … separated by spaces; ids 0 and 1 are padding and end of text."""
+    words = {word: number for number, word in enumerate([*_SPECIALS, *(f"w{i}" for i in range(vocab - 2))])}
+    core = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="</s>")
+
+
+def load_tokenizer(folder: str) -> PreTrainedTokenizerFast:
+    """The tokenizer of a folder as it was written; ``AutoTokenizer`` would take the class of the model's family."""
+    loaded: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder)
+    return loaded
+
+
+def paired_rows(shape: Shape, count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Pairs with sequences of unequal length; the shared prompt is a quarter to three quarters of the shorter one."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        lengths = [rng.randint(shape.least, shape.most) for _ in range(2)]
+        prompt = _prompt_length(rng, min(lengths))
+        chosen, rejected = (_words(rng, shape.vocab, length - prompt - 1) for length in lengths)
+        rows.append({"prompt": _words(rng, shape.vocab, prompt), "chosen": chosen, "rejected": rejected})
+    return rows
+
+
+def unpaired_rows(shape: Shape, count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Labelled answers, every second one desirable."""
+    rng = random.Random(seed)
+    rows = []
+    for number in range(count):
+        length = rng.randint(shape.least, shape.most)
+        prompt = _prompt_length(rng, length)
+        text, answer = (_words(rng, shape.vocab, words) for words in (prompt, length - prompt - 1))
+        rows.append({"prompt": text, "completion": answer, "label": number % 2 == 0})
+    return rows
+
+
+def _prompt_length(rng: random.Random, length: int) -> int:
+    return rng.randint(length // 4, 3 * length // 4)
+
+
+def _words(rng: random.Random, vocab: int, count: int) -> str:
+    # Each with a space before it: prompt + answer then splits where prompt and answer do.
+    return "".join(f" w{rng.randrange(vocab - 2)}" for _ in range(count))

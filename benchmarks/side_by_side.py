@@ -1,0 +1,156 @@
+"""Our KTO and CPO beside TRL's: time of a step, processor time and memory, on one fixed shape, on a CPU.
+
+    python benchmarks/side_by_side.py                      # about 15 minutes on 2 cores
+    python benchmarks/side_by_side.py --method cpo --repeats 1
+    python benchmarks/side_by_side.py --zero2              # both at ZeRO-2 as well, reported only
+
+Needs TRL: ``pip install ".[bench]"``. Each side runs in a process of its own, with the same allocator settings and the
+same number of threads; the sides take turns. Both read the same rows in the same order, which the logged metrics of
+the first step must confirm. What was made equal is listed in ``benchmarks/theirs.py``.
+
+Memory is the highest resident size (VmHWM) - the resident size before the model - 16 bytes per parameter, for KTO 20:
+the reference is a second set of weights. It exits with 1 when a required floor is missed, with 2 when it cannot run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from benchmarks.comparison import Comparison, compare, differences, table  # noqa: E402
+from benchmarks.jobs import METHODS, Job, SideName, write_rows  # noqa: E402
+from benchmarks.measure import ALLOCATOR  # noqa: E402
+from benchmarks.processes import Failed, free_port, run_module  # noqa: E402
+from benchmarks.shapes import SIDE_BY_SIDE, Shape, write_model  # noqa: E402
+from benchmarks.worker import Result  # noqa: E402
+
+
+def main(arguments: list[str] | None = None, shape: Shape = SIDE_BY_SIDE) -> int:
+    """Compare, print the table, return the exit code."""
+    options = _parse(arguments)
+    if importlib.util.find_spec("trl") is None:
+        print('TRL is not installed: pip install ".[bench]"', file=sys.stderr)
+        return 2
+    stages = (0, 2) if options.zero2 else (0,)
+    found: list[Comparison] = []
+    try:
+        with tempfile.TemporaryDirectory(prefix="side-by-side-") as folder:
+            write_model(Path(folder) / "model", shape)
+            for method in options.method:
+                job = prepare(Path(folder), method, shape, options)
+                found += [_compare(replace(job, stage=s), options.repeats, options.threads) for s in stages]
+    except Failed as error:
+        print(f"{error.output}\n{error.reason}".lstrip(), file=sys.stderr)
+        return 2
+    print(f"\n{_conditions(options, shape)}\n\n{table(found)}\n")
+    missed = [sentence for comparison in found for sentence in comparison.missed()]
+    print("\n".join(f"missed: {sentence}" for sentence in missed) or "every required floor is met")
+    return 1 if missed else 0
+
+
+def prepare(folder: Path, method: str, shape: Shape, options: argparse.Namespace) -> Job:
+    """Write the rows of a method, and for TRL the same rows in the order in which our side takes them."""
+    total = options.steps + options.warm_up
+    rows = METHODS[method].rows(shape, total * METHODS[method].batch, 0)
+    place, path = folder / f"{method}-order", folder / f"{method}-ours.jsonl"
+    job = Job("ours", method, 0, str(folder / "model"), str(path), str(place / "output"), total, options.warm_up)
+    write_rows(path, rows)
+    taken = _run("benchmarks.ours", job, place, options.threads)
+    write_rows(folder / f"{method}-trl.jsonl", [rows[number] for number in taken])
+    return job
+
+
+def run_side(job: Job, side: SideName, repeat: int, threads: int) -> Result:
+    """One side once."""
+    place = Path(job.model).parent / f"{job.method}-{job.stage}-{side}-{repeat}"
+    rows = job.rows if side == "ours" else job.rows.replace("-ours.jsonl", "-trl.jsonl")
+    job = replace(job, side=side, rows=rows, output=str(place / "output"))
+    return Result(**_run("benchmarks.worker", job, place, threads))
+
+
+def _run(module: str, job: Job, place: Path, threads: int) -> Any:
+    """What a process answers to the job; allocator, threads and accelerator are the same for both sides."""
+    variables = {
+        **ALLOCATOR,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "DS_ACCELERATOR": "cpu",
+    }
+    if job.side == "trl" and job.stage:
+        # accelerate starts DeepSpeed only where it finds a launcher's variables.
+        variables |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    try:
+        return run_module(module, place, asdict(job), variables)
+    except Failed as error:
+        raise Failed(f"{job.side}, {job.method}, stage {job.stage}: {error.reason}", error.output) from error
+
+
+def _compare(job: Job, repeats: int, threads: int) -> Comparison:
+    ours, theirs = [], []
+    for repeat in range(repeats):
+        ours.append(run_side(job, "ours", repeat, threads))
+        theirs.append(run_side(job, "trl", repeat, threads))
+        print(_progress(job, repeat, ours[-1], theirs[-1]), flush=True)
+        differing = differences(job.method, ours[-1], theirs[-1])
+        if differing:
+            raise Failed(f"{job.method}: the sides did not compute the same first step: {'; '.join(differing)}")
+    return compare(job.method, job.stage, ours, theirs)
+
+
+def _progress(job: Job, repeat: int, ours: Result, theirs: Result) -> str:
+    one = compare(job.method, job.stage, [ours], [theirs])
+    return (
+        f"{job.method}, stage {job.stage}, repeat {repeat + 1}: ours {one.ours:.2f} s, {one.our_memory / 2**20:.0f} "
+        f"MiB; TRL {one.theirs:.2f} s, {one.their_memory / 2**20:.0f} MiB"
+    )
+
+
+def _conditions(options: argparse.Namespace, shape: Shape) -> str:
+    """Machine, versions and settings, in a sentence or two."""
+    names = ("torch", "transformers", "deepspeed", "trl", "accelerate")
+    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    batches = ", ".join(f"{m.upper()} {METHODS[m].batch} rows" for m in options.method)
+    return (
+        f"{_processor()}, {os.cpu_count()} cores, {options.threads} threads; Python {platform.python_version()}, "
+        f"{versions}. {shape.describe()}; {batches} a step; fp32, checkpointing (not re-entrant), torch AdamW; "
+        f"{options.steps} steps after {options.warm_up}, {options.repeats} repeats, medians."
+    )
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each side, taking turns (3)")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of a run (10)")
+    parser.add_argument("--warm_up", type=int, default=3, help="steps before them (3)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of each side (all cores)")
+    parser.add_argument("--zero2", action="store_true", help="compare both at ZeRO-2 as well")
+    options = parser.parse_args(arguments)
+    if min(options.repeats, options.steps, options.warm_up, options.threads) < 1:
+        parser.error("--repeats, --steps, --warm_up and --threads must be 1 or more")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""TRL's side of a comparison, as its documentation has it: a configuration, a trainer, ``train()``.
+
+Settings that were made equal because the two sides' defaults differ (:meth:`benchmarks.jobs.Job.options` has all):
+
+- ``bf16=False``: TRL computes in bf16 by default, ours on a CPU in fp32.
+- ``optim="adamw_torch_fused"``: what transformers calls ``adamw_torch`` is the plain one, ours is the fused one.
+- ``gradient_checkpointing`` is on by default on both; ``use_reentrant`` is said to be False on both.
+- ``train_sampling_strategy="sequential"`` for CPO (KTO's default): the file has the rows in the order that our side
+  takes them in, so that step n trains on the same rows on both. KTO's mismatched completions still differ: TRL turns
+  them by one place within the batch, ours are drawn; they are the same completions behind other prompts.
+- the first step is logged, nothing is saved or reported, and there is no progress bar.
+
+KTO's head on a CPU: without Triton TRL 1.16 scores every position, prompts and padding too; on a GPU it does not. The
+ratios of this comparison are those of a CPU.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # CPO lives in trl.experimental, which says so on import
+
+from datasets import Dataset  # noqa: E402
+from transformers import Trainer  # noqa: E402
+from trl import KTOConfig, KTOTrainer  # noqa: E402
+from trl.experimental.cpo import CPOConfig, CPOTrainer  # noqa: E402
+
+from benchmarks.jobs import Job  # noqa: E402
+from benchmarks.processes import ROOT  # noqa: E402
+from benchmarks.shapes import load_tokenizer  # noqa: E402
+
+_TRAINERS: dict[str, tuple[type[Any], type[Trainer]]] = {
+    "kto": (KTOConfig, KTOTrainer),
+    "cpo": (CPOConfig, CPOTrainer),
+}
+
+
+def build(job: Job, rows: Dataset) -> Trainer:
+    """The trainer of a job; TRL loads the models here."""
+    config, trainer = _TRAINERS[job.method]
+    options: dict[str, Any] = {**job.options(), "train_sampling_strategy": "sequential"}
+    if job.stage:
+        options["deepspeed"] = str(ROOT / "ds_configs" / f"zero{job.stage}.json")
+    return trainer(
+        model=job.model,
+        args=config(**options),
+        train_dataset=rows,
+        processing_class=load_tokenizer(job.model),
+    )

@@ -1,0 +1,59 @@
+"""One side, once, in this process: ``python -m benchmarks.worker JOB.json RESULT.json``. The driver starts it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.jobs import METHODS, Job
+from benchmarks.measure import StepClock, memory_bytes, working_memory
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run showed.
+
+    Attributes:
+        wall: seconds of each measured step.
+        cpu: the same in processor time.
+        memory: bytes, as :func:`benchmarks.measure.working_memory` defines them.
+        first: the logged metrics of the first step.
+    """
+
+    wall: list[float]
+    cpu: list[float]
+    memory: int
+    first: dict[str, float]
+
+
+def measure(job: Job) -> Result:
+    """Run the job and measure it; code and rows are loaded before the memory is first looked at."""
+    side = importlib.import_module("benchmarks.ours" if job.side == "ours" else "benchmarks.theirs")
+    if job.stage:
+        import deepspeed  # noqa: F401 - TRL would import it in the middle
+    from datasets import Dataset
+    from transformers import LlamaForCausalLM  # noqa: F401 - the model's code, which either side would import later
+
+    rows, clock = Dataset.from_list(job.load_rows()), StepClock()
+    before = memory_bytes("VmRSS")
+    trainer: Any = side.build(job, rows)
+    trainer.add_callback(clock)
+    trainer.train()
+    high_water = memory_bytes("VmHWM")
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    steps = clock.steps(job.warm_up)
+    return Result(
+        wall=[step.wall for step in steps],
+        cpu=[step.cpu for step in steps],
+        memory=working_memory(high_water, before, parameters, METHODS[job.method].reference),
+        first=next(record for record in trainer.state.log_history if "loss" in record),
+    )
+
+
+if __name__ == "__main__":
+    job_file, result_file = sys.argv[1:]
+    Path(result_file).write_text(json.dumps(asdict(measure(Job.read(job_file)))), encoding="utf-8")
