@@ -19,6 +19,8 @@ from torch import Tensor
 from alignment.data.windows import MicroBatch, RowTable, WindowPlan, WindowSampler
 
 _PIECE = 10_000  # rows whose lengths are read at a time
+# What one more pass through the model costs, as a number of padded tokens.
+_BLOCK_COST = 256
 TokenIds = Sequence[int]
 Self = TypeVar("Self", bound="_OnDevice")
 
@@ -48,6 +50,7 @@ class Batch(_OnDevice):
         segments: (N,) int64, the sequence that each completion token belongs to.
         lengths: (S,) int64, completion tokens of each sequence.
         longest: the largest N of any rank in this forward.
+        blocks: ``(rows, width)`` of consecutive rows of ``input_ids``; right of its width a block is padding.
     """
 
     input_ids: Tensor
@@ -57,6 +60,7 @@ class Batch(_OnDevice):
     segments: Tensor
     lengths: Tensor
     longest: int
+    blocks: tuple[tuple[int, int], ...]
 
     @property
     def tokens(self) -> int:
@@ -67,17 +71,23 @@ class Batch(_OnDevice):
 def collate(sequences: Sequence[tuple[TokenIds, TokenIds]], longest: int) -> Batch:
     """Pad (prompt, completion) pairs on the right; no sequence at all gives one dummy token that nothing scores.
 
-    The fill value is 0 and is never scored nor attended to by a token that is, so no pad token is needed.
+    The fill value is 0 and is never scored nor attended to by a token that is, so no pad token is needed. Rows are in
+    the order of the sequences, or where that saves padding from the longest to the shortest, cut into blocks.
     """
     count = max(1, len(sequences))
-    width = max((len(p) + len(c) for p, c in sequences), default=1)
+    totals = [len(p) + len(c) for p, c in sequences] or [1]
+    width, rows = max(totals), list(range(count))
+    falling = sorted(rows, key=lambda row: -totals[row])
+    blocks = cut_into_blocks([totals[row] for row in falling])
+    if blocks[1:]:
+        for row, sequence in enumerate(falling):
+            rows[sequence] = row
     input_ids = torch.zeros((count, width), dtype=torch.long)
     attention_mask = torch.zeros((count, width), dtype=torch.long)
     attention_mask[0, 0] = 1
     lengths = torch.tensor([len(c) for _, c in sequences], dtype=torch.long)
     positions, targets = [], []
-    for row, (prompt, completion) in enumerate(sequences):
-        total = len(prompt) + len(completion)
+    for row, total, (prompt, completion) in zip(rows, totals, sequences):
         input_ids[row, :total] = torch.tensor([*prompt, *completion])
         attention_mask[row, :total] = 1
         positions.append(torch.arange(len(prompt) - 1, total - 1) + row * width)
@@ -91,7 +101,22 @@ def collate(sequences: Sequence[tuple[TokenIds, TokenIds]], longest: int) -> Bat
         segments=torch.repeat_interleave(torch.arange(len(lengths)), lengths),
         lengths=lengths,
         longest=longest,
+        blocks=blocks,
     )
+
+
+def cut_into_blocks(widths: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """``(rows, width)`` of blocks of rows that fall in width, so that padding and the cost of each block are least."""
+    best = [(0, 0)]  # [n]: the least cost of the first n rows, and where the last of their blocks begins
+    for stop in range(1, len(widths) + 1):
+        starts = range(stop)
+        best.append(min((best[s][0] + (stop - s) * widths[s] + _BLOCK_COST, s) for s in starts))
+    blocks, stop = [], len(widths)
+    while stop:
+        start = best[stop][1]
+        blocks.append((stop - start, widths[start]))
+        stop = start
+    return tuple(reversed(blocks))
 
 
 @dataclass(frozen=True)

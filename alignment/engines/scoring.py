@@ -57,8 +57,10 @@ class ScoringEngine:
         They carry a graph also when the batch holds no sequence: a rank without rows takes part in every collective of
         the backward pass.
         """
+        # Where weights are gathered for each pass, every rank must make equally many.
+        blocks = () if self.partitioned else batch.blocks
         output = self.engine(
-            batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.longest, stats
+            batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.longest, stats, blocks
         )
         zeros = output.logps.new_zeros(batch.lengths.shape[0])
         logps, *measured = (zeros.index_add(0, batch.segments, part) for part in (output.logps, *(output.stats or ())))

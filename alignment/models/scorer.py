@@ -45,6 +45,8 @@ class CompletionScorer(nn.Module):
         self.transform = logit_transform(model.config.get_text_config())
         install_logprob_head(model, tile_bytes)
         self.balancing_loss = balancing_loss(model) if router_aux_loss else None
+        # Re-entrant checkpointing would finish each weight's gradient once per pass, and ZeRO-1 and 2 take only one.
+        self.one_pass = False
 
     def forward(
         self,
@@ -54,6 +56,7 @@ class CompletionScorer(nn.Module):
         targets: Tensor,
         longest: int,
         stats: bool = False,
+        blocks: tuple[tuple[int, int], ...] = (),
     ) -> ScorerOutput:
         """Score the tokens ``targets`` from the hidden states at ``positions``.
 
@@ -64,13 +67,20 @@ class CompletionScorer(nn.Module):
             targets: (N,) int64 token ids.
             longest: the largest N of any rank for this micro-batch.
             stats: measure each token's distribution as well.
+            blocks: ``(rows, width)`` of consecutive rows that go through the model on their own, without the padding
+                right of their width; none: all rows at once, as a balancing loss needs them.
         """
+        if self.balancing_loss is not None or self.one_pass or not blocks:
+            blocks = ((input_ids.shape[0], input_ids.shape[1]),)
         moe = {} if self.balancing_loss is None else {"output_router_logits": True}
         # Without a mask attention takes its causal fast path. With padding on the right nothing that is scored can see
         # a pad, so the mask would change no number; only the balancing loss needs to know which tokens are real.
         decoder = getattr(self.model, self.model.base_model_prefix)
-        outputs = decoder(input_ids=input_ids, use_cache=False, return_dict=True, **moe)
-        states = outputs.last_hidden_state
+        parts = []
+        for rows, (_, width) in zip(input_ids.split([count for count, _ in blocks]), blocks):
+            outputs = decoder(input_ids=rows[:, :width], use_cache=False, return_dict=True, **moe)
+            parts.append(nn.functional.pad(outputs.last_hidden_state, (0, 0, 0, input_ids.shape[1] - width)))
+        states = torch.cat(parts)
         states = states.reshape(-1, states.shape[-1]).index_select(0, positions)
         logps, measured = self._logprobs(states, targets, longest, stats)
         aux_loss = logps.new_zeros(())

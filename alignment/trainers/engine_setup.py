@@ -122,6 +122,7 @@ def build_engine(
     else:
         if options.gradient_checkpointing:
             enable_checkpointing(model, options.gradient_checkpointing_kwargs)
+            scorer.one_pass = bool((options.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
         optimizer = optimizers[0] or build_optimizer(scorer, options)
         scheduler = optimizers[1] or build_scheduler(optimizer, options, training_steps)
         engine = PolicyEngine(scorer, ds_config, optimizer, scheduler)

@@ -1,0 +1,73 @@
+"""A batch of unequal rows goes through the model in blocks of similar lengths, and no score notices."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import STAGES, make_model, paired_rows
+from transformers import AutoModelForCausalLM
+
+from alignment import CPOConfig, CPOTrainer
+from alignment.data import batching
+from alignment.data.batching import collate, cut_into_blocks
+from alignment.models.scorer import CompletionScorer
+
+
+@pytest.mark.parametrize(
+    ("widths", "blocks"),
+    [
+        ([1], ((1, 1),)),
+        ([500] * 4, ((4, 500),)),
+        ([500, 500, 100, 100], ((2, 500), (2, 100))),  # saves 800 tokens for one more pass
+        ([500, 300], ((2, 500),)),  # would save 200, less than the pass costs
+        ([2000, 1000, 990, 300, 100], ((1, 2000), (2, 1000), (2, 300))),
+    ],
+)
+def test_blocks_are_cut_where_that_saves_more_than_a_pass_costs(
+    widths: list[int], blocks: tuple[tuple[int, int], ...]
+) -> None:
+    assert cut_into_blocks(widths) == blocks
+
+
+def test_scores_are_the_same_and_padding_is_not_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "_BLOCK_COST", 1)
+    rng = random.Random(0)
+    sequences = [(rng.choices(range(50), k=4), rng.choices(range(50), k=length)) for length in (3, 60, 8, 57, 7)]
+    batch = collate(sequences, longest=135)
+    assert batch.blocks == ((1, 64), (1, 61), (2, 12), (1, 7)), "rows from the longest to the shortest"
+    assert batch.targets.tolist() == [token for _, completion in sequences for token in completion]
+    scorer = CompletionScorer(AutoModelForCausalLM.from_pretrained(make_model(tmp_path))).eval()
+    widths: list[Any] = []
+    scorer.model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    fixed = (batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.longest)
+    whole, cut = scorer(*fixed).logps, scorer(*fixed, blocks=batch.blocks).logps
+    assert widths == [(5, 64), (1, 64), (1, 61), (2, 12), (1, 7)]
+    assert torch.allclose(whole, cut, atol=1e-5) and whole.std() > 0.1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_zero2_trains_with_either_checkpointing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reentrant: bool
+) -> None:
+    """DeepSpeed takes each weight's gradient once; re-entrant checkpointing would hand it over once per block."""
+    monkeypatch.setattr(batching, "_BLOCK_COST", 1)
+    args = CPOConfig(
+        output_dir=str(tmp_path / "output"),
+        max_length=96,
+        per_device_train_batch_size=4,
+        max_steps=2,
+        deepspeed=STAGES["stage2"],
+        gradient_checkpointing_kwargs={"use_reentrant": reentrant},
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = CPOTrainer(model=make_model(tmp_path / "model"), args=args, train_dataset=paired_rows(8))
+    trainer.train()
+    trainer.close()
+    assert trainer.state.global_step == 2
