@@ -104,6 +104,8 @@ def planned(world: int, models: dict[str, str], folder: str) -> list[dict[str, A
         tokens = {"KTO": 64, "CPO": 128}[method]
         name = f"{method}-stage2-{world}-tokens"
         runs.append(run(name, method, models, "stage2", 4, 2 // world, folder=folder, max_tokens_per_batch=tokens))
+        name = f"{method}-stage2-{world}-blocks"
+        runs.append(run(name, method, models, "stage2", 4, 2 // world, folder=folder) | {"block_cost": 1})
     if world == 2:
         for head in HEADS:
             for stage in ("stage0", "stage2", "stage3"):
@@ -188,7 +190,7 @@ def test_every_split_gives_the_same_update(results: dict[int, Results], method: 
                 assert outcome["logs"][step][count] == pytest.approx(expected[count], rel=1e-5)
             assert distance(outcome["updates"][step], update) <= 1e-5, f"{name} step {step + 1}"
         compared += 1
-    assert compared == 16
+    assert compared == 17
 
 
 @pytest.mark.parametrize("method", ["KTO", "CPO"])

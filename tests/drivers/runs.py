@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import alignment
+from alignment.data import batching
 from alignment.engines.guard import guarded
 from alignment.trainers.base import AlignmentTrainer
+
+BLOCK_COST = batching._BLOCK_COST
 
 
 def windows(trainer: AlignmentTrainer) -> list[list[dict[str, Any]]]:
@@ -33,6 +36,8 @@ def windows(trainer: AlignmentTrainer) -> list[list[dict[str, Any]]]:
 
 def one_run(run: dict[str, Any], folder: Path) -> None:
     """Train (and evaluate) once, and write what happened."""
+    # Blocks of rows are cut where that saves padding; tiny rows do so only if a further pass is said to cost nothing.
+    batching._BLOCK_COST = run.get("block_cost", BLOCK_COST)
     kind = run["trainer"]
     options = getattr(alignment, f"{kind}Config")(**run["args"])
     models = {"model": run["model"]} | ({"ref_model": run["ref_model"]} if run.get("ref_model") else {})
