@@ -26,10 +26,11 @@ from alignment.data.windows import RowTable, WindowSampler
 DRIVER = Path(__file__).parent / "drivers" / "runs.py"
 SPLITS = {1: ((8, 1), (4, 2), (1, 8)), 2: ((4, 1), (2, 2), (1, 4))}
 ROWS, FIRST = 15, 8
-RATE = {"KTO": 0.4, "CPO": 0.1}
+RATE = {"KTO": 0.4, "CPO": 0.1, "SFT": 0.2}
 METHOD = {
     "KTO": {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.7},
     "CPO": {"beta": 0.2, "cpo_alpha": 0.8, "label_smoothing": 0.1},
+    "SFT": {},
 }
 CLIP = 0.05
 METRICS = ("loss", "kl", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
@@ -106,6 +107,8 @@ def planned(world: int, models: dict[str, str], folder: str) -> list[dict[str, A
         runs.append(run(name, method, models, "stage2", 4, 2 // world, folder=folder, max_tokens_per_batch=tokens))
         name = f"{method}-stage2-{world}-blocks"
         runs.append(run(name, method, models, "stage2", 4, 2 // world, folder=folder) | {"block_cost": 1})
+    for stage in ("stage0", "stage2", "stage3"):
+        runs.append(run(f"SFT-{stage}-{world}", "SFT", models, stage, 2, 4 // world, folder=folder))
     if world == 2:
         for head in HEADS:
             for stage in ("stage0", "stage2", "stage3"):
@@ -191,6 +194,17 @@ def test_every_split_gives_the_same_update(results: dict[int, Results], method: 
             assert distance(outcome["updates"][step], update) <= 1e-5, f"{name} step {step + 1}"
         compared += 1
     assert compared == 17
+
+
+@pytest.mark.parametrize("stage", ["stage0", "stage2", "stage3"])
+def test_sft_is_the_same_on_two_ranks(results: dict[int, Results], stage: str) -> None:
+    """What it should be on one is in tests/test_sft.py."""
+    reference, found = results[1]["SFT-stage0-1"], results[2][f"SFT-{stage}-2"]
+    for step in (0, 1):
+        assert_same(found["logs"][step], reference["logs"][step], 1e-5, f"step {step + 1}")
+        accuracies = [one["logs"][step]["mean_token_accuracy"] for one in (found, reference)]
+        assert accuracies[0] == pytest.approx(accuracies[1])
+        assert distance(found["updates"][step], reference["updates"][step]) <= 1e-5
 
 
 @pytest.mark.parametrize("method", ["KTO", "CPO"])

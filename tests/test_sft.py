@@ -1,0 +1,89 @@
+"""SFT: loss, metrics and gradient norm against a float64 computation with the whole matrix, whatever the split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import STAGES, make_model, unpaired_rows
+from oracle.dense import load, token_logps, wide_maths
+from oracle.distributions import distribution_metrics
+
+from alignment import SFTConfig, SFTTrainer
+
+ROWS = [{"prompt": row["prompt"], "completion": row["completion"]} for row in unpaired_rows(8, seed=3)]
+
+
+def one_step(model: str, folder: Path, micro: int, steps: int, **more: Any) -> tuple[SFTTrainer, dict[str, float]]:
+    args = SFTConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=steps,
+        max_steps=1,
+        max_length=64,
+        max_prompt_length=None,
+        max_grad_norm=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        **more,
+    )
+    trainer = SFTTrainer(model=model, args=args, train_dataset=ROWS)
+    trainer.train()
+    trainer.close()
+    return trainer, trainer.state.log_history[0]
+
+
+@pytest.mark.parametrize("stage", ["stage0", "stage2", "stage3"])
+def test_against_float64(tmp_path: Path, stage: str) -> None:
+    model = make_model(tmp_path / "model", "untied", seed=1)
+    for micro, steps in ((8, 1), (2, 4), (1, 8)):
+        trainer, found = one_step(model, tmp_path / f"{micro}", micro, steps, deepspeed=STAGES[stage])
+        assert trainer.train_data is not None
+        rows = [trainer.train_data.dataset[number] for number in range(8)]
+        policy = load(model)
+        logps = torch.cat([token_logps(policy, row["prompt_ids"], row["completion_ids"]) for row in rows])
+        loss = -logps.mean()
+        with wide_maths():
+            gradients = torch.autograd.grad(loss, list(policy.parameters()), materialize_grads=True)
+        assert found["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+        assert found["grad_norm"] == pytest.approx(float(sum((g**2).sum() for g in gradients)) ** 0.5, rel=1e-4)
+        labelled = [row | {"label": number % 2 == 0} for number, row in enumerate(rows)]
+        assert found["entropy"] == pytest.approx(distribution_metrics(policy, labelled, 64)["entropy"], rel=1e-5)
+        assert found["mean_token_accuracy"] == pytest.approx(accuracy(policy, rows))
+        assert found["num_tokens"] == sum(len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows)
+
+
+@torch.no_grad()
+def accuracy(policy: Any, rows: list[dict[str, Any]]) -> float:
+    """Share of completion tokens that are the likeliest."""
+    hits, tokens = 0, 0
+    for row in rows:
+        ids = torch.tensor([[*row["prompt_ids"], *row["completion_ids"]]])
+        with wide_maths():
+            likeliest = policy(input_ids=ids, use_cache=False).logits[0, len(row["prompt_ids"]) - 1 : -1].argmax(-1)
+        hits += int((likeliest == ids[0, len(row["prompt_ids"]) :]).sum())
+        tokens += len(row["completion_ids"])
+    return hits / tokens
+
+
+def test_it_learns_what_it_is_shown(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "tied", gain=1.0)
+    args = SFTConfig(
+        output_dir=str(tmp_path / "out"),
+        learning_rate=1e-2,
+        num_train_epochs=60,
+        logging_steps=20,
+        max_length=64,
+        max_prompt_length=None,
+        save_strategy="no",
+        disable_tqdm=True,
+        deepspeed=STAGES["stage0"],
+    )
+    trainer = SFTTrainer(model=model, args=args, train_dataset=ROWS, eval_dataset=ROWS)
+    trainer.train()
+    found = trainer.evaluate()
+    trainer.close()
+    assert found["eval_mean_token_accuracy"] > 0.95 and found["eval_loss"] < 0.3
