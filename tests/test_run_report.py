@@ -23,8 +23,8 @@ REPORT = """\
 
 | phase | times | seconds | share | tokens/s | GPU memory |
 | ----- | ----: | ------: | ----: | -------: | ---------: |
-| learn |     4 |     1.5 |  75 % |    2,000 |   1.50 GiB |
-| step  |     4 |     0.5 |  25 % |          |            |
+| learn |     4 |    1.50 |  75 % |    2,000 |   1.50 GiB |
+| step  |     4 |    0.50 |  25 % |          |            |
 
 ## Final metrics
 
