@@ -51,7 +51,10 @@ class RowJob:
 
 @dataclass(frozen=True)
 class RowResult:
-    """Seconds of a step (median after the first), bytes (0: not measured on a CPU) and tokens per second."""
+    """Seconds of a step (median after the first), bytes (0: not measured on a CPU) and tokens per second.
+
+    ``allocated`` is the highest of all phases of training; loading the model is not among them.
+    """
 
     step: float
     allocated: int
@@ -71,7 +74,8 @@ class _Watch(StepClock):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-            self.reserved = max(self.reserved, torch.cuda.memory_reserved())
+            # Each phase starts the peak anew; reserved memory grows only, but for what an OOM retry gives back.
+            self.reserved = max(self.reserved, torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved())
         self.tokens.append(int(state.num_input_tokens_seen))
         super().on_step_end(args, state, control, **kwargs)
 

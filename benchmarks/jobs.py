@@ -28,21 +28,19 @@ class Method:
     Attributes:
         rows: makes the rows of a shape.
         batch: rows of one step.
-        reference: whether a second set of weights is held.
         floor: what is required.
         same: metrics of the first step that both sides define alike; they show that both saw the same token ids.
     """
 
     rows: Callable[[Shape, int, int], list[dict[str, Any]]]
     batch: int
-    reference: bool
     floor: Floor
     same: tuple[str, ...]
 
 
 METHODS = {
-    "kto": Method(unpaired_rows, 8, True, Floor(1.0, 1.2), ("loss", "logps/chosen", "logps/rejected")),
-    "cpo": Method(paired_rows, 4, False, Floor(1 / 3, 1.5), ("loss", "logps/chosen", "logps/rejected", "nll_loss")),
+    "kto": Method(unpaired_rows, 8, Floor(1.0, 1.2), ("loss", "logps/chosen", "logps/rejected")),
+    "cpo": Method(paired_rows, 4, Floor(1 / 3, 1.5), ("loss", "logps/chosen", "logps/rejected", "nll_loss")),
 }
 
 

@@ -17,8 +17,6 @@ ALLOCATOR = {
 }
 # Weights, gradients and two moments of AdamW, in fp32.
 TRAINING_BYTES = 16
-# A reference is a second set of fp32 weights.
-REFERENCE_BYTES = 4
 
 
 class Instant(NamedTuple):
@@ -56,9 +54,9 @@ def memory_bytes(field: str) -> int:
     raise ValueError(f"/proc/self/status has no {field}")
 
 
-def working_memory(high_water: int, before: int, parameters: int, reference: bool) -> int:
-    """Bytes over what any trainer of this model needs: activations, logits, copies and waste.
+def working_memory(high_water: int, before: int, parameters: int) -> int:
+    """Bytes over what any trainer of this model needs: activations, logits, copies, a reference, and waste.
 
-    Highest resident size - resident size before the model - 16 bytes per parameter - with a reference 4 more.
+    Highest resident size - resident size before the model - 16 bytes per parameter.
     """
-    return high_water - before - (TRAINING_BYTES + REFERENCE_BYTES * reference) * parameters
+    return high_water - before - TRAINING_BYTES * parameters

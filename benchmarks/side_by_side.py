@@ -1,15 +1,16 @@
 """Our KTO and CPO beside TRL's: time of a step, processor time and memory, on one fixed shape, on a CPU.
 
-    python benchmarks/side_by_side.py                      # about 15 minutes on 2 cores
+    python benchmarks/side_by_side.py                      # about 25 minutes on 2 cores
     python benchmarks/side_by_side.py --method cpo --repeats 1
-    python benchmarks/side_by_side.py --zero2              # both at ZeRO-2 as well, reported only
+    python benchmarks/side_by_side.py --no-zero2           # without the rows in which both are at ZeRO-2
 
 Needs TRL: ``pip install ".[bench]"``. Each side runs in a process of its own, with the same allocator settings and the
 same number of threads; the sides take turns. Both read the same rows in the same order, which the logged metrics of
 the first step must confirm. What was made equal is listed in ``benchmarks/theirs.py``.
 
-Memory is the highest resident size (VmHWM) - the resident size before the model - 16 bytes per parameter, for KTO 20:
-the reference is a second set of weights. It exits with 1 when a required floor is missed, with 2 when it cannot run.
+Memory is the highest resident size (VmHWM) - the resident size before the model - 16 bytes per parameter (weights,
+gradients, AdamW). At stage 0, beside plain TRL, floors are required; at ZeRO-2 both sides are only reported. It exits
+with 1 when a required floor is missed, with 2 when it cannot run.
 """
 
 from __future__ import annotations
@@ -145,7 +146,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="measured steps of a run (10)")
     parser.add_argument("--warm_up", type=int, default=3, help="steps before them (3)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of each side (all cores)")
-    parser.add_argument("--zero2", action="store_true", help="compare both at ZeRO-2 as well")
+    parser.add_argument(
+        "--zero2", action=argparse.BooleanOptionalAction, default=True, help="compare both at ZeRO-2 as well (yes)"
+    )
     options = parser.parse_args(arguments)
     if min(options.repeats, options.steps, options.warm_up, options.threads) < 1:
         parser.error("--repeats, --steps, --warm_up and --threads must be 1 or more")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +216,70 @@ def test_the_best_checkpoint_comes_back(model: str, tmp_path: Path, stage: str) 
     assert any(not torch.equal(start[name], best[name]) for name in best)
 
 
+class OwnControl(TrainerCallback):
+    """Hands back a control of its own, as transformers allows."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        return copy.copy(control)
+
+
+def test_every_new_best_is_saved_whatever_control_a_callback_hands_back(model: str, tmp_path: Path) -> None:
+    args = CPOConfig(
+        **options(tmp_path, num_train_epochs=1, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True)
+    )
+    rows = {"train_dataset": paired_rows(12), "eval_dataset": paired_rows(2)}
+    trainer = CPOTrainer(model=model, args=args, callbacks=[OwnControl, Decides([3.0, 2.0, 1.0])], **rows)
+    trainer.train()
+    trainer.close()
+    assert sorted(p.name[-1] for p in Path(args.output_dir or "").glob("checkpoint-*")) == ["1", "2", "3"]
+
+
+def test_the_evaluation_at_the_start_is_not_of_a_checkpoint(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is the best of all here; the run ends with the best of those that there are weights of, and reports that."""
+    args = CPOConfig(
+        **options(
+            tmp_path,
+            num_train_epochs=1,
+            eval_on_start=True,
+            eval_strategy="steps",
+            eval_steps=1,
+            load_best_model_at_end=True,
+            learning_rate=0.05,
+        )
+    )
+    rows = {"train_dataset": paired_rows(12), "eval_dataset": paired_rows(2)}
+    trainer = CPOTrainer(model=model, args=args, callbacks=[Decides([1.0, 5.0, 4.0, 6.0])], **rows)
+    trainer.train()
+    assert trainer.state.best_global_step == 2
+    trainer.close()
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "- weights: of step 2, the best by loss: 4" in report
+    entry = [e for e in trainer.state.log_history if e["step"] == 2 and "eval_loss" in e][-1]
+    assert f"{entry['eval_nll_loss']:.6g}" in report
+    last = [e for e in trainer.state.log_history if e["step"] == 3 and "eval_loss" in e][-1]
+    assert f"{last['eval_nll_loss']:.6g}" not in report
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"eval_strategy": "steps"}, "EarlyStoppingCallback follows metric_for_best_model"),
+        ({"metric_for_best_model": "loss"}, "EarlyStoppingCallback needs evaluations"),
+    ],
+)
+def test_early_stopping_without_what_it_needs(
+    model: str, tmp_path: Path, more: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {"train_dataset": paired_rows(4), "eval_dataset": paired_rows(2)}
+    trainer = CPOTrainer(model=model, args=CPOConfig(**options(tmp_path, **more)), **rows)
+    trainer.add_callback(EarlyStoppingCallback)
+    monkeypatch.setattr(trainer, "_build", lambda steps: pytest.fail("a model would be loaded"))
+    with pytest.raises(OptionError, match=said):
+        trainer.train()
+
+
 def test_early_stopping(model: str, tmp_path: Path) -> None:
     args = CPOConfig(
         **options(
@@ -300,16 +364,17 @@ def test_the_names_of_integrations_are_transformers() -> None:
 
 
 def test_two_ranks_answer_as_one(model: str, launch: Any, tmp_path: Path) -> None:
-    """A callback on one rank stops all; the best weights come back on ZeRO-3; one rank's log is the other's."""
+    """What a callback asks for on one rank, in whatever event, all do; and the best weights come back on ZeRO-3."""
     (tmp_path / "run.json").write_text(json.dumps({"model": model, "out": str(tmp_path / "run")}))
-    done = launch(
-        LAUNCHES / "callbacks.py",
-        str(tmp_path / "run.json"),
-        nproc=2,
-        launcher="torchrun",
-    )
+    done = launch(LAUNCHES / "callbacks.py", str(tmp_path / "run.json"), nproc=2, launcher="torchrun")
     assert done.returncode == 0, done.stderr
     outcome = json.loads((tmp_path / "out.json").read_text())
-    assert outcome["stopped_at"] == [2, 2]
-    assert outcome["best_step"] == 1 and outcome["same_weights"]
-    assert all(math.isfinite(value) for value in outcome["losses"])
+    assert outcome.pop("best") == {"step": 1, "same_weights": True}
+    assert outcome == {
+        "on_step_end should_training_stop": {"steps": [[2, 0.4]] * 2, "saved": []},
+        "on_log should_training_stop": {"steps": [[2, 0.4]] * 2, "saved": []},
+        "on_log should_save": {"steps": [[4, 0.8]] * 2, "saved": ["checkpoint-2", "checkpoint-3", "checkpoint-4"]},
+        "on_evaluate should_training_stop": {"steps": [[2, 0.4]] * 2, "saved": []},
+        "on_save should_training_stop": {"steps": [[2, 0.4]] * 2, "saved": ["checkpoint-2"]},
+        "on_epoch_begin should_epoch_stop": {"steps": [[4, 0.8]] * 2, "saved": []},
+    }

@@ -199,7 +199,7 @@ _OTHER_VALUES: dict[str, Any] = {
     "lora_modules_to_save": ["lm_head"],
     "bnb_4bit_quant_type": "fp4",
     "ref_placement": "adapter",
-    "optim": "paged_adamw_8bit",
+    "optim": "lion_8bit",
     "precompute_ref_batch_size": 4,
     "ref_model_mixup_alpha": 0.5,
     "ref_model_sync_steps": 64,
@@ -371,3 +371,8 @@ def test_nothing_heavy_is_imported() -> None:
     )
     root = Path(__file__).resolve().parent.parent
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=60)
+
+
+def test_a_key_twice_in_a_mapping_given_as_json() -> None:
+    with pytest.raises(OptionError, match="^dataset_mixture=.*'a.jsonl' is there twice; keep one"):
+        KTOConfig("out", dataset_mixture='{"a.jsonl": 1, "a.jsonl": 3}')

@@ -54,6 +54,36 @@ def test_every_working_name_has_its_kind() -> None:
     assert set(KINDS) == set(WORKING_OPTIMIZERS)
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_adam_begins_at_step_0(model: str, tmp_path: Path, bf16: bool) -> None:
+    """Also at stage 0 in 16 bits, where DeepSpeed takes a step on gradients of zero; decay makes that one visible."""
+    courses = {}
+    for stage in ("stage0", "stage2", "stage3"):
+        args = CPOConfig(
+            **options(tmp_path / stage, deepspeed=STAGES[stage], bf16=bf16, weight_decay=10.0) | {"max_steps": 2}
+        )
+        trainer = CPOTrainer(model=model, args=args, train_dataset=paired_rows(12), eval_dataset=paired_rows(12))
+        trainer.train()
+        assert trainer._models is not None
+        optimizer = trainer._models.policy.engine.optimizer
+        inner = getattr(optimizer, "optimizer", optimizer)
+        assert {float(state["step"]) for state in inner.state.values()} == {2.0}, stage
+        courses[stage] = [
+            trainer.evaluate()["eval_loss"],
+            *(e["loss"] for e in trainer.state.log_history if "loss" in e),
+        ]
+        trainer.close()
+    for stage in ("stage0", "stage3"):
+        assert courses[stage] == pytest.approx(courses["stage2"], rel=2e-3 if bf16 else 1e-5), stage
+
+
+def test_an_argument_that_an_optimizer_ignores() -> None:
+    with pytest.raises(OptionError, match="adamw_8bit does nothing with amsgrad"):
+        build_optimizer(nn.Linear(2, 2), CPOConfig(output_dir="out", optim="adamw_8bit", optim_args="amsgrad=true"))
+    made = build_optimizer(nn.Linear(2, 2), CPOConfig(output_dir="out", optim_args="amsgrad=true"))
+    assert made.defaults["amsgrad"] is True
+
+
 @pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"])
 def test_states_have_the_bits_of_the_name(optim: str) -> None:
     layer = nn.Linear(128, 64)

@@ -83,6 +83,23 @@ def test_curves_have_a_panel_for_what_was_logged(tmp_path: Path) -> None:
         draw_history(history, tmp_path / "file" / "x.png", "x")
 
 
+def test_a_name_with_dollar_signs(tmp_path: Path) -> None:
+    assert draw_history([{"step": 1, "loss": 1.0}], tmp_path / "x.png", "${MODEL}_${SEED} $x")
+
+
+def test_a_report_that_cannot_be_written_costs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out" / "report.md").mkdir(parents=True)
+    args = KTOConfig(
+        output_dir=str(tmp_path / "out"), overwrite_output_dir=True, max_length=64, max_steps=1, disable_tqdm=True
+    )
+    trainer = KTOTrainer(model=make_model(tmp_path / "model"), args=args, train_dataset=unpaired_rows(4))
+    trainer.train()
+    trainer.save_model()
+    trainer.close()
+    assert "report.md: could not be written: IsADirectoryError" in capsys.readouterr().out
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
 def table(text: str) -> dict[str, list[str]]:
     """The cells of each row by its first."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
@@ -109,7 +126,7 @@ def test_a_run_ends_with_its_report(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert text.replace("\n![curves](report.png)\n", "").rstrip() in capsys.readouterr().out
     assert size_of(tmp_path / "out" / "report.png")[0] > 300
     lines = text.splitlines()
-    assert "- steps: 2 of 2, 2 rows each, 1 rank(s)" in lines
+    assert "- steps: 2 of 2, up to 2 rows each, 1 rank(s)" in lines
     assert any(
         line.startswith("- data: train_dataset: 4 of 4 rows kept (2 desirable, 2 undesirable)") for line in lines
     )

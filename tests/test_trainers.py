@@ -524,3 +524,14 @@ def test_the_older_name_of_the_tokenizer(paths: dict[str, str], tmp_path: Path) 
         train_dataset=paired_rows(4),
     )
     assert trainer.processing_class is tokenizer
+
+
+def test_data_that_is_named_twice(paths: dict[str, str], tmp_path: Path) -> None:
+    """In Python an option that names data would do nothing: it is refused, or named where data is missing."""
+    for more in ({"dataset_name": "nowhere.jsonl"}, {"dataset_mixture": {"nowhere.jsonl": 1}}):
+        args = CPOConfig(**options(tmp_path, **more))
+        with pytest.raises(OptionError, match=f"^{next(iter(more))}=.*train_dataset was given as well"):
+            CPOTrainer(model=paths["policy"], args=args, train_dataset=paired_rows(4))
+        trainer = CPOTrainer(model=paths["policy"], args=args)
+        with pytest.raises(OptionError, match="dataset_name is read by the command"):
+            trainer.train()

@@ -55,6 +55,16 @@ def expected(hint: Any) -> str:
     return " or ".join(_EXPECTED[part] for part in members(hint) if part in _EXPECTED)
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object's pairs as a mapping; of two equal keys the first would be lost without a word."""
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise OptionError(f"{key!r} is there twice; keep one")
+        result[key] = value
+    return result
+
+
 def _prepared(value: Any, kinds: tuple[type, ...]) -> Any:
     """The value with the notations undone that pydantic would misread."""
     if isinstance(value, os.PathLike) and str in kinds:
@@ -68,7 +78,7 @@ def _prepared(value: Any, kinds: tuple[type, ...]) -> Any:
             return None
         opening = value.lstrip()[:1]
         if (dict in kinds and (opening == "{" or str not in kinds)) or (list in kinds and opening == "["):
-            return json.loads(value)
+            return json.loads(value, object_pairs_hook=_unique)
     return value
 
 
@@ -103,6 +113,8 @@ def convert(name: str, value: Any, hint: Any, default: Any = None) -> Any:
         result = _adapter(hint).validate_python(_prepared(value, kinds))
     except (ValidationError, json.JSONDecodeError):
         raise _refusal(name, value, hint, default) from None
+    except OptionError as error:
+        raise OptionError(f"{shown(name, value)}: {error}") from None
     if isinstance(result, float) and not math.isfinite(result):
         raise OptionError(f"{shown(name, value)}: expected a finite number")
     return result

@@ -107,14 +107,17 @@ def collate(sequences: Sequence[tuple[TokenIds, TokenIds]], longest: int) -> Bat
 
 def cut_into_blocks(widths: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """``(rows, width)`` of blocks of rows that fall in width, so that padding and the cost of each block are least."""
-    best = [(0, 0)]  # [n]: the least cost of the first n rows, and where the last of their blocks begins
-    for stop in range(1, len(widths) + 1):
-        starts = range(stop)
-        best.append(min((best[s][0] + (stop - s) * widths[s] + _BLOCK_COST, s) for s in starts))
-    blocks, stop = [], len(widths)
+    count, width = len(widths), np.asarray(widths, dtype=np.int64)
+    least = np.zeros(count + 1, dtype=np.int64)  # [n]: the cost of the first n rows
+    begins = np.zeros(count + 1, dtype=np.int64)  # [n]: where the last of their blocks begins
+    for stop in range(1, count + 1):
+        costs = least[:stop] + np.arange(stop, 0, -1) * width[:stop] + _BLOCK_COST
+        begins[stop] = costs.argmin()
+        least[stop] = costs[begins[stop]]
+    blocks, stop = [], count
     while stop:
-        start = best[stop][1]
-        blocks.append((stop - start, widths[start]))
+        start = int(begins[stop])
+        blocks.append((stop - start, int(width[start])))
         stop = start
     return tuple(reversed(blocks))
 

@@ -45,6 +45,11 @@ def build_optimizer(model: nn.Module, options: AlignmentConfig) -> Optimizer:
     if not groups:
         raise OptionError("model: no parameter requires a gradient, so there is nothing to train")
     kind, _ = optimizer_kind(options)
+    for name in kind.ignored:
+        if name in extra:
+            raise OptionError(
+                f"optim_args: {options.optim_args!r}: {options.optim} does nothing with {name}; remove it"
+            )
     own = {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_epsilon} if kind.adam else {}
     try:
         return kind.load()(groups, lr=options.learning_rate, **(kind.arguments | own | extra))

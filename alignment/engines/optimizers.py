@@ -29,12 +29,14 @@ class OptimizerKind:
         arguments: fixed keyword arguments.
         adam: takes betas and eps.
         builder: DeepSpeed's name of the op that it needs compiled; None for a ready one.
+        ignored: arguments that the class takes and does nothing with.
     """
 
     home: tuple[str, str]
     arguments: dict[str, Any]
     adam: bool = True
     builder: str | None = None
+    ignored: tuple[str, ...] = ()
 
     def load(self) -> Callable[..., Optimizer]:
         """The class; importing it compiles nothing yet."""
@@ -45,14 +47,20 @@ class OptimizerKind:
 
 # torch's fused kernel needs no temporary copy of the weights, and on a CPU is as fast as DeepSpeed's compiled one.
 _FUSED = OptimizerKind(("torch.optim", "AdamW"), {"fused": True})
-_ADAM_8BIT = OptimizerKind(("bitsandbytes.optim", "AdamW"), {"optim_bits": 8})
+
+
+def _bitsandbytes(**arguments: Any) -> OptimizerKind:
+    return OptimizerKind(("bitsandbytes.optim", "AdamW"), arguments, ignored=("amsgrad",))
+
+
+_ADAM_8BIT = _bitsandbytes(optim_bits=8)
 KINDS: dict[str, OptimizerKind] = {
     "adamw_torch": _FUSED,
     "adamw_torch_fused": _FUSED,
     "adamw_8bit": _ADAM_8BIT,
     "adamw_bnb_8bit": _ADAM_8BIT,
-    "paged_adamw_8bit": OptimizerKind(("bitsandbytes.optim", "AdamW"), {"optim_bits": 8, "is_paged": True}),
-    "paged_adamw_32bit": OptimizerKind(("bitsandbytes.optim", "AdamW"), {"optim_bits": 32, "is_paged": True}),
+    "paged_adamw_8bit": _bitsandbytes(optim_bits=8, is_paged=True),
+    "paged_adamw_32bit": _bitsandbytes(optim_bits=32, is_paged=True),
     "deepspeed_cpu_adam": OptimizerKind(
         ("deepspeed.ops.adam", "DeepSpeedCPUAdam"), {"adamw_mode": True}, builder="CPUAdamBuilder"
     ),

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from alignment.data.batching import Batch
 from alignment.engines.collectives import device
 from alignment.engines.release import balanced_module_stack, forget_partitioned
+from alignment.engines.untouched import undo_dummy_step
 from alignment.models.scorer import CompletionScorer
 
 
@@ -128,6 +129,7 @@ class PolicyEngine(ScoringEngine):
         self, scorer: CompletionScorer, ds_config: dict[str, Any], optimizer: Optimizer, scheduler: LRScheduler
     ) -> None:
         super().__init__(scorer, ds_config, optimizer=optimizer, lr_scheduler=scheduler)
+        undo_dummy_step(self.engine.optimizer)
         self.scheduler = scheduler
         self.world_size = int(self.engine.world_size)
         self.engine.train()

@@ -43,7 +43,7 @@ def draw_history(history: Sequence[Mapping[str, Any]], path: Path, title: str) -
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(_WIDTH * columns, _HEIGHT * rows), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)  # a name may hold a dollar sign
     for place, (panel, curves) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(rows, columns, place)
         for name, points in curves.items():

@@ -9,8 +9,10 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from alignment.config.errors import ModelError, OptionError
 from alignment.config.options import AlignmentConfig
+from alignment.config.refusals import shown
 from alignment.models.inspection import first_line
 from alignment.trainers.model_setup import ModelSource
+from alignment.trainers.named_data import NamedMixture, NamedSplit
 
 _REFUSED = {
     "data_collator": "batches are planned over the whole window; give token lengths by max_length instead",
@@ -65,6 +67,19 @@ def model_and_options(
     if not args.output_dir:
         raise OptionError("output_dir: not set; name the folder for the model and the log")
     return model, args
+
+
+def check_data_source(args: AlignmentConfig | None, train_dataset: Any) -> None:
+    """Refuse a dataset that is given twice: as an object and by an option, which would then do nothing.
+
+    Raises:
+        OptionError: both are there.
+    """
+    if args is None or train_dataset is None or isinstance(train_dataset, (NamedSplit, NamedMixture)):
+        return
+    for name in ("dataset_name", "dataset_mixture"):
+        if getattr(args, name) is not None:
+            raise OptionError(f"{shown(name, getattr(args, name))}: train_dataset was given as well; leave one out")
 
 
 def check_optimizers(optimizers: tuple[Any, Any], model: Any) -> None:

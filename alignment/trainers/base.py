@@ -28,6 +28,7 @@ from alignment.engines.saving import write_model
 from alignment.reporting.log import JsonlLog, strict
 from alignment.trainers.advice import advice
 from alignment.trainers.arguments import (
+    check_data_source,
     check_optimizers,
     load_tokenizer,
     model_and_options,
@@ -38,7 +39,7 @@ from alignment.trainers.best import check_best_metric
 from alignment.trainers.data_setup import PreparedData, prepare_data
 from alignment.trainers.engine_setup import build_engine, plan_engines, reference_model
 from alignment.trainers.evaluation import evaluate
-from alignment.trainers.events import Events, check_callbacks
+from alignment.trainers.events import Events, check_callbacks, check_early_stopping
 from alignment.trainers.loop import TrainingLoop
 from alignment.trainers.method import Method, Models
 from alignment.trainers.model_setup import balancing_coefficient, model_sources
@@ -83,6 +84,7 @@ class AlignmentTrainer:
         **unsupported: Any,
     ) -> None:
         refuse_arguments(unsupported)
+        check_data_source(args, train_dataset)
         callbacks = check_callbacks(callbacks)
         model, self.args = model_and_options(type(self).__name__, self.config_class, model, args)
         self._models: Models | None = None
@@ -165,9 +167,12 @@ class AlignmentTrainer:
                 "saved folder with model_name_or_path"
             )
         if self.train_data is None or self.sampler is None:
-            raise OptionError("train_dataset: none was given, so there is nothing to train on")
+            named = " (dataset_name is read by the command; pass load_dataset(...) in Python)"
+            said = named if self.args.dataset_name or self.args.dataset_mixture else ""
+            raise OptionError(f"train_dataset: none was given{said}, so there is nothing to train on")
         if self._trained:
             raise OptionError("train: this trainer has trained already; save the model and make another one")
+        check_early_stopping(self.args, self.events.handler.callbacks)
         loop = TrainingLoop(self, self.train_data, self.sampler)
         self._build(loop.total_steps)
         self._write_settings()

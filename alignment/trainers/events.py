@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
@@ -39,6 +39,20 @@ def check_callbacks(callbacks: Any) -> list[Any]:
         if not issubclass(kind, TrainerCallback):
             raise OptionError(f"callbacks: {kind.__name__} is no transformers TrainerCallback; derive it from that")
     return given
+
+
+def check_early_stopping(args: AlignmentConfig, callbacks: Sequence[TrainerCallback]) -> None:
+    """What transformers' EarlyStoppingCallback would end a run for after the models are loaded.
+
+    Raises:
+        OptionError: it has nothing to go by.
+    """
+    if not any(isinstance(callback, EarlyStoppingCallback) for callback in callbacks):
+        return
+    if args.metric_for_best_model is None:
+        raise OptionError("callbacks: EarlyStoppingCallback follows metric_for_best_model; set it, such as to loss")
+    if args.eval_strategy == "no":
+        raise OptionError("callbacks: EarlyStoppingCallback needs evaluations; set eval_strategy to steps or epoch")
 
 
 class Events:

@@ -17,7 +17,7 @@ from transformers.trainer_utils import TrainOutput
 from alignment.config.errors import TrainingError
 from alignment.data.batching import AnyBatch, EpochWindows
 from alignment.data.windows import WindowPlan, WindowSampler
-from alignment.engines.collectives import barrier
+from alignment.engines.collectives import barrier, from_first_rank
 from alignment.engines.launch_env import rank, world_size
 from alignment.engines.saving import load_weights, write_model
 from alignment.engines.scoring import PolicyEngine
@@ -61,7 +61,7 @@ class TrainingLoop:
         try:
             self.events("on_train_begin")
             if args.eval_on_start:
-                self._evaluate()
+                self.trainer.evaluate()  # not of a checkpoint, so not among those that the best is chosen from
             for plan, batches in self._windows():
                 if plan.step == 0:
                     self.events("on_epoch_begin")
@@ -87,17 +87,19 @@ class TrainingLoop:
         return bool(last or (epoch and control.should_epoch_stop))
 
     def _act(self) -> None:
-        """Do what the callbacks of all ranks ask for."""
-        control = self.events.control
-        self.events.agree()
-        if control.should_log or (self._stops() and self.history):
+        """Do what the callbacks of all ranks ask for, which each of these may change for the next."""
+        events = self.events
+        events.agree()
+        if events.control.should_log or (self._stops() and self.history):
             self._log()
-        if control.should_evaluate:
+            events.agree()
+        if events.control.should_evaluate:
             self._evaluate()
-            self.events.agree()
-        if control.should_save:
+            events.agree()
+        if events.control.should_save:
             self._save()
-            self.events("on_save")
+            events("on_save")
+            events.agree()
 
     def _start(self) -> None:
         args, state, window = self.args, self.state, self.sampler.window
@@ -193,7 +195,7 @@ class TrainingLoop:
 
     def _evaluate(self) -> None:
         metrics = self.trainer.evaluate()
-        if self.best.improved(metrics) and self.args.load_best_model_at_end and self.state.global_step:
+        if self.best.improved(metrics) and self.args.load_best_model_at_end:
             self.events.control.should_save = True  # or there would be nothing to come back to
         shown = {name: round(value, 4) for name, value in metrics.items() if name.endswith(("loss", "margins"))}
         self.progress.note(f"step {self.state.global_step}: {shown}")
@@ -212,7 +214,9 @@ class TrainingLoop:
 
     def _return_to_best(self) -> None:
         """Put the weights of the best evaluation back into the policy."""
-        folder = self.best.folder
+        folder = from_first_rank(self.best.folder)
+        if folder is None:
+            self.trainer.tell("load_best_model_at_end: no evaluation was finite, so these are the last step's weights")
         if folder is None or self.state.best_global_step == self.state.global_step:
             return
         with self.trainer.phases("load best"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from alignment.config.errors import OutputError
 from alignment.engines.collectives import gathered
 from alignment.engines.launch_env import world_size
 from alignment.engines.phases import over_ranks
@@ -21,31 +20,33 @@ REPORT, CURVES = "report.md", "report.png"
 def write_report(trainer: AlignmentTrainer, *, show: bool) -> None:
     """Write the report, and with ``show`` print it; collective, for its figures are those of all ranks.
 
-    Raises:
-        OutputError: it cannot be written.
+    What goes wrong is told and nothing more: a report must not cost a run its weights.
     """
     summaries = gathered(trainer.phases.summary())
     largest = max(gathered(memory_gib(trainer.window_pass.device)))
     if not trainer.is_world_process_zero():
         return
+    try:
+        _write(trainer, over_ranks(summaries), largest, show)
+    except Exception as error:  # matplotlib and the file system have their own classes
+        trainer.tell(f"{REPORT}: could not be written: {type(error).__name__}: {error}")
+
+
+def _write(trainer: AlignmentTrainer, phases: dict[str, dict[str, float]], largest: float, show: bool) -> None:
     title = f"{trainer.args.method}: {trainer.args.run_name or trainer.output_dir.name}"
     drawn = draw_history(trainer.state.log_history, trainer.output_dir / CURVES, title)
     cuda = trainer.window_pass.device.type == "cuda"
-    phases = over_ranks(summaries)
     report = RunReport(
         title=title,
         facts=_facts(trainer, int(phases.get("learn", {}).get("tokens", 0)), largest),
         phases=phases,
         memory="GPU memory" if cuda else "resident memory",
         train=_last(trainer, "loss"),
-        evaluation={name.removeprefix("eval_"): value for name, value in _last(trainer, "eval_").items()},
+        evaluation={name.removeprefix("eval_"): value for name, value in _evaluation(trainer).items()},
         advice=trainer.advice,
         plots={"curves": CURVES} if drawn else None,
     )
-    try:
-        (trainer.output_dir / REPORT).write_text(report.markdown(), encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"output_dir: could not write {trainer.output_dir / REPORT}: {error}") from error
+    (trainer.output_dir / REPORT).write_text(report.markdown(), encoding="utf-8")
     if show:
         trainer.tell(f"\n{report.terminal()}")
 
@@ -57,8 +58,11 @@ def _facts(trainer: AlignmentTrainer, tokens: int, largest_gib: float) -> list[t
         window = trainer.sampler.window
         facts += [
             ("data", f"{data.where}: {data.report.summary()}"),
-            ("steps", f"{state.global_step} of {state.max_steps}, {window} rows each, {world_size()} rank(s)"),
+            ("steps", f"{state.global_step} of {state.max_steps}, up to {window} rows each, {world_size()} rank(s)"),
         ]
+    if trainer.args.load_best_model_at_end and state.best_global_step is not None:
+        name = trainer.args.metric_for_best_model
+        facts.append(("weights", f"of step {state.best_global_step}, the best by {name}: {state.best_metric:.6g}"))
     times = _last(trainer, "train_runtime")
     if times:
         seconds = times["train_runtime"]
@@ -69,9 +73,15 @@ def _facts(trainer: AlignmentTrainer, tokens: int, largest_gib: float) -> list[t
     return facts
 
 
-def _last(trainer: AlignmentTrainer, sign: str) -> dict[str, float]:
-    """The newest entry of the log with a name that begins with ``sign``, without its bookkeeping."""
+def _evaluation(trainer: AlignmentTrainer) -> dict[str, float]:
+    """The evaluation of the weights that the run ends with."""
+    best = trainer.args.load_best_model_at_end
+    return _last(trainer, "eval_", trainer.state.best_global_step if best else None)
+
+
+def _last(trainer: AlignmentTrainer, sign: str, step: int | None = None) -> dict[str, float]:
+    """The log's newest entry (of ``step``) with a name that begins with ``sign``, without its bookkeeping."""
     for entry in reversed(trainer.state.log_history):
-        if any(name.startswith(sign) for name in entry):
+        if step in (None, entry["step"]) and any(name.startswith(sign) for name in entry):
             return {name: value for name, value in entry.items() if name not in ("step", "epoch", "num_tokens")}
     return {}

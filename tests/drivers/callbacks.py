@@ -1,4 +1,4 @@
-"""Two ranks with callbacks: one that only rank 1 acts on, and the return to the best weights under ZeRO-3."""
+"""Two ranks with callbacks: what one rank's callback asks for in any event, and the return to the best weights."""
 
 from __future__ import annotations
 
@@ -16,12 +16,33 @@ from alignment.engines.collectives import gathered
 from alignment.engines.guard import guarded
 from alignment.engines.launch_env import rank
 
+# Event, what is asked for, on which rank; always at step 2.
+ASKED = [
+    ("on_step_end", "should_training_stop", 1),
+    ("on_log", "should_training_stop", 0),
+    ("on_log", "should_save", 0),
+    ("on_evaluate", "should_training_stop", 1),
+    ("on_save", "should_training_stop", 0),
+    ("on_epoch_begin", "should_epoch_stop", 1),
+]
 
-class StopsOnRankOne(TrainerCallback):
-    """Asks for the end after step 2, on rank 1 only."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step == 2 and rank() == 1
+class Asks(TrainerCallback):
+    """Sets one flag in one event at step 2, on one rank."""
+
+    def __init__(self, event: str, flag: str, on_rank: int) -> None:
+        self.event, self.flag, self.rank = event, flag, on_rank
+
+    def __getattribute__(self, name: str) -> Any:
+        own = super().__getattribute__
+        if not name.startswith("on_") or name != own("event"):
+            return own(name)
+
+        def ask(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step >= 2 and rank() == own("rank"):
+                setattr(control, own("flag"), True)
+
+        return ask
 
 
 class GetsWorse(TrainerCallback):
@@ -31,46 +52,58 @@ class GetsWorse(TrainerCallback):
         metrics["eval_loss"] = float(state.global_step)
 
 
-def main() -> None:
-    """Run it, and write the outcome beside the file that was given."""
-    given = json.loads(Path(sys.argv[1]).read_text())
+def train(model: str, folder: Path, callbacks: list[Any], **more: Any) -> CPOTrainer:
+    """A trained trainer; 5 windows an epoch."""
     args = CPOConfig(
-        output_dir=given["out"],
+        output_dir=str(folder),
         per_device_train_batch_size=1,
-        num_train_epochs=3,
         learning_rate=1e-3,
         max_length=64,
         max_prompt_length=None,
         logging_steps=1,
-        save_strategy="no",
-        eval_strategy="steps",
-        load_best_model_at_end=True,
         disable_tqdm=True,
-        deepspeed=STAGES["stage3"],
+        **more,
     )
-    trainer = CPOTrainer(
-        model=given["model"],
-        args=args,
-        train_dataset=paired_rows(10),
-        eval_dataset=paired_rows(3),
-        callbacks=[StopsOnRankOne, GetsWorse],
-    )
-    output = trainer.train()
-    folder = Path(given["out"])
-    trainer.save_model(folder / "saved")
-    stopped = gathered(output.global_step)
+    rows = {"train_dataset": paired_rows(10), "eval_dataset": paired_rows(3)}
+    trainer = CPOTrainer(model=model, args=args, callbacks=callbacks, **rows)
+    trainer.train()
+    return trainer
+
+
+def one_that_asks(model: str, folder: Path, event: str, flag: str, on_rank: int) -> dict[str, Any]:
+    """Where all ranks stopped, and what they saved."""
+    saves = {"save_strategy": "steps" if event == "on_save" else "no", "save_steps": 2}
+    evaluates = {"eval_strategy": "steps" if event == "on_evaluate" else "no"}
+    trainer = train(model, folder, [Asks(event, flag, on_rank)], max_steps=4, **saves, **evaluates)
+    steps = gathered((trainer.state.global_step, trainer.state.epoch))
     trainer.close()
+    return {"steps": steps, "saved": sorted(path.name for path in folder.glob("checkpoint-*"))}
+
+
+def the_best(model: str, folder: Path) -> dict[str, Any]:
+    """Whether the weights of the best step came back on ZeRO-3."""
+    evaluated = {"eval_strategy": "steps", "load_best_model_at_end": True, "save_strategy": "no"}
+    trainer = train(model, folder, [GetsWorse], max_steps=3, deepspeed=STAGES["stage3"], **evaluated)
+    trainer.save_model(folder / "saved")
+    trainer.close()
+    if rank():
+        return {}
+    names = ("saved", "checkpoint-1")
+    saved, best = (AutoModelForCausalLM.from_pretrained(folder / name).state_dict() for name in names)
+    same = all(torch.equal(saved[name], best[name]) for name in best)
+    return {"step": trainer.state.best_global_step, "same_weights": same}
+
+
+def main() -> None:
+    """Run all of it, and write the outcome beside the file that was given."""
+    spec = Path(sys.argv[1])
+    given = json.loads(spec.read_text())
+    out = Path(given["out"])
+    outcome: dict[str, Any] = {"best": the_best(given["model"], out / "best")}
+    for event, flag, on_rank in ASKED:
+        outcome[f"{event} {flag}"] = one_that_asks(given["model"], out / f"{event}-{flag}", event, flag, on_rank)
     if rank() == 0:
-        saved, best = (
-            AutoModelForCausalLM.from_pretrained(folder / name).state_dict() for name in ("saved", "checkpoint-1")
-        )
-        outcome = {
-            "stopped_at": stopped,
-            "best_step": trainer.state.best_global_step,
-            "same_weights": all(torch.equal(saved[name], best[name]) for name in best),
-            "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        }
-        Path(sys.argv[1]).with_name("out.json").write_text(json.dumps(outcome))
+        spec.with_name("out.json").write_text(json.dumps(outcome))
 
 
 if __name__ == "__main__":
