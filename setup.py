@@ -33,6 +33,8 @@ REQUIRED = [
 EXTRAS = {
     "test": [
         "pytest>=8,<10",
+        "tensorboard>=2.16",
+        "wandb>=0.19",
         "ruff>=0.12",
         "mypy>=1.15",
         "import-linter>=2.3,<3",

@@ -21,7 +21,7 @@ WORKING_OPTIMIZERS = words(
     "adamw_torch adamw_torch_fused adamw_8bit adamw_bnb_8bit paged_adamw_8bit paged_adamw_32bit deepspeed_cpu_adam "
     "deepspeed_fused_adam sgd"
 )
-# transformers' OptimizerNames; a test compares the two.
+# transformers' OptimizerNames and DeepSpeed's own two; a test compares.
 KNOWN_OPTIMIZERS = WORKING_OPTIMIZERS + words(
     "adamw_torch_xla adamw_torch_npu_fused adafactor adamw_anyprecision "
     "adamw_torch_4bit adamw_torch_8bit ademamix adagrad ademamix_8bit lion_8bit lion_32bit "

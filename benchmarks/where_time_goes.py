@@ -1,0 +1,117 @@
+"""Where the time of our step goes, on the shape of the comparison with TRL: parts of a step, and kinds of operation.
+
+    python benchmarks/where_time_goes.py --method cpo --threads 1
+
+torch's profiler adds a few percent; shares are what it is for. Parts are nested: a line that is indented is inside the
+one above it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
+
+from alignment.data import batching  # noqa: E402
+from alignment.engines.scoring import PolicyEngine, ScoringEngine  # noqa: E402
+from alignment.models import logprobs  # noqa: E402
+from alignment.trainers.loop import TrainingLoop  # noqa: E402
+from benchmarks import ours  # noqa: E402
+from benchmarks.jobs import METHODS, Job  # noqa: E402
+from benchmarks.shapes import SIDE_BY_SIDE, write_model  # noqa: E402
+
+WARM_UP = 3
+# Owner, function, and the line that it is shown as.
+PARTS: list[tuple[Any, str, str]] = [
+    (TrainingLoop, "_step", "step"),
+    (ScoringEngine, "forward", "  forward passes (reference, KL and learning)"),
+    (logprobs, "_score_tile", "    head: tiles of log-probs and their gradient"),
+    (PolicyEngine, "backward", "  backward (recomputes the layers)"),
+    (logprobs, "_head_gradients", "    head: gradient of its weight"),
+    (PolicyEngine, "step", "  optimizer"),
+    (batching, "collate", "collation (outside the step)"),
+]
+OPERATIONS = {
+    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm"),
+    "attention": ("scaled_dot_product", "flash"),
+}
+
+
+def shown_as(label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, its calls named in the profile."""
+
+    @functools.wraps(function)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with record_function(label):
+            return function(*args, **kwargs)
+
+    return named
+
+
+def profiled(method: str, steps: int) -> Any:
+    """The profiler's averages over ``steps`` steps."""
+    with tempfile.TemporaryDirectory(prefix="where-time-goes-") as folder:
+        os.environ["HF_DATASETS_CACHE"] = f"{folder}/cache"
+        write_model(Path(folder) / "model", SIDE_BY_SIDE)
+        rows = METHODS[method].rows(SIDE_BY_SIDE, (WARM_UP + steps) * METHODS[method].batch, 0)
+        job = Job("ours", method, 0, f"{folder}/model", "", f"{folder}/output", WARM_UP + steps, WARM_UP)
+        trainer = ours.build(job, Dataset.from_list(rows))
+        for owner, name, label in PARTS:
+            setattr(owner, name, shown_as(label, getattr(owner, name)))
+        recorder = profile(activities=[ProfilerActivity.CPU])
+        whole, done = TrainingLoop._step, 0
+
+        def counted(loop: TrainingLoop, *window: Any) -> None:
+            nonlocal done
+            if done == WARM_UP:
+                recorder.start()
+            whole(loop, *window)
+            done += 1
+
+        TrainingLoop._step = counted  # type: ignore[method-assign]
+        trainer.train()
+        recorder.stop()
+        trainer.close()
+    return recorder.key_averages()
+
+
+def main() -> None:
+    """Print two tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", choices=list(METHODS), default="cpo")
+    parser.add_argument("--steps", type=int, default=10, help="profiled steps, after 3 (10)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch (1)")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    found = profiled(given.method, given.steps)
+    total = {event.key: event.cpu_time_total / 1e3 / given.steps for event in found}
+    whole = total["step"]
+    print(f"\n{given.method}, {given.threads} thread(s), {SIDE_BY_SIDE.describe()}\n")
+    print("| part | ms | share |\n|---|---|---|")
+    for _, _, label in PARTS:
+        if label in total:
+            indented = label.replace("  ", "&emsp;")
+            print(f"| {indented} | {total[label]:.1f} | {100 * total[label] / whole:.1f} % |")
+    print("\n| operations | share of the step |\n|---|---|")
+    for name, keys in OPERATIONS.items():
+        own = sum(e.self_cpu_time_total for e in found if any(key in e.key for key in keys)) / 1e3 / given.steps
+        print(f"| {name} | {100 * own / whole:.1f} % |")
+
+
+if __name__ == "__main__":
+    main()
