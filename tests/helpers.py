@@ -92,3 +92,21 @@ STAGES = {
     "stage2-offload": zero(2, optimizer=True),
     "stage3-offload": zero(3, optimizer=True, parameters=True),
 }
+
+
+def options(folder: Path, **more: Any) -> dict[str, Any]:
+    """Options of a short run at stage 0: windows of 4 rows, every step logged, nothing saved."""
+    return {
+        "output_dir": str(folder / "out"),
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "max_length": 64,
+        "max_prompt_length": None,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "deepspeed": STAGES["stage0"],
+        **more,
+    }

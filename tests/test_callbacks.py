@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import STAGES, make_model, paired_rows, unpaired_rows
+from helpers import STAGES, make_model, options, paired_rows, unpaired_rows
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback
 from transformers.integrations import INTEGRATION_TO_CALLBACK, TensorBoardCallback
 
@@ -23,23 +23,6 @@ LAUNCHES = Path(__file__).parent / "drivers"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_model(tmp_path_factory.mktemp("models") / "policy", "tied", seed=1)
-
-
-def options(folder: Path, **more: Any) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder / "out"),
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "max_length": 64,
-        "max_prompt_length": None,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "deepspeed": STAGES["stage0"],
-        **more,
-    }
 
 
 class Recorder(TrainerCallback):

@@ -374,5 +374,5 @@ def test_nothing_heavy_is_imported() -> None:
 
 
 def test_a_key_twice_in_a_mapping_given_as_json() -> None:
-    with pytest.raises(OptionError, match="^dataset_mixture=.*'a.jsonl' is there twice; keep one"):
+    with pytest.raises(OptionError, match="^dataset_mixture=.*a.jsonl=3: the key is there twice; remove one"):
         KTOConfig("out", dataset_mixture='{"a.jsonl": 1, "a.jsonl": 3}')

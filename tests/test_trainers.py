@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.zero import parameter_offload
-from helpers import STAGES, make_model, paired_rows, unpaired_rows, zero
+from helpers import STAGES, make_model, options, paired_rows, unpaired_rows, zero
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 import alignment.trainers.cpo
@@ -32,23 +32,6 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {
         "policy": make_model(folder / "policy", "tied", seed=1),
         "reference": make_model(folder / "reference", "tied", seed=2),
-    }
-
-
-def options(folder: Path, **more: Any) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder / "out"),
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "max_length": 64,
-        "max_prompt_length": None,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "deepspeed": STAGES["stage0"],
-        **more,
     }
 
 

@@ -55,12 +55,16 @@ def expected(hint: Any) -> str:
     return " or ".join(_EXPECTED[part] for part in members(hint) if part in _EXPECTED)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object's pairs as a mapping; of two equal keys the first would be lost without a word."""
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object's pairs as a mapping; of two equal keys the first would be lost without a word.
+
+    Raises:
+        OptionError: two are equal.
+    """
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise OptionError(f"{key!r} is there twice; keep one")
+            raise OptionError(f"{key}={value!r}: the key is there twice; remove one")
         result[key] = value
     return result
 
@@ -78,7 +82,7 @@ def _prepared(value: Any, kinds: tuple[type, ...]) -> Any:
             return None
         opening = value.lstrip()[:1]
         if (dict in kinds and (opening == "{" or str not in kinds)) or (list in kinds and opening == "["):
-            return json.loads(value, object_pairs_hook=_unique)
+            return json.loads(value, object_pairs_hook=unique_keys)
     return value
 
 

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from alignment.config.conversion import unique_keys
 from alignment.config.deepspeed_auto import Situation, fill_auto
 from alignment.config.deepspeed_keys import check_keys, check_values, set_at, value_at, with_full_names
 from alignment.config.dtypes import DtypePlan, check_against_json, uses_cuda
@@ -54,23 +55,16 @@ def load_deepspeed_config(value: str | Path | dict[str, Any] | None, default: st
     if not path.is_file():
         path = packaged("ds_configs", str(path))
     try:
-        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda p: _no_duplicates(p, path))
+        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
         raise OptionError(f"{path} line {error.lineno}: not valid JSON: {error.msg}; correct that line") from None
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"{path}: cannot be read ({error}); give a JSON text file") from None
+    except OptionError as error:
+        raise OptionError(f"{path}: {error}") from None
     if not isinstance(config, dict):
         raise OptionError(f"{path}: expected a JSON object of DeepSpeed keys, found {type(config).__name__}")
     return LoadedConfig(config, str(path))
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise OptionError(f"{path}: {key}={value!r}: the key is there twice; remove one")
-        result[key] = value
-    return result
 
 
 def policy_config(
