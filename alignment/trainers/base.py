@@ -21,7 +21,7 @@ from alignment.config.options import AlignmentConfig
 from alignment.data.prepare import check_vocabulary
 from alignment.data.windows import WindowSampler
 from alignment.engines.collectives import barrier, device
-from alignment.engines.launch_env import init_distributed, rank
+from alignment.engines.launch_env import init_distributed, local_rank, rank
 from alignment.engines.optimization import check_optimization
 from alignment.engines.phases import Phases
 from alignment.engines.saving import write_model
@@ -90,8 +90,8 @@ class AlignmentTrainer:
         self._models: Models | None = None
         self._trainable = self._trained = False
         self._pass: WindowPass | None = None
-        self.state = TrainerState()
         init_distributed(self.args.use_cpu)
+        self.state = TrainerState(is_world_process_zero=rank() == 0, is_local_process_zero=local_rank() == 0)
         self.method = self.method_class(self.args)
         self.output_dir = Path(self.args.output_dir or "")
         if train_dataset is not None and rank() == 0:

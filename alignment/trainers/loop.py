@@ -109,8 +109,6 @@ class TrainingLoop:
         state.num_train_epochs = math.ceil(self.total_steps / self.sampler.steps_per_epoch)
         state.train_batch_size, state.logging_steps = args.per_device_train_batch_size, args.logging_steps
         state.eval_steps, state.save_steps = args.eval_steps, args.save_steps
-        state.is_world_process_zero = self.trainer.is_world_process_zero()
-        state.is_local_process_zero = args.local_process_index == 0
         report = self.data.report
         self.trainer.log_file.write(
             {

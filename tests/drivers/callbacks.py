@@ -66,6 +66,8 @@ def train(model: str, folder: Path, callbacks: list[Any], **more: Any) -> CPOTra
     )
     rows = {"train_dataset": paired_rows(10), "eval_dataset": paired_rows(3)}
     trainer = CPOTrainer(model=model, args=args, callbacks=callbacks, **rows)
+    # Known before training: an evaluation alone must not be reported by every rank.
+    assert trainer.state.is_world_process_zero == (rank() == 0)
     trainer.train()
     return trainer
 
