@@ -201,8 +201,8 @@ def test_each_promise_that_is_missed_is_named(start: Measured, trained: Measured
 
 def test_table_and_examples() -> None:
     lines = report.table([measured(0.5, 0.97265625, "before"), measured(0.9765625, 1.0)]).splitlines()
-    assert lines[2] == "| before    | 0.500        | 0.973             | 1 s      |"
-    assert lines[3] == "| after KTO | 0.977        | 1.000             | 1 s      |"
+    assert lines[2] == "| before    |        0.500 |             0.973 |      1 s |"
+    assert lines[3] == "| after KTO |        0.977 |             1.000 |      1 s |"
     assert len({len(line) for line in lines}) == 1
     assert report.examples([COW], {"before": [CURT, "unused"], "after KTO": [WARM, "unused"]}) == (
         f"Hello, Anna here. What does a cow say?\n  before     {CURT}\n  after KTO  {WARM}"
@@ -274,7 +274,7 @@ def test_the_whole_program(
         "error: the demo missed: 5 held-out prompts, wanted at least 200; before: warm answers 0.000"
     )
     assert "after KTO: warm answers 0.000, wanted at least 0.85; after CPO: warm answers" in last
-    assert "| after CPO | 0.000" in out and '{"loss"' not in out
+    assert "| after CPO |        0.000 |" in out and '{"loss"' not in out
     assert {path.name for path in folder.iterdir()} == {
         *("start", "kto", "cpo", "data", "answers.jsonl", "demo.md", "margins.png", "trainers.txt"),
         "made_by_demo.json",

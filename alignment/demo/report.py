@@ -12,17 +12,15 @@ from alignment.demo.judge import answers, manner
 from alignment.demo.rows import Row
 from alignment.demo.settings import Settings
 from alignment.demo.verdict import Measured
+from alignment.reporting.run_report import markdown_table
 
 _HEAD = ("", "warm answers", "requests answered", "training")
 
 
 def table(measured: Sequence[Measured]) -> str:
-    """A Markdown table with columns padded, so that it also reads well in a terminal."""
-    rows = [_HEAD]
-    rows += [(m.title, f"{m.rates.warm:.3f}", f"{m.rates.answered:.3f}", f"{m.seconds:.0f} s") for m in measured]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+    """One row for each model."""
+    rows = [(m.title, f"{m.rates.warm:.3f}", f"{m.rates.answered:.3f}", f"{m.seconds:.0f} s") for m in measured]
+    return markdown_table(_HEAD, rows)
 
 
 def examples(requests: Sequence[Request], texts: Mapping[str, Sequence[str]]) -> str:

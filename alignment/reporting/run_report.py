@@ -59,14 +59,14 @@ class RunReport:
             )
             for name, phase in self.phases.items()
         ]
-        return _table(("phase", "times", "seconds", "share", "tokens/s", self.memory), rows)
+        return markdown_table(("phase", "times", "seconds", "share", "tokens/s", self.memory), rows)
 
     def _metrics(self) -> str:
         names = dict.fromkeys([*self.train, *self.evaluation])
         both = [(self.train, "training"), (self.evaluation, "evaluation")]
         there = [(values, title) for values, title in both if values]
         rows = [(name, *(_number(values.get(name)) for values, _ in there)) for name in names]
-        return _table(("metric", *(title for _, title in there)), rows)
+        return markdown_table(("metric", *(title for _, title in there)), rows)
 
 
 def gibibytes(count: float) -> str:
@@ -87,7 +87,7 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
 
 
-def _table(head: Row, rows: Iterable[Row]) -> str:
+def markdown_table(head: Row, rows: Iterable[Row]) -> str:
     """A Markdown table with aligned columns, all but the first flush right."""
     lines = [head, *rows]
     widths = [max(2, *(len(row[column]) for row in lines)) for column in range(len(head))]
