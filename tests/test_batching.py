@@ -17,13 +17,18 @@ from alignment.data.batching import (
     EpochWindows,
     MicroBatches,
     PairedBatch,
+    PromptBatch,
     UnpairedBatch,
     collate,
+    collate_compared,
     collate_paired,
+    collate_pairs,
+    collate_prompts,
     collate_unpaired,
-    row_table,
+    ends,
 )
-from alignment.data.windows import MicroBatch, RowTable, WindowCounts, WindowPlan, WindowSampler
+from alignment.data.lengths import row_table
+from alignment.data.windows import MicroBatch, RowTable, WindowCounts, WindowPlan, WindowSampler, evaluation_plan
 
 UNPAIRED = Dataset.from_dict(
     {
@@ -101,6 +106,26 @@ def test_a_completion_cut_to_nothing_keeps_its_sequence() -> None:
     assert (batch.lengths.tolist(), batch.segments.tolist(), batch.positions.tolist()) == ([0, 1], [1], [2])
 
 
+def test_ends_are_the_last_tokens_wherever_rows_stand() -> None:
+    sequences = [([1], [2, 3]), (list(range(10, 700)), [700, 701]), ([4, 5], [6])]
+    batch = collate(sequences, longest=9)
+    assert len(batch.blocks) == 2  # the rows are no longer in the order of the sequences
+    found = ends(batch)
+    assert found.targets.tolist() == found.input_ids.flatten()[found.positions].tolist() == [3, 701, 6]
+    last = [int(batch.attention_mask[p // batch.input_ids.shape[1]].sum()) - 1 for p in found.positions.tolist()]
+    assert (found.positions % batch.input_ids.shape[1]).tolist() == last
+    assert (found.segments.tolist(), found.lengths.tolist(), found.longest) == ([0, 1, 2], [1, 1, 1], 3)
+    assert found.input_ids is batch.input_ids and found.blocks == batch.blocks
+    assert batch.longest == 9 and ends(batch, longest=5).longest == 5
+
+
+def test_a_batch_without_sequences_has_no_ends() -> None:
+    found = ends(collate([], longest=4), longest=2)
+    for part in (found.positions, found.targets, found.segments, found.lengths):
+        assert part.tolist() == [] and part.dtype == torch.int64
+    assert found.longest == 2
+
+
 def test_unpaired_rows_with_partners() -> None:
     table = row_table(UNPAIRED, ("completion_ids",), max_length=4)
     plan = planned(MicroBatch((1, 3, 0), (0, -1, 3)))
@@ -139,6 +164,52 @@ def test_pairs_have_the_chosen_answers_first() -> None:
     assert batch.rows == (1, 0)
     assert batch.pairs.input_ids.tolist() == [[20, 21, 0, 0], [10, 11, 12, 13], [20, 22, 23, 24], [10, 11, 14, 0]]
     assert batch.pairs.lengths.tolist() == [1, 2, 3, 1] and batch.pairs.longest == 9
+
+
+def test_pairs_with_margins() -> None:
+    data = PAIRED.add_column("margin", [0.5, 0.0, -1.0])
+    table = row_table(data, ("chosen_ids", "rejected_ids"), None)
+    plan = planned(MicroBatch((2, 0), (-1, -1)), MicroBatch((), ()))
+    batch = collate_compared(data, table, plan, 0, 0)
+    assert tensors(batch) == tensors(collate_paired(data, table, plan, 0, 0)) | {
+        "margins": ("torch.float32", [-1.0, 0.5])
+    }
+    moved = batch.to(torch.device("meta"))
+    assert moved.margins is not None and moved.margins.is_meta
+    assert tensors(collate_compared(data, table, plan, 0, 1))["margins"] == ("torch.float32", [])
+
+
+def test_pairs_given_as_ids_are_those_of_a_dataset() -> None:
+    table = row_table(PAIRED, ("chosen_ids", "rejected_ids"), None)
+    own = collate_paired(PAIRED, table, planned(MicroBatch((1, 0), (-1, -1))), 0, 0)
+    given = collate_pairs((1, 0), [([20], [21], [22, 23, 24]), ((10, 11), (12, 13), (14,))], 9)
+    assert tensors(given) == tensors(own) and given.margins is None
+    nothing = collate_pairs((), [], 3)
+    assert nothing.pairs.lengths.tolist() == [] and nothing.pairs.longest == 3
+
+
+PROMPTS = Dataset.from_dict({"prompt_ids": [[1, 2], [3], [4, 5, 6], [7, 8]], "row": [0, 1, 2, 3]})
+
+
+def test_prompts_are_planned_by_their_own_length() -> None:
+    table = row_table(PROMPTS, (), 10)
+    assert table.prompt.tolist() == [2, 1, 3, 2] and table.completions.shape == (4, 0)
+    plan = evaluation_plan(table, world_size=2, batch_size=1, seed=0, draw_partners=False)
+    assert [[share.rows for share in shares] for shares in plan.micro_batches] == [[(2,), (0,)], [(3,), (1,)]]
+    assert plan.longest == plan.longest_mismatched == (0, 0)
+    assert plan.counts == WindowCounts(4, 0, 0, 0, 0)
+    budgeted = evaluation_plan(table, world_size=1, batch_size=1, seed=0, draw_partners=False, max_tokens=6)
+    assert [share.rows for (share,) in budgeted.micro_batches] == [(2, 0), (3, 1)]
+    sampler = WindowSampler(table, world_size=1, batch_size=2, accumulation=1, seed=0)
+    rows = [row for step in range(2) for (share,) in sampler.plan(0, step).micro_batches for row in share.rows]
+    assert sorted(rows) == [0, 1, 2, 3]
+
+
+def test_prompts_are_given_as_ids() -> None:
+    plan = planned(MicroBatch((2, 0), (-1, -1)), MicroBatch((), ()))
+    table = row_table(PROMPTS, (), None)
+    assert collate_prompts(PROMPTS, table, plan, 0, 0) == PromptBatch((2, 0), ((4, 5, 6), (1, 2)))
+    assert collate_prompts(PROMPTS, table, plan, 0, 1) == PromptBatch((), ())
 
 
 @pytest.mark.parametrize(("function", "data"), [(collate_unpaired, UNPAIRED), (collate_paired, PAIRED)])

@@ -30,7 +30,8 @@ GOLDEN = Path(__file__).parent / "data" / "tokenisation.txt"
 HEAD = """\
 What becomes of a row. Tokens are divided by |, the prompt from the completion by ||; only what is right of || is
 trained on. · is a space, ⏎ a line break. Of a labelled answer the sign says whether it is desirable; of a pair, + is
-the chosen answer and - the rejected one. "no BOS": the tokenizer adds none to plain text; a template may.
+the chosen answer and - the rejected one. "no BOS": the tokenizer adds none to plain text; a template may. After ? is
+a prompt alone, from where the policy goes on, and below it what a reward function is told.
 Written by tests/test_data_golden.py.
 """
 TOKENIZERS: dict[str, Any] = {
@@ -81,6 +82,11 @@ def labelled(title: str, tokenizer: str, prompt: Any, completion: Any, **more: A
 def pair(title: str, tokenizer: str, **row: Any) -> Case:
     """A case of one pair."""
     return Case(title, "paired", tokenizer, (row,))
+
+
+def asked(title: str, tokenizer: str, prompt: Any, **more: Any) -> Case:
+    """A case of one prompt."""
+    return Case(title, "prompts", tokenizer, ({"prompt": prompt, **more},))
 
 
 ALPACA = {"prompt": "instruction", "query": "input", "completion": "output", "label": "kto_tag"}
@@ -193,6 +199,43 @@ CASES = [
     Case("SFT, prompt and completion", "single", "ChatML", ({"prompt": [USER], "completion": [GOOD]},)),
     Case("SFT, a conversation", "single", "ChatML", ({"messages": [USER, GOOD]},)),
     Case("SFT, text", "single", "no template, BOS", ({"text": A},)),
+    Case(
+        "Reward model, strings",
+        "compared",
+        "no template, no BOS",
+        ({"prompt": U, "chosen": " " + A, "rejected": " " + B},),
+    ),
+    Case(
+        "Reward model, messages with a margin",
+        "compared",
+        "ChatML",
+        ({"chosen": [USER, GOOD], "rejected": [USER, BAD], "margin": 0.5},),
+    ),
+    asked("Online DPO, a string", "no template, no BOS", U),
+    asked("Online DPO, a string", "no template, BOS", U),
+    asked("Online DPO, empty prompt", "no template, BOS", ""),
+    asked("Online DPO, empty prompt and no BOS", "no template, no BOS", ""),
+    asked("Online DPO, messages", "ChatML", [USER]),
+    asked("Online DPO, one message that is not in a list", "ChatML that adds BOS", USER),
+    asked("Online DPO, empty list as prompt", "ChatML", []),
+    asked("Online DPO, the template's own system turn", "ChatML with a default system turn", [USER]),
+    asked("Online DPO, an answer to go on with", "ChatML", [USER, said("assistant", "the cat")]),
+    asked("Online DPO, tools", "ChatML with tools", [USER], tools=[TOOL]),
+    asked(
+        "Online DPO, chat_template_kwargs",
+        "think block in every last answer",
+        [USER],
+        chat_template_kwargs={"enable_thinking": False},
+    ),
+    asked("Online DPO, think block opened", "think block opened by the generation prompt", [USER]),
+    asked("Online DPO, other columns", "no template, no BOS", U, completion="red", label=True, system="a column"),
+    Case(
+        "Online DPO, columns with other names",
+        "prompts",
+        "ChatML",
+        ({"conversations": [turn("human", U)], "system": "say yes", "prompt": "not this", "answer": ["red"]},),
+        {"prompt": "conversations", "system": "system"},
+    ),
 ]
 
 
@@ -203,17 +246,21 @@ def pieces(tokenizer: Any, ids: list[int]) -> str:
 
 
 def tokenised(dataset: Dataset, kind: Any, tokenizer: Any, column_map: dict[str, str], folder: Path) -> list[str]:
-    """A line for every answer of a dataset."""
+    """A line for every answer of a dataset, or for every prompt if it has no answers."""
     path = prepare(dataset, kind, tokenizer, Limits(), "data", folder, column_map=column_map, progress=False)
     return [line for row in load_prepared(path).dataset for line in _answers(tokenizer, row)]
 
 
 def _answers(tokenizer: Any, row: dict[str, Any]) -> Iterator[str]:
     prompt = pieces(tokenizer, row["prompt_ids"])
+    if "columns" in row:
+        yield from (f"  ? {prompt}", f"    {row['prompt']}, template {row['template']}, columns {row['columns']}")
     for name in ("completion_ids", "chosen_ids", "rejected_ids"):
         if name in row:
             sign = "-" if name == "rejected_ids" or row.get("label") is False else "+"
             yield f"  {sign} {prompt} || {pieces(tokenizer, row[name])}"
+    if "margin" in row:
+        yield f"    margin {row['margin']}"
 
 
 def block(case: Case, folder: Path) -> str:
@@ -239,12 +286,21 @@ def test_the_table_is_what_the_code_does(tmp_path: Path) -> None:
 
 def test_every_line_of_the_table_begins_and_ends_once() -> None:
     lines = [line[4:] for line in GOLDEN.read_text("utf-8").splitlines() if line[:4] in ("  + ", "  - ")]
-    assert len(lines) == sum(len(case.rows) * (1 + ("chosen" in case.rows[-1])) for case in CASES) - 1
+    answered = [case for case in CASES if case.kind != "prompts"]
+    assert len(lines) == sum(len(case.rows) * (1 + ("chosen" in case.rows[-1])) for case in answered) - 1
     for line in lines:
         prompt, completion = line.split(" || ")
         assert prompt.count("<s>") + completion.count("<s>") == prompt.startswith("<s>")
         assert completion.endswith(("|</s>", "|<|im_end|>"))
         assert "</s>" not in prompt + completion[:-4]
+
+
+def test_every_prompt_of_the_table_begins_once_and_does_not_end() -> None:
+    lines = [line[4:] for line in GOLDEN.read_text("utf-8").splitlines() if line[:4] == "  ? "]
+    assert len(lines) == sum(len(case.rows) for case in CASES if case.kind == "prompts")
+    for line in lines:
+        assert line.count("<s>") == line.startswith("<s>")
+        assert "||" not in line and (line == "</s>" or not line.endswith(("</s>", "<|im_end|>")))
 
 
 FILES = ["json", "jsonl", "csv", "parquet", "arrow", "saved folder", "folder of splits", "folder of files"]

@@ -208,6 +208,21 @@ def test_completions_without_room_or_tokens() -> None:
     assert (one_empty.reasons, one_empty.completions) == ([None, EMPTY], [[4], []])
 
 
+def test_a_prompt_alone_is_the_prompt_of_its_answers() -> None:
+    for options in ({"before": ("<s>",)}, {"template": CHATML}, {"template": "<s>" + CHATML}):
+        tokenizer = char_tokenizer(**options)  # type: ignore[arg-type]
+        for prompt, answer in (("x y", " c"), ("", "c")):
+            if "template" in options:
+                prompts: Any = [[user(prompt)], [user(prompt), assistant("so")]] if prompt else [[]]
+                answers: Any = [[assistant(answer)]] * 2
+            else:
+                prompts, answers = [prompt], [answer]
+            for text, completion in zip(prompts, answers):
+                alone = encode(tokenizer, text)
+                assert alone.completions == [] and alone.prompt
+                assert alone.prompt == encode(tokenizer, text, completion).prompt
+
+
 def test_head_length() -> None:
     assert RowTokenizer(char_tokenizer(before=("[gMASK]", "<s>"))).head_length([2, 0, 9]) == 2
     assert RowTokenizer(char_tokenizer()).head_length([0, 9]) == 1

@@ -7,7 +7,10 @@ from typing import Any
 from alignment.config.errors import OptionError
 from alignment.config.refusals import nearest, shown
 
-COLUMNS = ("prompt", "completion", "label", "chosen", "rejected", "tools", "chat_template_kwargs", "messages", "text")
+COLUMNS = (
+    "prompt", "completion", "label", "chosen", "rejected", "margin", "tools", "chat_template_kwargs", "messages",
+    "text",
+)  # fmt: skip
 MAPPED_COLUMNS = ("query", "system")  # taken only where `column_map` names them: many datasets have such columns
 _ELSEWHERE = {
     "response": "completion",

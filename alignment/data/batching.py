@@ -6,19 +6,17 @@ sequences, never rows of a matrix, so that several sequences may share a row of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 from torch import Tensor
 
 from alignment.data.windows import MicroBatch, RowTable, WindowPlan, WindowSampler
 
-_PIECE = 10_000  # rows whose lengths are read at a time
 # What one more pass through the model costs, as a number of padded tokens.
 _BLOCK_COST = 256
 TokenIds = Sequence[int]
@@ -105,6 +103,27 @@ def collate(sequences: Sequence[tuple[TokenIds, TokenIds]], longest: int) -> Bat
     )
 
 
+def ends(batch: Batch, longest: int | None = None) -> Batch:
+    """The same sequences, seen at their last tokens only, where a reward model reads its score.
+
+    Unlike in other batches a position is that of the token itself, not of the one before it; S of each are left.
+
+    Args:
+        batch: S sequences, each of at least one completion token; none at all is possible.
+        longest: the largest S of any rank in this forward; this batch's own S where None.
+    """
+    assert bool(batch.lengths.all()), "a sequence without completion tokens has no known end"
+    count, last = len(batch.lengths), batch.lengths.cumsum(0) - 1
+    return replace(
+        batch,
+        positions=batch.positions[last] + 1,
+        targets=batch.targets[last],
+        segments=torch.arange(count, device=batch.segments.device),
+        lengths=torch.ones_like(batch.lengths),
+        longest=count if longest is None else longest,
+    )
+
+
 def cut_into_blocks(widths: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """``(rows, width)`` of blocks of rows that fall in width, so that padding and the cost of each block are least."""
     count, width = len(widths), np.asarray(widths, dtype=np.int64)
@@ -143,10 +162,11 @@ class UnpairedBatch(_OnDevice):
 
 @dataclass(frozen=True)
 class PairedBatch(_OnDevice):
-    """Pairs: ``pairs`` holds 2P sequences, the chosen answers first."""
+    """Pairs: ``pairs`` holds 2P sequences, the chosen answers first; ``margins`` (P,) fp32, where rows have them."""
 
     rows: tuple[int, ...]
     pairs: Batch
+    margins: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -157,7 +177,15 @@ class SingleBatch(_OnDevice):
     answers: Batch
 
 
-AnyBatch = UnpairedBatch | PairedBatch | SingleBatch
+@dataclass(frozen=True)
+class PromptBatch(_OnDevice):
+    """Prompts to answer, as token ids: nothing to score yet, so no tensors."""
+
+    rows: tuple[int, ...]
+    prompts: tuple[tuple[int, ...], ...]
+
+
+AnyBatch = UnpairedBatch | PairedBatch | SingleBatch | PromptBatch
 Collate = Callable[[Dataset, RowTable, WindowPlan, int, int], AnyBatch]
 
 
@@ -183,9 +211,34 @@ def collate_unpaired(dataset: Dataset, table: RowTable, plan: WindowPlan, micro:
 def collate_paired(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> PairedBatch:
     """The tensors of one rank's micro-batch of (chosen, rejected) pairs."""
     own = plan.micro_batches[micro][rank]
+    return _pairs_of(own, dataset[list(own.rows)], plan.longest[micro])
+
+
+def collate_compared(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> PairedBatch:
+    """The tensors of one rank's micro-batch of (chosen, rejected, margin)."""
+    own = plan.micro_batches[micro][rank]
     data = dataset[list(own.rows)]
-    sequences = [*zip(data["prompt_ids"], data["chosen_ids"]), *zip(data["prompt_ids"], data["rejected_ids"])]
-    return PairedBatch(rows=own.rows, pairs=collate(sequences, plan.longest[micro]))
+    margins = torch.tensor(data["margin"], dtype=torch.float32)
+    return replace(_pairs_of(own, data, plan.longest[micro]), margins=margins)
+
+
+def collate_pairs(
+    rows: tuple[int, ...], pairs: Sequence[tuple[TokenIds, TokenIds, TokenIds]], longest: int
+) -> PairedBatch:
+    """The tensors of pairs that are given as token ids.
+
+    Args:
+        rows: (P,) row ids, for messages.
+        pairs: P times prompt, first and second answer; none at all is possible.
+        longest: the largest number of answers' tokens of any rank in this forward.
+    """
+    firsts = [(prompt, first) for prompt, first, _ in pairs]
+    seconds = [(prompt, second) for prompt, _, second in pairs]
+    return PairedBatch(rows, collate(firsts + seconds, longest))
+
+
+def _pairs_of(own: MicroBatch, data: Mapping[str, Any], longest: int) -> PairedBatch:
+    return collate_pairs(own.rows, list(zip(data["prompt_ids"], data["chosen_ids"], data["rejected_ids"])), longest)
 
 
 def collate_single(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> SingleBatch:
@@ -195,24 +248,11 @@ def collate_single(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: i
     return SingleBatch(own.rows, collate(list(zip(data["prompt_ids"], data["completion_ids"])), plan.longest[micro]))
 
 
-def row_table(dataset: Dataset, completions: Sequence[str], max_length: int | None) -> RowTable:
-    """Lengths, labels and prompt keys of a tokenised dataset, read from Arrow without decoding the tokens."""
-    wanted = ["prompt_ids", *completions, *(n for n in ("label", "prompt_key") if n in dataset.column_names)]
-    pieces: dict[str, list[np.ndarray]] = {name: [] for name in wanted}
-    # In pieces: a dataset of drawn rows copies what it is asked for.
-    for table in dataset.with_format("arrow").iter(_PIECE):
-        for name, arrays in pieces.items():
-            column = table[name]
-            lengths = pc.list_value_length(column) if name.endswith("_ids") else column
-            arrays.append(lengths.to_numpy())
-    columns = {name: np.concatenate(arrays) for name, arrays in pieces.items()}
-    return RowTable(
-        prompt=columns["prompt_ids"].astype(np.int64),
-        completions=np.stack([columns[name].astype(np.int64) for name in completions], axis=1),
-        labels=columns.get("label"),
-        prompt_key=columns.get("prompt_key"),
-        max_length=max_length,
-    )
+def collate_prompts(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> PromptBatch:
+    """One rank's share of the prompts of a window."""
+    own = plan.micro_batches[micro][rank]
+    prompts = dataset[list(own.rows)]["prompt_ids"] if own.rows else []
+    return PromptBatch(own.rows, tuple(map(tuple, prompts)))
 
 
 class MicroBatches(Sequence[AnyBatch]):

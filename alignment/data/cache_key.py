@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -22,12 +23,13 @@ FORMAT_VERSION = 2  # raise it when the same input would be tokenised or stored 
 _ROWS = 1000  # rows hashed at a time; part of the hash
 
 
-def cache_name(dataset: Dataset, kind: Kind, tokenizer: Any, limits: Limits) -> str:
-    """A folder name such as ``paired-3f…`` for these rows, this tokenizer and these limits."""
+def cache_name(dataset: Dataset, kind: Kind, tokenizer: Any, limits: Limits, extra: Sequence[str] = ()) -> str:
+    """A folder name such as ``paired-3f…`` for these rows, this tokenizer, these limits and ``extra`` columns."""
     digest = hashlib.blake2b(digest_size=16)
-    settings = {"version": FORMAT_VERSION, "kind": kind, "limits": asdict(limits), "tokenizer": _describe(tokenizer)}
+    settings: dict[str, Any] = {"version": FORMAT_VERSION, "kind": kind, "limits": asdict(limits)}
+    settings |= {"tokenizer": _describe(tokenizer)} | ({"extra": list(extra)} if extra else {})
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
-    columns = [name for name in (*COLUMNS, *MAPPED_COLUMNS) if name in dataset.column_names]
+    columns = [name for name in dict.fromkeys([*COLUMNS, *MAPPED_COLUMNS, *extra]) if name in dataset.column_names]
     arrow = dataset.select_columns(columns).with_format("arrow")
     for start in range(0, len(arrow), _ROWS):
         digest.update(_table_bytes(arrow[start : start + _ROWS]))

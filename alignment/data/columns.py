@@ -11,16 +11,17 @@ from alignment.config.errors import DataError
 from alignment.data.formats import Kind
 from alignment.data.wording import listing
 
-__all__ = ["COLUMNS", "MAPPED_COLUMNS", "arranged", "check_columns"]
+__all__ = ["COLUMNS", "MAPPED_COLUMNS", "arranged", "check_columns", "extra_columns", "stream_columns"]
 
-_METHODS = {"unpaired": "KTO", "paired": "CPO", "single": "SFT"}
+_METHODS = {"paired": "CPO", "compared": "the reward model", "unpaired": "KTO"}
+_PROMPT_COLUMNS = ("prompt", "tools", "chat_template_kwargs")
 
 
 def arranged(dataset: Dataset, column_map: Mapping[str, str] | None, kind: Kind, where: str) -> Dataset:
-    """The columns that rows are made of, by their expected names, and no others.
+    """The columns that rows are made of, by their expected names, and no others unless reward functions get them.
 
-    A column that is mapped is known by its new name only, and takes the place of one that has this name already.
-    ``query`` and ``system`` are there only if they are mapped.
+    A column that is mapped is known by its new name only, and takes the place of one that has this name already. Rows
+    are made of ``query`` and ``system`` only if they are mapped.
 
     Raises:
         DataError: a column of the map, or one that ``kind`` needs, is missing.
@@ -31,11 +32,33 @@ def arranged(dataset: Dataset, column_map: Mapping[str, str] | None, kind: Kind,
             raise DataError(
                 f"{where}: column_map takes {name} from {column!r}, which is missing; columns: {listing(there)}"
             )
-    own = [name for name in COLUMNS if name in there and name not in {*column_map, *column_map.values()}]
+    mapped = {*column_map, *column_map.values()}
+    own = [name for name in _row_columns(kind) if name in there and name not in mapped]
     check_columns([*own, *column_map], kind, where, there)
-    dataset = dataset.with_format(None).select_columns([*own, *column_map.values()])
+    extra = [name for name in there if name not in {*own, *mapped}] if kind == "prompts" else []
+    dataset = dataset.with_format(None).select_columns([*own, *column_map.values(), *extra])
     new_names = {column: name for name, column in column_map.items() if column != name}
     return dataset.rename_columns(new_names) if new_names else dataset
+
+
+def extra_columns(dataset: Dataset, column_map: Mapping[str, str] | None, kind: Kind) -> list[str]:
+    """The columns of an :func:`arranged` dataset that rows are not made of: they are handed to reward functions."""
+    if kind != "prompts":
+        return []
+    made_of = {*_PROMPT_COLUMNS, *(name for name in MAPPED_COLUMNS if name in (column_map or {}))}
+    return [name for name in dataset.column_names if name not in made_of]
+
+
+def stream_columns(column_map: Mapping[str, str] | None, kind: Kind) -> set[str] | None:
+    """The columns of a stream that :func:`arranged` may take, by their own names; None for every one."""
+    return None if kind == "prompts" else {*_row_columns(kind), *(column_map or {}).values()}
+
+
+def _row_columns(kind: Kind) -> tuple[str, ...]:
+    """The columns that rows of a kind may be made of without a map."""
+    if kind == "prompts":
+        return _PROMPT_COLUMNS
+    return tuple(name for name in COLUMNS if name != "margin" or kind == "compared")
 
 
 def check_columns(names: Iterable[str], kind: Kind, where: str, there: Iterable[str] | None = None) -> None:
@@ -58,6 +81,10 @@ def check_columns(names: Iterable[str], kind: Kind, where: str, there: Iterable[
             return
         needs = "SFT needs prompt and completion, or messages, or text"
         raise DataError(f"{where}: {needs}; the columns are {columns}{renamed}")
+    if kind == "prompts":
+        if has("prompt"):
+            return
+        raise DataError(f"{where}: Online DPO needs the missing prompt; columns: {columns}{renamed}")
     answers = has("label") and (has("messages") or (has("prompt") and has("completion")))
     if (has("chosen") and has("rejected")) or (kind == "unpaired" and answers):
         return
@@ -66,7 +93,7 @@ def check_columns(names: Iterable[str], kind: Kind, where: str, there: Iterable[
             f"{where}: CPO needs chosen and rejected, but the columns are {columns}; "
             "use method kto for rows with completion and label"
         )
-    if kind == "paired" or has("chosen") or has("rejected"):
+    if kind in ("paired", "compared") or has("chosen") or has("rejected"):
         missing = [name for name in ("chosen", "rejected") if not has(name)]
         raise DataError(f"{where}: {_METHODS[kind]} needs the missing {listing(missing)}; columns: {columns}{renamed}")
     missing = [name for name in ("prompt", "completion", "label") if not has(name)]

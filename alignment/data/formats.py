@@ -1,24 +1,32 @@
 """From a row in any accepted format to a canonical, checked one.
 
 Text is a string (standard rows) or a list of messages (conversational rows), the same kind throughout a row. KTO takes
-answers with a label, or pairs, which become two rows, or both kinds in one dataset; CPO takes pairs; SFT takes answers
-alone. Every fault is a :class:`~alignment.config.errors.DataError` that names row, key, value and remedy.
+answers with a label, or pairs, which become two rows, or both kinds in one dataset; CPO takes pairs, and so does a
+reward model, with a margin; SFT takes answers alone, Online DPO prompts alone. Every fault is a
+:class:`~alignment.config.errors.DataError` that names row, key, value and remedy.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import numpy as np
 
 from alignment.config.errors import DataError
 from alignment.data.messages import Text, check_same_kind, split_conversation, template_variables, text_of
 from alignment.data.prompts import split_messages, split_texts, without_prompt
 from alignment.data.wording import show
 
-__all__ = ["Kind", "Pair", "Single", "Text", "Unpaired", "pair_row", "single_row", "unpaired_rows"]
+__all__ = [
+    "Kind", "Pair", "Prompted", "Single", "Text", "Unpaired",
+    "margin_of", "pair_row", "prompted_row", "single_row", "unpaired_rows",
+]  # fmt: skip
 
-Kind = Literal["unpaired", "paired", "single"]
+Kind = Literal["unpaired", "paired", "compared", "single", "prompts"]
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,14 @@ class Single:
 
     prompt: Text
     completion: Text
+    template: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prompted:
+    """A prompt that the policy is to answer."""
+
+    prompt: Text
     template: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -105,6 +121,26 @@ def pair_row(row: Mapping[str, Any], where: str) -> Pair:
     return Pair(_with_system(prompt, row, where), chosen, rejected, template_variables(row, where))
 
 
+def margin_of(row: Mapping[str, Any], where: str) -> float:
+    """By how much the chosen answer is better: column ``margin``, 0 where it is null, empty or not there.
+
+    A text that reads as a number is taken as one, because a CSV file holds nothing else.
+
+    Raises:
+        DataError: it is no finite number that fits 32 bits.
+    """
+    value = row.get("margin")
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return 0.0
+    margin = float("nan")
+    if isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError, OverflowError):
+            margin = float(value)
+    if not abs(margin) <= _LARGEST:
+        raise DataError(f"{where}: margin is {show(value)}; set it to a finite number, or to null for none")
+    return margin
+
+
 def single_row(row: Mapping[str, Any], where: str) -> Single:
     """The canonical row of ``prompt, completion``, of ``messages`` (the last one is the answer) or of ``text``.
 
@@ -122,6 +158,18 @@ def single_row(row: Mapping[str, Any], where: str) -> Single:
                 else Single(*_conversation(row, where, key), template)
             )
     raise DataError(f"{where}: completion is missing; every row needs prompt and completion, or messages, or text")
+
+
+def prompted_row(row: Mapping[str, Any], where: str) -> Prompted:
+    """The canonical row of a ``prompt`` alone.
+
+    Raises:
+        DataError: the row is faulty.
+    """
+    prompt = _prompt(row, where)
+    if prompt is None:
+        raise DataError(f'{where}: prompt is missing; every row needs one (an empty one is "" or [])')
+    return Prompted(_with_system(prompt, row, where), template_variables(row, where))
 
 
 def _is_pair(row: Mapping[str, Any], where: str) -> bool:

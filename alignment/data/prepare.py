@@ -21,7 +21,7 @@ from datasets.utils import are_progress_bars_disabled, disable_progress_bars, en
 
 from alignment.config.errors import DataError, ModelError, OutputError
 from alignment.data.cache_key import cache_name
-from alignment.data.columns import arranged
+from alignment.data.columns import arranged, extra_columns
 from alignment.data.formats import Kind
 from alignment.data.report import DataReport
 from alignment.data.row_mapper import BOOKKEEPING, FEATURES, RowMapper, prompt_key
@@ -59,7 +59,8 @@ def prepare(
 
     Args:
         dataset: rows of any accepted format.
-        kind: ``unpaired`` (KTO), ``paired`` (CPO) or ``single`` (SFT).
+        kind: ``unpaired`` (KTO), ``paired`` (CPO), ``compared`` (reward model), ``single`` (SFT) or ``prompts``
+            (Online DPO).
         tokenizer: a tokenizer of transformers.
         limits: lengths in tokens.
         where: names the data in messages, such as the file's name.
@@ -76,11 +77,12 @@ def prepare(
     dataset = arranged(dataset, column_map, kind, where)
     if len(dataset) == 0:
         raise DataError(f"{where}: holds no rows; give a dataset that has some")
-    target = cache_dir / cache_name(dataset, kind, tokenizer, limits)
+    extra = extra_columns(dataset, column_map, kind)
+    target = cache_dir / cache_name(dataset, kind, tokenizer, limits, extra)
     if target.is_dir():
-        _check_report(_read_report(target), where, strict)
+        _check_report(_read_report(target), kind, where, strict)
         return target
-    mapper = RowMapper(RowTokenizer(tokenizer), kind, limits, where, column_map or {}, dataset.features)
+    mapper = RowMapper(RowTokenizer(tokenizer), kind, limits, where, column_map or {}, dataset.features, extra)
     work = cache_dir / f".{target.name.removeprefix(kind + '-')}.{uuid.uuid4().hex[:8]}"
     try:
         work.mkdir(parents=True)
@@ -146,7 +148,7 @@ def _build(
     keep = [index for index, reason in enumerate(reasons) if reason is None]
     kept = mapped.select(keep)
     report = _report(mapper.kind, reasons, kept)
-    _check_report(report, mapper.where, strict)
+    _check_report(report, mapper.kind, mapper.where, strict)
     with _progress_bars(False):
         kept.remove_columns(list(BOOKKEEPING)).save_to_disk(str(work / "data"))
     report.save(work / "report.json")
@@ -174,10 +176,11 @@ def _read_report(path: Path) -> DataReport:
         raise DataError(f"{path}: its report.json cannot be read: {one_line(error)}; delete the folder") from error
 
 
-def _check_report(report: DataReport, where: str, strict: bool) -> None:
+def _check_report(report: DataReport, kind: Kind, where: str, strict: bool) -> None:
     if not report.rows_out:
+        remedy = "raise max_length" + (" or lower max_new_tokens," if kind == "prompts" else "")
         raise DataError(
-            f"{where}: none of the {report.rows_in} rows is left ({report.drops()}); raise max_length or mend the rows"
+            f"{where}: none of the {report.rows_in} rows is left ({report.drops()}); {remedy} or mend the rows"
         )
     if strict and report.dropped:
         raise DataError(

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from datasets import Features, List, Value
 
 from alignment.config.errors import DataError
-from alignment.data.formats import Kind, Text, pair_row, single_row, unpaired_rows
+from alignment.data.formats import Kind, Text, margin_of, pair_row, prompted_row, single_row, unpaired_rows
 from alignment.data.messages import without_nulls
+from alignment.data.prompt_rows import STORED, stored_prompt
 from alignment.data.prompts import DropRow
 from alignment.data.tokenization import RowTokenizer, Source
-from alignment.data.truncation import Fitted, Limits, fit
+from alignment.data.truncation import Fitted, Limits, fit, fit_prompt
 
 _IDS = List(Value("int32"))
 BOOKKEEPING = {"dropped": Value("string"), "prompt_cut": Value("bool"), "completions_cut": Value("int8")}
+_PAIR = Features({"prompt_ids": _IDS, "chosen_ids": _IDS, "rejected_ids": _IDS, "row": Value("int64")})
 FEATURES: dict[Kind, Features] = {
     "unpaired": Features(
         {
@@ -29,9 +31,12 @@ FEATURES: dict[Kind, Features] = {
             "row": Value("int64"),
         }
     ),
-    "paired": Features({"prompt_ids": _IDS, "chosen_ids": _IDS, "rejected_ids": _IDS, "row": Value("int64")}),
+    "paired": _PAIR,
+    "compared": Features({**_PAIR, "margin": Value("float32")}),
     "single": Features({"prompt_ids": _IDS, "completion_ids": _IDS, "row": Value("int64")}),
+    "prompts": Features({"prompt_ids": _IDS, **STORED, "row": Value("int64")}),
 }
+_COMPLETIONS = ("completion_ids", "chosen_ids", "rejected_ids")
 _LABELS = {"true": True, "false": False}
 
 
@@ -43,12 +48,16 @@ def prompt_key(prompt: list[int]) -> int:
 
 @dataclass
 class _Job:
-    """One source row on its way: its completions share a prompt. ``labels`` is empty for pairs and single answers."""
+    """One source row on its way: its completions share a prompt.
+
+    ``labels`` is empty but for KTO's rows; ``stored`` holds columns of the result that are not token ids.
+    """
 
     row: int
     source: Source | None
     labels: list[bool]
     dropped: str | None = None
+    stored: dict[str, Any] = field(default_factory=dict)
 
 
 class RowMapper:
@@ -61,6 +70,7 @@ class RowMapper:
         where: names the data in messages.
         column_map: what the columns, named as expected, are called in the data.
         given: the columns that are mapped, with their types.
+        extra: those of them that rows are not made of, kept for reward functions.
     """
 
     def __init__(
@@ -71,12 +81,13 @@ class RowMapper:
         where: str,
         column_map: Mapping[str, str],
         given: Features,
+        extra: Sequence[str] = (),
     ) -> None:
         self.tokenizer, self.kind, self.limits = tokenizer, kind, limits
-        self.where, self.column_map = where, column_map
+        self.where, self.column_map, self.extra = where, column_map, extra
         self.features = Features({**FEATURES[kind], **BOOKKEEPING})
         # Arrow's objects all have the same keys, null where a row has none; a JSON column is as it was written.
-        self._filled = {name for name, feature in given.items() if "Json(" not in str(feature)}
+        self._filled = {name for name, feature in given.items() if "Json(" not in str(feature)} - {*extra}
 
     def __call__(self, batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
@@ -87,7 +98,10 @@ class RowMapper:
             fitted = None
             if job.source is not None:
                 ids = next(encoded)
-                fitted = fit(ids.prompt, ids.completions, self.limits, self.tokenizer.head_length(ids.prompt))
+                if self.kind == "prompts":
+                    fitted = fit_prompt(ids.prompt, self.limits)
+                else:
+                    fitted = fit(ids.prompt, ids.completions, self.limits, self.tokenizer.head_length(ids.prompt))
             for record in self._records(job, fitted):
                 for name, values in out.items():
                     values.append(record[name])
@@ -107,21 +121,28 @@ class RowMapper:
             raise DataError(f"{error} (column_map: {renamed})") from None
 
     def _checked_job(self, row: dict[str, Any], index: int, place: str) -> _Job:
+        if self.kind == "prompts":
+            extra = {name: row.pop(name) for name in self.extra}
+            alone = prompted_row(row, place)
+            source = Source(alone.prompt, (), place, alone.template)
+            return _Job(index, source, [], stored=stored_prompt(alone, extra, place))
+        stored = {"margin": margin_of(row, place)} if self.kind == "compared" else {}
         try:
-            if self.kind == "paired":
+            if self.kind in ("paired", "compared"):
                 pair = pair_row(row, place)
-                return _Job(index, Source(pair.prompt, (pair.chosen, pair.rejected), place, pair.template), [])
+                source = Source(pair.prompt, (pair.chosen, pair.rejected), place, pair.template)
+                return _Job(index, source, [], stored=stored)
             if self.kind == "single":
                 one = single_row(row, place)
                 return _Job(index, Source(one.prompt, (one.completion,), place, one.template), [])
             rows = unpaired_rows(row, place)
         except DropRow as drop:
-            return _Job(index, None, [True, False], drop.reason)  # only pairs are dropped here
+            return _Job(index, None, [True, False], drop.reason, stored)  # only pairs are dropped here
         completions: tuple[Text, ...] = tuple(one.completion for one in rows)
         return _Job(index, Source(rows[0].prompt, completions, place, rows[0].template), [one.label for one in rows])
 
     def _records(self, job: _Job, fitted: Fitted | None) -> Iterator[dict[str, Any]]:
-        """One record for a pair or a single answer, one per label otherwise."""
+        """One record per label for KTO, one for the row otherwise."""
         if self.kind == "unpaired":
             for number, label in enumerate(job.labels):
                 record, kept = self._record(job, fitted, slice(number, number + 1))
@@ -133,8 +154,8 @@ class RowMapper:
                 }
             return
         record, kept = self._record(job, fitted, slice(None))
-        names = ("chosen_ids", "rejected_ids") if self.kind == "paired" else ("completion_ids",)
-        yield record | {name: kept.completions[number] if kept else [] for number, name in enumerate(names)}
+        names = [name for name in _COMPLETIONS if name in self.features]
+        yield record | job.stored | {name: kept.completions[i] if kept else [] for i, name in enumerate(names)}
 
     def _record(self, job: _Job, fitted: Fitted | None, part: slice) -> tuple[dict[str, Any], Fitted | None]:
         """What every record has, for the completions in ``part``; and the ids, unless one of them must be dropped."""

@@ -12,18 +12,21 @@ from typing import Any
 from datasets import Dataset, Features, IterableDataset
 
 from alignment.config.errors import DataError
+from alignment.data.json_text import json_object
 from alignment.data.readers import encode, infer_features
 from alignment.data.sources import file_hash
 from alignment.data.wording import one_line
 
 
-def from_stream(stream: IterableDataset, rows: int, columns: Iterable[str], where: str, folder: Path) -> Dataset:
+def from_stream(
+    stream: IterableDataset, rows: int, columns: Iterable[str] | None, where: str, folder: Path
+) -> Dataset:
     """A dataset of the first ``rows`` rows of a stream, which may have fewer; they are never all in memory.
 
     Args:
         stream: read once, from its start.
         rows: how many to take.
-        columns: those to keep; a stream may carry many more.
+        columns: those to keep, as a stream may carry many more; None for every one, dates and times as ISO text.
         where: names the data in messages.
         folder: for a scratch file.
 
@@ -33,7 +36,7 @@ def from_stream(stream: IterableDataset, rows: int, columns: Iterable[str], wher
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".stream-", dir=folder) as scratch:
         path = Path(scratch) / "rows.jsonl"
-        features = infer_features(_spooled(stream, rows, set(columns), where, path))
+        features = infer_features(_spooled(stream, rows, None if columns is None else set(columns), where, path))
         if not features:
             raise DataError(f"{where}: the stream gives no rows with columns that are used; give one that has some")
         given = {"path": str(path), "features": features}
@@ -41,7 +44,7 @@ def from_stream(stream: IterableDataset, rows: int, columns: Iterable[str], wher
 
 
 def _spooled(
-    stream: IterableDataset, rows: int, columns: set[str], where: str, path: Path
+    stream: IterableDataset, rows: int, columns: set[str] | None, where: str, path: Path
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Write the rows to ``path`` as they come, and yield each with its place for messages."""
     number = 0
@@ -49,20 +52,13 @@ def _spooled(
         try:
             for number, row in enumerate(islice(stream.with_format(None), rows), start=1):
                 place = f"{where} row {number}"
-                kept = {name: value for name, value in row.items() if name in columns}
-                file.write(_line(kept, place))
+                kept = {name: value for name, value in row.items() if columns is None or name in columns}
+                file.write(json_object(kept, place, dates=columns is None) + "\n")
                 yield place, kept
         except DataError:
             raise
         except Exception as error:  # whatever the user's generator or the network raises
             raise DataError(f"{where}: the stream broke after row {number}: {one_line(error)}") from error
-
-
-def _line(row: dict[str, Any], place: str) -> str:
-    try:
-        return json.dumps(row, allow_nan=False) + "\n"
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{place}: cannot be stored: {one_line(error)}; use JSON-like values") from error
 
 
 def _read(path: str, features: Features) -> Iterator[dict[str, Any]]:

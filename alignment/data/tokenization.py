@@ -28,7 +28,7 @@ _MARK = "alignment-marks-this-place"  # stands in for a message's content to fin
 
 @dataclass(frozen=True)
 class Source:
-    """One prompt with its completions, all strings or all messages. ``place`` names the row in messages."""
+    """One prompt with its completions, if any, all strings or all messages. ``place`` names the row in messages."""
 
     prompt: Text
     completions: tuple[Text, ...]
@@ -108,7 +108,7 @@ class RowTokenizer:
         else:
             fulls = [self._end_text(full) for full in fulls]
         border = _common_length(prompt, fulls)
-        return self._with_context(fulls[0][:border], [full[border:] for full in fulls])
+        return self._with_context(prompt[:border], [full[border:] for full in fulls])
 
     def _with_leading(self, ids: list[int]) -> list[int]:
         """Exactly one set of leading specials, also where the text itself begins with them or with BOS."""
@@ -183,7 +183,7 @@ class RowTokenizer:
 
     def _opening(self, source: Source) -> str:
         """What a template writes before the first message's content: its default system turn and the turn's header."""
-        messages: list[Any] = list(source.completions[0])
+        messages: list[Any] = list(source.completions[0]) if source.completions else [{"role": "assistant"}]
         text = self._render([{**messages[0], "content": _MARK}, *messages[1:]], source)
         return text.partition(_MARK)[0] if _MARK in text else ""
 
@@ -220,7 +220,7 @@ def leading_specials(tokenizer: Any) -> list[int]:
 
 
 def _is_chat(source: Source) -> bool:
-    return not isinstance(source.completions[0], str)
+    return not isinstance(source.prompt, str)
 
 
 def _plain_texts(source: Source) -> list[str]:

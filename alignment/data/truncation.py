@@ -10,6 +10,7 @@ from alignment.config.errors import OptionError
 EMPTY = "the completion is empty"
 NO_ROOM = "no room for the completion (prompt fills max_length)"
 NO_CONTEXT = "nothing before the completion (empty prompt, and the tokenizer has no BOS or EOS token)"
+NO_START = "nothing to begin with (empty prompt, and the tokenizer has no BOS or EOS token)"
 TRUNCATION_MODES = ("keep_end", "keep_start")
 
 
@@ -39,7 +40,8 @@ class Limits:
 class Fitted:
     """One prompt and its completions within the limits.
 
-    ``reasons[i]`` is None, or why completion i (then empty) cannot be used; ``cut[i]`` whether it lost tokens.
+    ``reasons[i]`` is None, or why completion i (then empty) cannot be used; ``cut[i]`` whether it lost tokens. Of a
+    prompt without completions ``reasons[0]`` is None, or why the prompt cannot be used.
     """
 
     prompt: list[int]
@@ -69,6 +71,16 @@ def fit(prompt: list[int], completions: Sequence[list[int]], limits: Limits, hea
         reasons.append(reason)
     cut = [not reason and len(new) < len(old) for new, old, reason in zip(fitted, completions, reasons, strict=True)]
     return Fitted(kept, len(kept) < len(prompt), fitted, cut, reasons)
+
+
+def fit_prompt(prompt: list[int], limits: Limits) -> Fitted:
+    """A prompt without completions, which is never cut: the policy answers the whole of it, or the row is dropped."""
+    most, reason = limits.max_prompt_length, None
+    if not prompt:
+        reason = NO_START
+    elif most is not None and len(prompt) > most:
+        reason = f"prompt longer than {most} token{'s' if most > 1 else ''}"
+    return Fitted(prompt, False, [], [], [reason])
 
 
 def _cut_prompt(prompt: list[int], limits: Limits, head: int) -> list[int]:

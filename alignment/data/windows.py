@@ -33,7 +33,7 @@ class RowTable:
 
     Attributes:
         prompt: (R,) prompt tokens.
-        completions: (R, C) completion tokens; C is 1 for single answers, 2 for (chosen, rejected).
+        completions: (R, C) completion tokens; C is 1 for single answers, 2 for (chosen, rejected), 0 for prompts.
         labels: (R,) bool, or None where rows have none.
         prompt_key: (R,) int64, equal for equal prompts, or None where no partners are drawn.
         max_length: longest sequence, which also cuts a mismatched completion.
@@ -50,6 +50,8 @@ class RowTable:
 
     def mismatched_completion(self, rows: Rows, partners: Rows) -> Rows:
         """Tokens that the partner's completion keeps behind each row's prompt (0 without a partner)."""
+        if not self.completions.shape[1]:
+            return np.zeros_like(rows)
         tokens = np.where(partners >= 0, self.completions[partners, 0], 0)
         if self.max_length is None:
             return tokens
@@ -137,7 +139,7 @@ def plan_window(
         step: recorded in the plan.
     """
     mismatched = table.mismatched_completion(rows, partners)
-    longest_completion = np.maximum(table.completions[rows].max(axis=1), mismatched)
+    longest_completion = np.maximum(table.completions[rows].max(axis=1, initial=0), mismatched)
     width = table.prompt[rows] + longest_completion
     order = np.lexsort((rows, -width))
     micro_batches, longest, longest_mismatched = [], [], []
@@ -145,7 +147,7 @@ def plan_window(
     while start < len(rows):
         per_rank = batch_size
         if max_tokens is not None:
-            per_rank = max(1, max_tokens // int(width[order[start]] * table.completions.shape[1]))
+            per_rank = max(1, max_tokens // int(width[order[start]] * max(1, table.completions.shape[1])))
         group = order[start : start + per_rank * world_size]
         start += len(group)
         shares = [group[rank::world_size] for rank in range(world_size)]
@@ -156,7 +158,7 @@ def plan_window(
         rows=len(rows),
         desirable=0 if table.labels is None else int(table.labels[rows].sum()),
         partnered=int((partners >= 0).sum()),
-        first_completion_tokens=int(table.completions[rows, 0].sum()),
+        first_completion_tokens=int(table.completions[rows, :1].sum()),
         sequence_tokens=int((table.prompt[rows, None] + table.completions[rows]).sum()),
     )
     return WindowPlan(epoch, step, tuple(micro_batches), tuple(longest), tuple(longest_mismatched), counts)

@@ -1,0 +1,198 @@
+"""Rows of prompts alone, and pairs with a margin: what they hold, what is dropped, and what faulty ones are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_tokenizers import CHATML, char_tokenizer
+from datasets import Dataset, IterableDataset, concatenate_datasets
+
+from alignment.config.errors import DataError
+from alignment.data.columns import arranged, stream_columns
+from alignment.data.formats import margin_of, prompted_row
+from alignment.data.prepare import FEATURES, Prepared, load_prepared, prepare
+from alignment.data.prompt_rows import PromptRow, prompt_row
+from alignment.data.sources import dataset_from_python, load_split
+from alignment.data.streams import from_stream
+from alignment.data.truncation import Limits
+
+USER = {"role": "user", "content": "hi"}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+def made(data: Any, folder: Path, kind: Any = "prompts", limits: Limits | None = None, **options: Any) -> Prepared:
+    """What becomes of a dataset, or a list of rows."""
+    tokenizer = options.pop("tokenizer", None) or char_tokenizer(before=("<s>",), template=CHATML)
+    data = data if isinstance(data, Dataset) else dataset_from_python(data)
+    return load_prepared(prepare(data, kind, tokenizer, limits or Limits(), "data", folder, progress=False, **options))
+
+
+def columns_of(prepared: Prepared) -> list[Any]:
+    """The extra columns of every row."""
+    return [prompt_row(prepared.dataset, index).columns for index in range(len(prepared.dataset))]
+
+
+def test_prompts_keep_the_other_columns(tmp_path: Path) -> None:
+    when = datetime(2024, 5, 1, 12, 30, tzinfo=UTC)
+    data = Dataset.from_list(
+        [
+            {"prompt": "ab c", "answer": {"x": 1, "y": None}, "when": when, "label": 3, "system": "é"},
+            {"prompt": "", "answer": {"x": None, "y": [2.5]}, "when": None, "label": 4, "system": ""},
+        ]
+    )
+    prepared = made(data, tmp_path)
+    assert prepared.dataset.features == FEATURES["prompts"]
+    tokenizer = char_tokenizer(before=("<s>",))
+    assert [tokenizer.decode(ids) for ids in prepared.dataset["prompt_ids"]] == ["<s>ab c", "<s>"]
+    first = {"answer": {"x": 1, "y": None}, "when": "2024-05-01T12:30:00+00:00", "label": 3, "system": "é"}
+    second = {"answer": {"x": None, "y": [2.5]}, "when": None, "label": 4, "system": ""}
+    assert [prompt_row(prepared.dataset, index) for index in range(2)] == [
+        PromptRow(0, "ab c", {}, first),
+        PromptRow(1, "", {}, second),
+    ]
+    report = prepared.report
+    assert (report.rows_in, report.rows_out, report.prompts_cut, report.desirable + report.undesirable) == (2, 2, 0, 0)
+
+
+def test_messages_template_variables_and_mapped_columns(tmp_path: Path) -> None:
+    row = {"question": [USER], "system": "be brief", "prompt": "taken over", "tools": TOOLS, "query": "q", "goal": "g"}
+    prepared = made([row], tmp_path, column_map={"prompt": "question", "system": "system"})
+    assert prompt_row(prepared.dataset, 0) == PromptRow(
+        0, [{"role": "system", "content": "be brief"}, USER], {"tools": TOOLS}, {"query": "q", "goal": "g"}
+    )
+    renamed = made([{"prompt": "a", "output": "b"}], tmp_path, column_map={"completion": "output"})
+    assert columns_of(renamed) == [{"completion": "b"}]
+
+
+def test_the_query_is_part_of_the_prompt(tmp_path: Path) -> None:
+    rows = [{"prompt": "do", "input": "it"}, {"prompt": "do", "input": ""}]
+    dataset = made(rows, tmp_path, column_map={"query": "input"}).dataset
+    assert [prompt_row(dataset, index).prompt for index in range(2)] == ["do\nit", "do"]
+
+
+def test_a_prompt_that_is_too_long_is_dropped_and_never_cut(tmp_path: Path) -> None:
+    rows = [{"prompt": "abcde"}, {"prompt": "a b c"}, {"prompt": "a b cd"}]  # 5, 6 and 7 tokens with BOS
+    prepared = made(rows, tmp_path, limits=Limits(max_prompt_length=6))
+    assert prepared.dataset["row"][:] == [0, 1]
+    assert [len(ids) for ids in prepared.dataset["prompt_ids"]] == [5, 6]
+    assert prepared.report.dropped == {"prompt longer than 6 tokens": 1}
+    assert prepared.report.summary().startswith("2 of 3 rows kept, 1 dropped: 1 × prompt longer than 6 tokens")
+    with pytest.raises(DataError, match=r"^data: 1 of 3 rows would be dropped \(1 × prompt longer than 6 tokens\)"):
+        made(rows, tmp_path, limits=Limits(max_prompt_length=6), strict=True)
+    said = r"^data: none of the 3 rows is left \(3 × prompt longer .*\); raise max_length or lower max_new_tokens, or "
+    with pytest.raises(DataError, match=said):
+        made(rows, tmp_path, limits=Limits(max_prompt_length=4))
+
+
+def test_an_empty_prompt_needs_a_token_to_begin_with(tmp_path: Path) -> None:
+    rows = [{"prompt": ""}, {"prompt": "a"}]
+    for options, ids in (({}, [0]), ({"bos": None}, [1])):
+        assert made(rows, tmp_path, tokenizer=char_tokenizer(**options)).dataset[0]["prompt_ids"] == ids
+    prepared = made(rows, tmp_path, tokenizer=char_tokenizer(bos=None, eos=None))
+    assert prepared.dataset["row"][:] == [1]
+    [reason] = prepared.report.dropped
+    assert reason.startswith("nothing to begin with (empty prompt")
+
+
+def test_the_cache_follows_the_other_columns_and_their_use(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": [USER], "system": "s", "answer": 1}]
+    plain = made(rows, tmp_path)
+    assert columns_of(made([{**rows[0], "answer": 2}], tmp_path)) == [{"system": "s", "answer": 2}]
+    assert columns_of(plain) == [{"system": "s", "answer": 1}]
+    used = made(rows, tmp_path, column_map={"system": "system"})
+    assert columns_of(used) == [{"answer": 1}] and len(used.dataset[0]["prompt_ids"]) > len(
+        plain.dataset[0]["prompt_ids"]
+    )
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_datasets_with_other_columns_can_be_mixed(tmp_path: Path) -> None:
+    parts = [made([{"prompt": "a", "x": 1}], tmp_path), made([{"prompt": "b", "y": ["z"]}], tmp_path)]
+    both = concatenate_datasets([part.dataset for part in parts])
+    assert [prompt_row(both, index).columns for index in range(2)] == [{"x": 1}, {"y": ["z"]}]
+
+
+def dated() -> Iterator[dict[str, Any]]:
+    """Rows of a stream."""
+    yield {"prompt": "a", "when": datetime(2024, 5, 1), "answer": [1, None]}
+    yield {"prompt": "b", "when": None, "answer": "two"}
+
+
+def test_a_stream_keeps_every_column_of_prompts_only(tmp_path: Path) -> None:
+    stream = IterableDataset.from_generator(dated)
+    data = from_stream(stream, 5, stream_columns(None, "prompts"), "data", tmp_path)
+    assert columns_of(made(data, tmp_path)) == [
+        {"when": "2024-05-01T00:00:00", "answer": [1, None]},
+        {"when": None, "answer": "two"},
+    ]
+    assert stream_columns({"prompt": "answer"}, "compared") == {
+        "prompt", "completion", "label", "chosen", "rejected", "margin", "tools", "chat_template_kwargs", "messages",
+        "text", "answer",
+    }  # fmt: skip
+    assert "margin" not in (stream_columns(None, "paired") or set())
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (
+            [{"question": "a", "messages": [USER]}],
+            "data: Online DPO needs the missing prompt; columns: question, mess",
+        ),
+        ([{"prompt": "a"}, {"prompt": None}], "data row 2: prompt is missing; every row needs one"),
+        ([{"prompt": 5}], r"data row 1: prompt is 5 \(an integer\); give a string or a list of {role, content}"),
+        ([{"prompt": [{"role": "user"}]}], r"data row 1: prompt\[0\] has no content"),
+        ([{"prompt": "a", "image": b"\x00"}], r"data row 1: image is b'\\x00' \(of type bytes\), which cannot be sto"),
+        ([{"prompt": "a", "score": 1.0}, {"prompt": "a", "score": float("nan")}], "data row 2: score is nan .*finite"),
+        ([{"prompt": [{**USER, "image": b"x"}]}], "data row 1: prompt is .*, which cannot be stored"),
+    ],
+)
+def test_faulty_prompts_are_named(rows: list[dict[str, Any]], said: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"^{said}"):
+        made(Dataset.from_list(rows), tmp_path)
+
+
+def test_a_string_has_no_system_turn() -> None:
+    with pytest.raises(DataError, match="^row 1: system needs a conversation"):
+        prompted_row({"prompt": "a", "system": "s"}, "row 1")
+
+
+PAIR = {"prompt": "ab", "chosen": "c", "rejected": "d"}
+
+
+def test_pairs_with_margins(tmp_path: Path) -> None:
+    rows = [{**PAIR, "margin": 1.5}, {**PAIR, "margin": None}, {**PAIR, "chosen": "d", "prompt": None}, PAIR]
+    prepared = made(rows, tmp_path, "compared")
+    assert prepared.dataset.features == FEATURES["compared"]
+    assert prepared.dataset["margin"][:] == [1.5, 0.0, 0.0] and prepared.dataset["row"][:] == [0, 1, 3]
+    assert prepared.report.dropped == {"chosen and rejected are identical": 1}
+    assert made([PAIR], tmp_path, "compared").dataset["margin"][:] == [0.0]
+    assert "margin" not in arranged(Dataset.from_list(rows), None, "paired", "data").column_names
+
+
+def test_margins_of_a_csv_file_and_under_another_name(tmp_path: Path) -> None:
+    path = tmp_path / "data.csv"
+    path.write_text("prompt,chosen,rejected,gap\na,b,c,-0.25\na,b,c,\n")
+    data = load_split(str(path), None, "train")
+    assert made(data, tmp_path, "compared", column_map={"margin": "gap"}).dataset["margin"][:] == [-0.25, 0.0]
+
+
+@pytest.mark.parametrize("margin", [float("nan"), float("inf"), 1e39, 10**400, True, "wide", [1.0], {"a": 1}])
+def test_a_margin_is_a_finite_number(margin: Any) -> None:
+    with pytest.raises(DataError, match="^data row 3: margin is .*; set it to a finite number, or to null for none$"):
+        margin_of({**PAIR, "margin": margin}, "data row 3")
+
+
+def test_a_faulty_margin_is_named_with_its_row(tmp_path: Path) -> None:
+    rows = [{**PAIR, "margin": 1.0}, {**PAIR, "margin": float("nan")}]
+    with pytest.raises(DataError, match=r"^data row 2: margin is nan \(a number\); set it"):
+        made(rows, tmp_path, "compared")
+
+
+def test_missing_columns_of_a_reward_model(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="^data: the reward model needs the missing rejected; columns: chosen, compl"):
+        made([{"chosen": "a", "completion": "b", "label": True}], tmp_path, "compared")
