@@ -9,7 +9,15 @@ from typing import Any
 
 import torch
 from data_tokenizers import PLAIN, char_tokenizer
-from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, LlamaConfig, MixtralConfig, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    CohereConfig,
+    Gemma2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+)
 
 POSITIONS = 96
 
@@ -44,6 +52,20 @@ def make_model(folder: Path, kind: str = "tied", seed: int = 0, gain: float = 4.
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(gain)
+    model.save_pretrained(folder)
+    char_tokenizer(template=PLAIN).save_pretrained(folder)
+    return str(folder)
+
+
+def make_classifier(folder: Path, kind: str = "tied", seed: int = 0, labels: int = 1) -> str:
+    """The same with a score head in place of the language-modelling head: a reward model, where it has one label."""
+    torch.manual_seed(seed)
+    config = tiny_config(kind)
+    config.num_labels = labels
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.mul_(4.0)
     model.save_pretrained(folder)
     char_tokenizer(template=PLAIN).save_pretrained(folder)
     return str(folder)

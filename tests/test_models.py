@@ -18,7 +18,7 @@ from alignment.config.errors import ModelError, OptionError
 from alignment.engines.launch_env import init_distributed
 from alignment.engines.saving import gathered_state_dict
 from alignment.models.inspection import check_positions, check_weights, read_config
-from alignment.models.loading import disable_dropout, enable_checkpointing, load_causal_lm, loading, snapshot
+from alignment.models.loading import disable_dropout, enable_checkpointing, load_model, loading, snapshot
 
 STAGE3 = {"train_micro_batch_size_per_gpu": 1, **zero(3)}
 
@@ -152,7 +152,7 @@ def test_a_model_that_cannot_be_loaded(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "hidden_size": 64}))
     for kwargs in ({}, {"no_such_argument": 1}):
         with pytest.raises(ModelError, match="^model .* could not be loaded: ") as caught:
-            load_causal_lm(str(folder), torch.float32, ds_config=zero(0), init_kwargs=kwargs)
+            load_model(str(folder), torch.float32, ds_config=zero(0), init_kwargs=kwargs)
         assert "\n" not in str(caught.value)
 
 
@@ -231,7 +231,7 @@ def test_a_partitioned_model_is_copied_and_gathered_whole(tmp_path: Path, kind: 
     init_distributed(use_cpu=False)
     path = make_model(tmp_path / kind, kind)
     stored = load_file(tmp_path / kind / "model.safetensors")
-    model = load_causal_lm(path, torch.float32, ds_config=STAGE3)
+    model = load_model(path, torch.float32, ds_config=STAGE3)
     assert all(hasattr(p, "ds_id") for p in model.parameters())
     assert sum(p.numel() for p in model.parameters()) < sum(v.numel() for v in stored.values())
     assert gathered_state_dict(model, keep=False) == {}

@@ -18,7 +18,7 @@ from alignment.data.batching import Batch
 from alignment.engines.collectives import device
 from alignment.engines.release import balanced_module_stack, forget_partitioned
 from alignment.engines.untouched import undo_dummy_step
-from alignment.models.scorer import CompletionScorer
+from alignment.models.scorer import Scorer
 
 
 class SequenceScores(NamedTuple):
@@ -44,7 +44,7 @@ class ScoringEngine:
         device: where batches have to be.
     """
 
-    def __init__(self, scorer: CompletionScorer, ds_config: dict[str, Any], **kwargs: Any) -> None:
+    def __init__(self, scorer: Scorer, ds_config: dict[str, Any], **kwargs: Any) -> None:
         self.scorer, self.device = scorer, device()
         # Not initialised by DeepSpeed a second time, and the configuration is copied because it writes into it.
         self.engine, *_ = deepspeed.initialize(
@@ -98,7 +98,7 @@ class FrozenEngine(ScoringEngine):
         ds_config: this engine's own DeepSpeed configuration.
     """
 
-    def __init__(self, scorer: CompletionScorer, ds_config: dict[str, Any]) -> None:
+    def __init__(self, scorer: Scorer, ds_config: dict[str, Any]) -> None:
         self._froze = [p for p in scorer.parameters() if p.requires_grad]
         scorer.requires_grad_(False)
         super().__init__(scorer, ds_config)
@@ -126,7 +126,7 @@ class PolicyEngine(ScoringEngine):
     """
 
     def __init__(
-        self, scorer: CompletionScorer, ds_config: dict[str, Any], optimizer: Optimizer, scheduler: LRScheduler
+        self, scorer: Scorer, ds_config: dict[str, Any], optimizer: Optimizer, scheduler: LRScheduler
     ) -> None:
         super().__init__(scorer, ds_config, optimizer=optimizer, lr_scheduler=scheduler)
         undo_dummy_step(self.engine.optimizer)

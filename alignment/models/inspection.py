@@ -8,19 +8,30 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from alignment.config.errors import ModelError, OptionError
+from alignment.models.architecture import CAUSAL_LM, Architecture
 
 
 def read_config(
-    path: str, *, key: str, trust_remote_code: bool, init_kwargs: dict[str, Any] | None = None
+    path: str,
+    *,
+    key: str,
+    trust_remote_code: bool,
+    init_kwargs: dict[str, Any] | None = None,
+    architecture: Architecture = CAUSAL_LM,
 ) -> PretrainedConfig:
     """The configuration of a local folder or hub name, with the weights of a local folder checked for completeness.
 
     Raises:
-        ModelError: no such model, an architecture that is not a decoder-only language model, or torn weights.
+        ModelError: no such model, one that cannot be loaded as ``architecture``, or torn weights.
+        OptionError: a further argument that contradicts ``architecture``.
     """
+    for name, value in architecture.arguments.items():
+        if (init_kwargs or {}).get(name, value) != value:
+            given = (init_kwargs or {})[name]
+            raise OptionError(f"{key}: {path!r} with {name}={given!r}: must be {value!r} here; leave {name} out")
     if path.startswith((".", "/", "~")) and not Path(path).exists():
         raise ModelError(f"{key}: {path!r}: no such folder; set {key} to one that exists, or to a hub name")
     try:
@@ -32,9 +43,9 @@ def read_config(
         raise ModelError(f"{key}: {path!r} has no usable configuration: {first_line(error)}") from error
     if config.is_encoder_decoder:
         raise ModelError(f"{key}: {path!r} is an encoder-decoder model; only decoder-only ones are supported")
-    remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not remote:
-        raise ModelError(f"{key}: {path!r} is a {config.model_type} model, which is not a causal language model")
+    if not architecture.knows(config, trust_remote_code):
+        raise ModelError(f"{key}: {path!r} is a {config.model_type} model, which is not a {architecture.noun}")
+    architecture.check_config(config, f"{key}: {path!r}")
     if Path(path).is_dir():
         check_weights(Path(path) / (init_kwargs or {}).get("subfolder", ""), key)
     return config

@@ -1,21 +1,22 @@
-"""Loading a causal language model, partitioned from the start under ZeRO-3, and copying a live one."""
+"""Loading a model, partitioned from the start under ZeRO-3, and copying a live one."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import deepspeed
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from alignment.config.errors import ModelError, OptionError
+from alignment.models.architecture import CAUSAL_LM, Architecture
 from alignment.models.inspection import first_line
 
 
@@ -36,36 +37,67 @@ def loading(ds_config: dict[str, Any] | None) -> Iterator[None]:
         hf_deepspeed._hf_deepspeed_config_weak_ref = before
 
 
-def load_causal_lm(
+def load_model(
     path: str,
     dtype: torch.dtype,
     *,
     ds_config: dict[str, Any],
+    architecture: Architecture = CAUSAL_LM,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     init_kwargs: dict[str, Any] | None = None,
+    seed: int = 0,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> PreTrainedModel:
-    """``AutoModelForCausalLM.from_pretrained``; under a stage-3 ``ds_config`` no rank ever holds the whole model.
+    """``from_pretrained`` of an architecture; under a stage-3 ``ds_config`` no rank ever holds the whole model.
+
+    Args:
+        path: folder or hub name.
+        dtype: of the weights.
+        ds_config: of the engine that the model is for.
+        architecture: what to load it as.
+        attn_implementation: kernel of the attention; None for transformers' choice.
+        trust_remote_code: run code that comes with the model.
+        init_kwargs: further arguments.
+        seed: of the weights that the architecture lets begin anew: the same on every rank, at every ZeRO stage.
+        tell: is told of such weights.
 
     Raises:
-        ModelError: the folder or its weights cannot be read.
+        ModelError: the folder or its weights cannot be read, or weights are missing.
     """
-    kwargs = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code} | (init_kwargs or {})
+    kwargs = {
+        "attn_implementation": attn_implementation,
+        "trust_remote_code": trust_remote_code,
+        **architecture.arguments,
+        **(init_kwargs or {}),
+    }
     try:
         with loading(ds_config):
-            model, report = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True, **kwargs)
+            model, report = architecture.auto.from_pretrained(path, dtype=dtype, output_loading_info=True, **kwargs)
     except torch.OutOfMemoryError:
         raise
     except (OSError, SafetensorError, ValueError, TypeError, RuntimeError, ImportError) as error:
         raise ModelError(f"model {path!r} could not be loaded: {first_line(error)}") from error
-    missing = sorted(report["missing_keys"])
+    missing = sorted(name for name in report["missing_keys"] if not architecture.is_new(name))
     if missing:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
-        raise ModelError(
-            f"model {path!r}: its weights lack {missing[0]}{more}, which would start at random; "
-            "copy or download the folder again"
-        )
-    return model
+        raise ModelError(f"model {path!r}: its weights lack {missing[0]}{more}, {architecture.lacks}")
+    if report["missing_keys"]:
+        names = sorted(report["missing_keys"])
+        _begin_anew(model, names, seed)
+        tell(f"{path}: its weights have no {' and '.join(names)}, which begins anew, drawn with seed {seed}")
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _begin_anew(model: PreTrainedModel, names: Sequence[str], seed: int) -> None:
+    """Draw parameters from the model's initial distribution, the same for every rank and partitioning."""
+    generator = torch.Generator().manual_seed(seed)
+    deviation = getattr(model.config.get_text_config(), "initializer_range", 0.02)
+    for name in names:
+        parameter = model.get_parameter(name)
+        with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=hasattr(parameter, "ds_id")):
+            parameter.data.copy_(torch.empty(parameter.shape).normal_(0.0, deviation, generator=generator))
 
 
 def snapshot(model: PreTrainedModel) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""The module that an engine wraps: token ids in, per-token log-probs of the completions out.
+"""The module that an engine wraps: token ids in, one number for each chosen position out, mostly its log-prob.
 
 It never returns logits or a ``ModelOutput``: DeepSpeed hooks every tensor that a wrapped module returns, and a second
 output with a graph halves ZeRO-1/2 gradients without a word.
@@ -6,8 +6,10 @@ output with a graph halves ZeRO-1/2 gradients without a word.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -27,26 +29,27 @@ class ScorerOutput(NamedTuple):
     stats: TokenStats | None
 
 
-class CompletionScorer(nn.Module):
-    """A causal language model that scores chosen positions instead of returning logits.
+class Scorer(nn.Module):
+    """A model that scores chosen positions of token sequences, one number for each."""
 
-    Args:
-        model: the Hugging Face model; its head is replaced by a :class:`~alignment.models.head.LogProbHead`.
-        router_aux_loss: compute the load-balancing loss of a mixture-of-experts model.
-        tile_bytes: budget of the head's largest temporary.
-    """
-
-    def __init__(
-        self, model: PreTrainedModel, router_aux_loss: bool = False, tile_bytes: int = DEFAULT_TILE_BYTES
-    ) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.tile_bytes = tile_bytes
-        self.transform = logit_transform(model.config.get_text_config())
-        install_logprob_head(model, tile_bytes)
-        self.balancing_loss = balancing_loss(model) if router_aux_loss else None
         # Re-entrant checkpointing would finish each weight's gradient once per pass, and ZeRO-1 and 2 take only one.
         self.one_pass = False
+
+
+class DecoderScorer(Scorer):
+    """A decoder whose hidden states at chosen positions are scored; a subclass says how.
+
+    Args:
+        model: the Hugging Face model.
+        router_aux_loss: compute the load-balancing loss of a mixture-of-experts model.
+    """
+
+    def __init__(self, model: PreTrainedModel, router_aux_loss: bool = False) -> None:
+        super().__init__(model)
+        self.balancing_loss = balancing_loss(model) if router_aux_loss else None
 
     def forward(
         self,
@@ -58,15 +61,16 @@ class CompletionScorer(nn.Module):
         stats: bool = False,
         blocks: tuple[tuple[int, int], ...] = (),
     ) -> ScorerOutput:
-        """Score the tokens ``targets`` from the hidden states at ``positions``.
+        """Score the hidden states at ``positions``; log-probs are those of the tokens ``targets``.
 
         Args:
             input_ids: (B, T) int64, padded on the right.
             attention_mask: (B, T) int64, 1 on real tokens.
-            positions: (N,) int64 into the flattened (B*T) hidden states: the position *before* each target.
+            positions: (N,) int64 into the flattened (B*T) hidden states: for log-probs the position *before* each
+                target, for a reward that of the sequence's last token.
             targets: (N,) int64 token ids.
             longest: the largest N of any rank for this micro-batch.
-            stats: measure each token's distribution as well.
+            stats: measure each token's distribution as well, where there is one.
             blocks: ``(rows, width)`` of consecutive rows that go through the model on their own, without the padding
                 right of their width; none: all rows at once, as a balancing loss needs them.
         """
@@ -82,17 +86,39 @@ class CompletionScorer(nn.Module):
             parts.append(nn.functional.pad(outputs.last_hidden_state, (0, 0, 0, input_ids.shape[1] - width)))
         states = torch.cat(parts)
         states = states.reshape(-1, states.shape[-1]).index_select(0, positions)
-        logps, measured = self._logprobs(states, targets, longest, stats)
-        aux_loss = logps.new_zeros(())
+        scores, measured = self._scores(states, targets, longest, stats)
+        aux_loss = scores.new_zeros(())
         if self.balancing_loss is not None:
             aux_loss = self.balancing_loss(outputs.router_logits, attention_mask)
-        return ScorerOutput(logps, aux_loss, measured)
+        return ScorerOutput(scores, aux_loss, measured)
 
-    def _logprobs(self, hidden: Tensor, targets: Tensor, longest: int, stats: bool) -> Scored:
+    @abstractmethod
+    def _scores(self, states: Tensor, targets: Tensor, longest: int, stats: bool) -> Scored:
+        """(N, H) hidden states -> (N,) scores in fp32, and statistics if asked for and there are any."""
+
+
+class CompletionScorer(DecoderScorer):
+    """A causal language model that scores chosen positions instead of returning logits.
+
+    Args:
+        model: the Hugging Face model; its head is replaced by a :class:`~alignment.models.head.LogProbHead`.
+        router_aux_loss: as for :class:`DecoderScorer`.
+        tile_bytes: budget of the head's largest temporary.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, router_aux_loss: bool = False, tile_bytes: int = DEFAULT_TILE_BYTES
+    ) -> None:
+        super().__init__(model, router_aux_loss)
+        self.tile_bytes = tile_bytes
+        self.transform = logit_transform(model.config.get_text_config())
+        install_logprob_head(model, tile_bytes)
+
+    def _scores(self, states: Tensor, targets: Tensor, longest: int, stats: bool) -> Scored:
         head = self.model.get_output_embeddings()
         if isinstance(head, LogProbHead):
-            return head(hidden, targets, stats)
-        return checkpointed_logprobs(head, hidden, targets, self.transform, self.tile_bytes, longest, stats)
+            return head(states, targets, stats)
+        return checkpointed_logprobs(head, states, targets, self.transform, self.tile_bytes, longest, stats)
 
 
 def balancing_loss(model: PreTrainedModel) -> Callable[[tuple[Tensor, ...], Tensor], Tensor]:
@@ -121,22 +147,42 @@ def check_scorer(scorer: CompletionScorer, device: torch.device) -> None:
     Raises:
         ModelError: they differ by more than rounding.
     """
-    model = scorer.model
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = (torch.arange(1, 9, device=device) * 7919 % vocabulary)[None]
-    training = scorer.training
-    scorer.eval()
-    try:
+    model, ids = scorer.model, probe_ids(scorer.model, 8, device)
+    with without_dropout(scorer):
         steps = torch.arange(7, device=device)
         ours = scorer(ids, torch.ones_like(ids), steps, ids[0, 1:], 7).logps
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+    theirs = logits.to(ours.dtype).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    check_agreement(model, "logits", ours, theirs, logits.dtype)
+
+
+def probe_ids(model: PreTrainedModel, length: int, device: torch.device) -> Tensor:
+    """(1, length) int64: tokens from all over the vocabulary."""
+    vocabulary = model.config.get_text_config().vocab_size
+    return (torch.arange(1, length + 1, device=device) * 7919 % vocabulary)[None]
+
+
+@contextlib.contextmanager
+def without_dropout(scorer: Scorer) -> Iterator[None]:
+    """Evaluation mode; the mode from before comes back on any exit."""
+    training = scorer.training
+    scorer.eval()
+    try:
+        yield
     finally:
         scorer.train(training)
-    theirs = logits.to(ours.dtype).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    tolerance = 1e-3 if logits.dtype in (torch.float32, torch.float64) else 0.15
+
+
+def check_agreement(model: PreTrainedModel, what: str, ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
+    """Compare what a scorer and its model make of the same tokens. ``dtype``: in which the model computes.
+
+    Raises:
+        ModelError: they differ by more than rounding.
+    """
+    tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 0.15
     difference = float((ours - theirs).abs().max())
     if not difference <= tolerance * max(1.0, float(theirs.abs().max())):
         raise ModelError(
-            f"model {type(model).__name__} computes its logits in a way that this project does not know: log-probs "
-            f"from its hidden states differ from its own by {difference:.3g}; please report the architecture"
+            f"model {type(model).__name__} computes its {what} in a way that this project does not know: its own "
+            f"differ from ours by {difference:.3g}; please report the architecture"
         )
