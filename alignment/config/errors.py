@@ -29,3 +29,7 @@ class OutputError(AlignmentError):
 
 class TrainingError(AlignmentError):
     """A run that had to stop: the loss became non-finite, or a step could not be taken."""
+
+
+class RewardError(AlignmentError):
+    """A reward function or judge that raised, or returned what is no score or verdict."""

@@ -1,0 +1,99 @@
+"""Pairwise judges: a user's code that says which of two completions is better, not how good each is."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from alignment.config.errors import OptionError, RewardError
+from alignment.data.messages import Text
+from alignment.data.wording import show
+from alignment.rewards.calling import as_list, name_of, raise_together, raised, scalar, span, together
+
+FAILED = -1
+
+
+class Judge:
+    """A judge made of a callable, or of an object with a method ``judge``; either may be a coroutine function.
+
+    It is called with two lists, the prompts and for each a list of two completions, and returns for each 0 (the first
+    is better), 1 (the second is) or -1 (it cannot say).
+
+    Args:
+        judge: the callable or object.
+        name: for messages; its own if None.
+
+    Raises:
+        OptionError: it cannot be called so.
+    """
+
+    def __init__(self, judge: Any, name: str | None = None) -> None:
+        self.name = name or name_of(judge)
+        self.who = f"judge {self.name!r}"
+        self._call = getattr(judge, "judge", judge)
+        if isinstance(judge, type) or not callable(self._call):
+            raise OptionError(f"{self.who} is {show(judge)}; give a function, or an object with a method 'judge'")
+        try:
+            inspect.signature(self._call).bind([], [])
+        except TypeError as error:
+            raise OptionError(
+                f"{self.who} cannot be called with two arguments ({error}); let it take prompts and pairs"
+            ) from error
+        except ValueError:
+            return  # a built-in that does not tell: calling it will show
+
+    def verdicts(
+        self, prompts: Sequence[Text], pairs: Sequence[Sequence[Text]], seed: int, places: Sequence[str]
+    ) -> list[int]:
+        """For each pair 0 (the first is better), 1 (the second is) or -1 (no verdict). Collective.
+
+        Half of the pairs, drawn from the seed, are shown the other way round, and their answers turned back: a judge
+        that favours a position favours neither completion.
+
+        Args:
+            prompts: (P,) this rank's; there may be none, and then the judge is not called.
+            pairs: (P,) two completions each.
+            seed: of the order; another one for every step and rank.
+            places: (P,) names of the prompts' rows, for messages.
+
+        Raises:
+            RewardError: the judge raised or returned what are no verdicts, here or on another rank; the same on every.
+        """
+        draw = random.Random(seed)
+        turned = [draw.random() < 0.5 for _ in pairs]
+        shown = [list(reversed(pair)) if turn else list(pair) for pair, turn in zip(pairs, turned)]
+        failure, answers = None, []
+        try:
+            answers = self._asked(list(prompts), shown, places) if places else []
+        except RewardError as error:
+            failure = error
+        raise_together(failure)
+        return [1 - answer if turn and answer != FAILED else answer for answer, turn in zip(answers, turned)]
+
+    def _asked(self, prompts: list[Text], pairs: list[list[Text]], places: Sequence[str]) -> list[int]:
+        try:
+            returned = self._call(prompts, pairs)
+            if inspect.isawaitable(returned):
+                (returned,) = together([returned])
+                if isinstance(returned, BaseException):
+                    raise returned
+        except (Exception, asyncio.CancelledError, SystemExit) as error:
+            raise RewardError(
+                f"{self.who} raised {raised(error)} while judging {span(places)}; correct it, or let it return -1 for "
+                "what it cannot judge"
+            ) from error
+        values = as_list(returned, self.who, places, "verdicts", "pairs")
+        return [self._verdict(value, place) for value, place in zip(values, places)]
+
+    def _verdict(self, value: Any, place: str) -> int:
+        value = scalar(value)
+        # A boolean would be taken for its number, where True may well mean that the first is better.
+        if not isinstance(value, int) or isinstance(value, bool) or value not in (0, 1, FAILED):
+            raise RewardError(
+                f"{self.who} returned {show(value)} for {place}; return 0 (the first is better), 1 (the second is) or "
+                "-1 (no verdict)"
+            )
+        return value

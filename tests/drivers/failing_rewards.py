@@ -1,0 +1,93 @@
+"""Two ranks, on rank 1 of which a reward function or a judge fails: every rank gets one error, the same, and in time.
+
+Usage: failing_rewards.py OUT.json; at last a failure that nobody catches, as in a run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from alignment.config.errors import RewardError
+from alignment.engines.collectives import gathered
+from alignment.engines.guard import guarded
+from alignment.engines.launch_env import rank
+from alignment.rewards.combined import Rewards
+from alignment.rewards.functions import FunctionReward
+from alignment.rewards.judges import Judge
+from alignment.rewards.samples import Samples
+
+
+class Model:
+    """Calls a collective, as a reward model does: it hangs if not every rank comes."""
+
+    name, truncated, calls = "model", 0, 0
+
+    def score(self, samples: Samples) -> list[float | None]:
+        self.calls += 1
+        total: float = sum(gathered(float(len(samples))))
+        return [total] * len(samples)
+
+    def close(self) -> None: ...
+
+
+def samples(count: int) -> Samples:
+    """So many of this rank's."""
+    texts: list[Any] = ["text"] * count
+    places = [f"rank {rank()}'s row {number}" for number in range(count)]
+    return Samples(texts, texts, [[1]] * count, [True] * count, {}, places, [{}] * count)
+
+
+def failing_on(*ranks: int, how: str = "raise") -> Callable[..., Any]:
+    """A reward function that fails on these ranks."""
+
+    def length(completions: list[str]) -> list[float]:
+        if rank() in ranks:
+            if how == "raise":
+                raise KeyError("answer")
+            return [1.0]
+        return [1.0] * len(completions)
+
+    return length
+
+
+def judge(prompts: list[str], pairs: list[list[str]]) -> list[int]:
+    """Fails on rank 1."""
+    return [2 if rank() == 1 else 0 for _ in pairs]
+
+
+def message(act: Callable[[], Any]) -> str:
+    """What is said, on whatever rank."""
+    try:
+        act()
+    except RewardError as error:
+        return f"{error} [{type(error.__cause__).__name__}]"
+    return "nothing"
+
+
+def main() -> None:
+    """All cases; every rank's messages are written by the first."""
+    said: dict[str, list[str]] = {}
+    model = Model()
+
+    def rewards(function: Callable[..., Any]) -> Rewards:
+        return Rewards([FunctionReward(function), model])
+
+    said["one"] = gathered(message(lambda: rewards(failing_on(1)).score(samples(2))))
+    said["two"] = gathered(message(lambda: rewards(failing_on(0, 1, how="short")).score(samples(2))))
+    said["empty"] = gathered(message(lambda: rewards(failing_on(1)).score(samples(2 * rank()))))
+    said["judge"] = gathered(message(lambda: Judge(judge).verdicts(["p"], [["a", "b"]], 0, [f"row {rank()}"])))
+    assert model.calls == 0, "a reward model ran although a function had failed"
+    # Rank 1 has no samples: its function is not called, the model is.
+    scores = rewards(failing_on(1)).score(samples(2 - 2 * rank()))
+    said["good"] = gathered(str(scores.total))
+    if rank() == 0:
+        Path(sys.argv[-1]).write_text(json.dumps(said))
+    rewards(failing_on(1)).score(samples(1))
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main, use_cpu=True))

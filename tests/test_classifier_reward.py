@@ -1,0 +1,180 @@
+"""A reward model as a source of rewards: order, batches, truncation, templates, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from data_tokenizers import PLAIN, TOOLS, char_tokenizer
+from helpers import make_classifier, make_model, zero
+from transformers import AutoModelForSequenceClassification
+
+from alignment import OnlineDPOConfig
+from alignment.config.dtypes import plan_dtypes
+from alignment.config.errors import DataError, ModelError, OptionError, RewardError
+from alignment.engines.launch_env import init_distributed
+from alignment.rewards.classifier import ClassifierReward
+from alignment.rewards.samples import Samples, spoken
+
+TOOL = {"type": "function", "function": {"name": "clock"}}
+
+
+def samples(
+    prompts: list[Any], texts: list[str], template: dict[str, Any] | None = None, name: str = "rows.jsonl"
+) -> Samples:
+    size = len(prompts)
+    return Samples(
+        prompts=prompts,
+        completions=[spoken(prompt, text) for prompt, text in zip(prompts, texts, strict=True)],
+        completion_ids=[[]] * size,
+        ended=[True] * size,
+        columns={},
+        places=[f"{name} row {n + 1}" for n in range(size)],
+        template=[template or {}] * size,
+    )
+
+
+def source(model: Any, folder: Path, tokenizer: Any = None, **more: Any) -> ClassifierReward:
+    init_distributed(use_cpu=False)
+    options = OnlineDPOConfig(output_dir=str(folder), per_device_train_batch_size=1)
+    return ClassifierReward(model, tokenizer, options=options, dtypes=plan_dtypes(options, zero(0)), **more)
+
+
+@torch.no_grad()
+def own_scores(path: str, texts: list[str], tokenizer: Any) -> list[float]:
+    """transformers' score of each text on its own; the texts hold their special tokens."""
+    model = AutoModelForSequenceClassification.from_pretrained(path)
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    return [float(model(input_ids=torch.tensor([one])).logits[0, 0]) for one in ids]
+
+
+PROMPTS, TEXTS = ["once ", "ab", "a long prompt, ", "", "x"], ["upon a time", "b", "with an answer", "yes", "y" * 40]
+
+
+@pytest.mark.parametrize(("placement", "batch_size"), [(None, None), ("sharded", 3), ("offload", 1), ("replica", 9)])
+def test_scores_are_those_of_the_saved_model_in_order(tmp_path: Path, placement: Any, batch_size: Any) -> None:
+    path = make_classifier(tmp_path / "reward", "untied", seed=1)
+    reward = source(path, tmp_path, placement=placement, batch_size=batch_size)
+    assert reward.placement == placement or (placement is None and reward.placement == "replica")
+    assert reward.describe() == f"reward model: {path}, {reward.placement}, {batch_size or 2} sequences at once"
+    tokenizer = char_tokenizer()
+    expected = own_scores(path, [f"{p}{t}</s>" for p, t in zip(PROMPTS, TEXTS)], tokenizer)
+    found = reward.score(samples(PROMPTS, TEXTS))
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-4) and len({round(s, 3) for s in expected}) == 5
+    assert reward.truncated == 0
+    assert reward.tokens == sum(len(tokenizer(p + t)["input_ids"]) + 1 for p, t in zip(PROMPTS, TEXTS))
+    assert reward.score(samples([], [])) == []
+    reward.close()
+    if placement == "sharded":
+        assert reward.score(samples(PROMPTS[:1], TEXTS[:1])) == pytest.approx(expected[:1], rel=1e-4)
+        reward.close()
+
+
+def test_a_live_model_is_as_it_was_afterwards(tmp_path: Path) -> None:
+    path = make_classifier(tmp_path / "reward", seed=1)
+    live = AutoModelForSequenceClassification.from_pretrained(path)
+    weights = {name: value.clone() for name, value in live.state_dict().items()}
+    reward = source(live, tmp_path, char_tokenizer())
+    expected = own_scores(path, ["once upon</s>"], char_tokenizer())
+    assert reward.score(samples(["once "], ["upon"])) == pytest.approx(expected, rel=1e-4)
+    assert not any(p.requires_grad for p in live.parameters())
+    reward.close()
+    assert all(p.requires_grad for p in live.parameters())
+    assert all(torch.equal(value, weights[name]) for name, value in live.state_dict().items())
+
+
+def test_conversations_go_through_its_own_template(tmp_path: Path) -> None:
+    path = make_classifier(tmp_path / "reward", seed=1)
+    prompt = [{"role": "user", "content": "what time is it"}]
+    tokenizer = char_tokenizer(template=TOOLS)
+    reward = source(path, tmp_path, tokenizer)
+    rendered = tokenizer.apply_chat_template(
+        [*prompt, *spoken(prompt, "late")], tokenize=False, tools=[TOOL]
+    ).removesuffix("\n")
+    assert "clock" in rendered and rendered.endswith("late<|im_end|>")
+    reward.check(prompt, "row 1", {"tools": [TOOL]})
+    found = reward.score(samples([prompt], ["late"], {"tools": [TOOL]}))
+    assert found == pytest.approx(own_scores(path, [rendered], tokenizer), rel=1e-4)
+    assert found != pytest.approx(reward.score(samples([prompt], ["late"])), rel=1e-4)
+    reward.close()
+
+
+def test_long_sequences_are_cut_on_the_right_and_counted(tmp_path: Path) -> None:
+    path = make_classifier(tmp_path / "reward", seed=1)
+    tokenizer = char_tokenizer()
+    for limit, longest in ((None, 96), (20, 20), (1000, 96)):
+        if limit is not None:
+            tokenizer.model_max_length = limit
+        reward = source(path, tmp_path, tokenizer)
+        text = "cdefghijkl" * 12
+        expected = own_scores(path, [text[:longest], "cde</s>"], tokenizer)
+        assert reward.score(samples([text[:7], "c"], [text[7:], "de"])) == pytest.approx(expected, rel=1e-4)
+        assert reward.truncated == 1 and reward.tokens == longest + 4
+        reward.score(samples(["c"], ["de"]))
+        assert reward.truncated == 0
+        reward.close()
+
+
+def test_nothing_at_all_has_no_score(tmp_path: Path) -> None:
+    reward = source(make_classifier(tmp_path / "reward"), tmp_path, char_tokenizer(eos=None))
+    found = reward.score(samples(["", "a"], ["", "b"]))
+    assert found[0] is None and isinstance(found[1], float)
+    reward.close()
+
+
+def test_a_score_that_is_not_finite_names_model_and_row(tmp_path: Path) -> None:
+    path = make_classifier(tmp_path / "reward")
+    live = AutoModelForSequenceClassification.from_pretrained(path)
+    reward = source(live, tmp_path, char_tokenizer())
+    reward.score(samples(["a"], ["b"]))
+    torch.nn.init.constant_(live.score.weight, float("nan"))
+    with pytest.raises(
+        RewardError, match=r"^reward model .*reward: its score of a completion of rows\.jsonl row 1 is nan"
+    ):
+        reward.score(samples(["a", "c"], ["b", "d"]))
+    reward.close()
+
+
+def test_what_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    path, chat = make_classifier(tmp_path / "reward"), [{"role": "user", "content": "hello"}]
+    reward = source(path, tmp_path, char_tokenizer())
+    reward.check("hello", "rows.jsonl row 1", {})
+    with pytest.raises(
+        ModelError, match=r"^reward_processing_class: rows\.jsonl row 1 is conversational, but .* no chat"
+    ):
+        reward.check(chat, "rows.jsonl row 1", {})
+    failing = source(path, tmp_path, char_tokenizer(template="{{ raise_exception('no users') }}"))
+    with pytest.raises(DataError, match=r"^rows\.jsonl row 1: the chat template .* fails on it: no users"):
+        failing.check(chat, "rows.jsonl row 1", {})
+    picky = char_tokenizer(template="{% if not tools %}{{ raise_exception('no tools') }}{% endif %}" + PLAIN)
+    source(path, tmp_path, picky).check(chat, "rows.jsonl row 1", {"tools": [TOOL]})
+    with pytest.raises(RewardError, match=r"^reward model .*: rows\.jsonl row 1: the chat template .* fails on it"):
+        failing.score(samples([chat], ["hi"]))
+    failing.close()
+    with pytest.raises(ModelError, match=r"^reward_model_path: .* is a LlamaForCausalLM: its weights lack score"):
+        source(make_model(tmp_path / "language"), tmp_path)
+    with pytest.raises(ModelError, match=r"^reward_model_path: .*many' has num_labels=2, and a reward model has 1"):
+        source(make_classifier(tmp_path / "many", labels=2), tmp_path)
+    with pytest.raises(ModelError, match=r"^reward_model_path: '/nowhere': no such folder"):
+        source("/nowhere", tmp_path)
+    with pytest.raises(ModelError, match="^reward_processing_class: int is not a transformers tokenizer"):
+        source(path, tmp_path, 3)
+    with pytest.raises(ModelError, match="^the tokenizer has .* tokens but .*reward's vocab_size is 77"):
+        source(path, tmp_path, char_tokenizer(template=PLAIN, merges=(("a", "b"), ("c", "d"), ("e", "f"))))
+
+
+def test_its_engine_is_configured_apart_from_the_policys(tmp_path: Path) -> None:
+    path = make_classifier(tmp_path / "reward")
+    mapping = zero(3, parameters=True)
+    reward = source(path, tmp_path, deepspeed=mapping, batch_size=5)
+    assert reward.placement == "offload"
+    assert reward.ds_config["zero_optimization"]["stage"] == 3
+    assert reward.ds_config["train_micro_batch_size_per_gpu"] == 5
+    with pytest.raises(
+        OptionError, match="^reward_deepspeed: .*'offload', which contradicts reward_placement='replica'"
+    ):
+        source(path, tmp_path, deepspeed=mapping, placement="replica")
+    with pytest.raises(OptionError, match="zero_optimization.stage=2: a frozen engine is stage 3 or 0"):
+        source(path, tmp_path, deepspeed=zero(2))

@@ -1,0 +1,108 @@
+"""The table of completions: its file, its text, and what Weights & Biases and TensorBoard get of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerControl, TrainerState
+from transformers.integrations import TensorBoardCallback, WandbCallback
+
+from alignment import KTOConfig
+from alignment.config.errors import OutputError
+from alignment.reporting.completions import CompletionTable, as_text, markdown
+
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\nthere"}]
+TEXT = "system: Be brief.\nuser: Hi\nthere"
+ROWS: list[dict[str, Any]] = [
+    {"prompt": ASKED, "chosen": [{"role": "assistant", "content": "é|*x*"}], "score": None, "dropped": "tied"},
+    {"prompt": "p", "chosen": "<b>_c_", "score": 0.125, "dropped": None},
+]
+
+
+def test_the_file_has_a_line_for_each_row(tmp_path: Path) -> None:
+    path = tmp_path / "out" / "completions.jsonl"
+    table = CompletionTable(path)
+    table.write(3, ROWS)
+    table.write(4, [{"prompt": "p", "chosen": "c", "score": float("inf"), "dropped": None}])
+    table.write(5, [])
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+    assert lines == [
+        {
+            "step": 3,
+            "prompt": "system: Be brief.\nuser: Hi\nthere",
+            "chosen": "é|*x*",
+            "score": None,
+            "dropped": "tied",
+        },
+        {"step": 3, "prompt": "p", "chosen": "<b>_c_", "score": 0.125, "dropped": None},
+        {"step": 4, "prompt": "p", "chosen": "c", "score": None, "dropped": None},
+    ]
+
+
+def test_other_ranks_write_nothing_and_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    class Writer:
+        def add_text(self, *args: Any) -> None:
+            pytest.fail("written")
+
+    CompletionTable(None, [TensorBoardCallback(tb_writer=Writer())]).write(1, ROWS)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="output_dir: could not write"):
+        CompletionTable(tmp_path / "file" / "completions.jsonl").write(1, ROWS)
+
+
+def test_messages_as_text() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    assert as_text([call]) == "assistant: {'function': {'name': 'f'}}"
+    assert as_text([{"role": "user", "content": "Hi"}]) == "user: Hi"
+    assert (as_text("text"), as_text(None), as_text(0.5), as_text([])) == ("text", None, 0.5, "")
+
+
+def test_no_text_breaks_the_markdown_table() -> None:
+    lines = markdown([{"step": 1, "text": "a|b\n# *c* <i>", "score": 1 / 3, "none": None}]).splitlines()
+    assert lines[:2] == ["| step | text | score | none |", "| --- | --- | --- | --- |"]
+    assert lines[2:] == ["| 1 | a&#124;b<br>&#35; &#42;c&#42; &lt;i&gt; | 0.3333 |  |"]
+
+
+def test_tensorboard_gets_text(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    args = KTOConfig(output_dir=str(tmp_path))
+    state, control = TrainerState(is_world_process_zero=True), TrainerControl()
+    callbacks: list[Any] = []
+    table = CompletionTable(tmp_path / "completions.jsonl", callbacks)
+    callbacks.append(TensorBoardCallback())  # a callback that is added later counts
+    table.write(1, ROWS)  # no writer yet
+    callbacks[0].on_train_begin(args, state, control)
+    table.write(2, ROWS[:1])
+    table.write(4, ROWS)
+    callbacks[0].on_train_end(args, state, control)
+    (file,) = (tmp_path / "runs").rglob("events.*")
+    events = EventAccumulator(str(file)).Reload().Tensors("completions/text_summary")
+    assert [event.step for event in events] == [2, 4]
+    (text,) = events[1].tensor_proto.string_val
+    rendered = text.decode()
+    assert "Be brief.<br>user: Hi<br>there | é&#124;&#42;x&#42; |  | tied |" in rendered
+    assert rendered.splitlines()[3] == "| 4 | p | &lt;b&gt;&#95;c&#95; | 0.125 |  |"
+
+
+def test_wandb_gets_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_DIR", str(tmp_path)), ("WANDB_SILENT", "true")):
+        monkeypatch.setenv(name, value)
+    table = CompletionTable(tmp_path / "completions.jsonl", [WandbCallback()])
+    assert wandb.run is None
+    table.write(1, ROWS)  # no run: nothing to log to
+    run = wandb.init(project="tests")
+    table.write(2, ROWS)
+    logged = run.summary["completions"]
+    wandb.finish()
+    assert (logged["_type"], logged["nrows"], logged["ncols"]) == ("table-file", 2, 5)
+    (file,) = tmp_path.rglob("media/table/completions*.table.json")
+    content = json.loads(file.read_text())
+    assert content["columns"] == ["step", "prompt", "chosen", "score", "dropped"]
+    assert content["data"][1] == [2, "p", "<b>_c_", 0.125, None]
+    assert content["data"][0][2:] == ["é|*x*", None, "tied"]

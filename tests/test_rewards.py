@@ -1,0 +1,342 @@
+"""Rewards by functions: what they get, what they may return, what is said when they fail, and their weighted sum."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from alignment.config.errors import OptionError, RewardError
+from alignment.rewards.combined import Rewards
+from alignment.rewards.functions import FunctionReward, score_all
+from alignment.rewards.samples import Samples, in_groups, spoken
+
+
+def samples(completions: list[str], **columns: list[Any]) -> Samples:
+    """Two completions to a prompt; every completion that ends with a full stop has ended."""
+    count = len(completions)
+    return Samples(
+        prompts=[f"p{number // 2}" for number in range(count)],
+        completions=list(completions),
+        completion_ids=[list(map(ord, text)) for text in completions],
+        ended=[text.endswith(".") for text in completions],
+        columns=columns,
+        places=[f"rows.jsonl row {1 + number // 2}" for number in range(count)],
+        template=[{} for _ in completions],
+    )
+
+
+def lengths(completions: list[str], **kwargs: Any) -> list[int]:
+    return [len(text) for text in completions]
+
+
+def returning(value: Any) -> Callable[..., Any]:
+    def given(completions: list[str]) -> Any:
+        return value
+
+    return given
+
+
+def test_a_function_gets_what_it_asks_for() -> None:
+    asked: list[dict[str, Any]] = []
+
+    def plain(completions: list[str], answer: list[str], shift: int = 7) -> list[float]:
+        asked.append({"completions": completions, "answer": answer, "shift": shift})
+        return [1.0] * len(completions)
+
+    def everything(prompts: list[str], **kwargs: Any) -> list[float]:
+        asked.append({"prompts": prompts, **kwargs})
+        return [2.0] * len(prompts)
+
+    def of_ids(*, completion_ids: list[list[int]]) -> list[float]:
+        return [float(sum(ids)) for ids in completion_ids]
+
+    given = samples(["a.", "b"], answer=["x", "x"], source=[1, 2])
+    scores = score_all([FunctionReward(function) for function in (plain, everything, of_ids)], given)
+    assert scores == [[1.0, 1.0], [2.0, 2.0], [97.0 + 46.0, 98.0]]
+    assert asked[0] == {"completions": ["a.", "b"], "answer": ["x", "x"], "shift": 7}
+    assert asked[1] == {
+        "prompts": ["p0", "p0"],
+        "completions": ["a.", "b"],
+        "completion_ids": [[97, 46], [98]],
+        "answer": ["x", "x"],
+        "source": [1, 2],
+    }
+
+
+def test_a_function_may_change_what_it_got() -> None:
+    def cuts(completion_ids: list[list[int]], completions: list[Any]) -> list[int]:
+        completions.clear()
+        return [ids.pop() for ids in completion_ids]
+
+    given = samples(["ab", "cd"])
+    assert FunctionReward(cuts).score(given) == [98.0, 100.0]
+    assert given.completion_ids == [[97, 98], [99, 100]] and given.completions == ["ab", "cd"]
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        [1, 0.5, None],
+        (1.0, 0.5, None),
+        deque([1, 0.5, None]),
+        [True, np.float32(0.5), None],
+        [torch.tensor(1), torch.tensor(0.5, dtype=torch.bfloat16), None],
+        np.array([1, 0.5, None], dtype=object),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_may_be_returned(returned: Any) -> None:
+    found = FunctionReward(returning(returned)).score(samples(["a", "b", "c"]))
+    assert found == [1.0, 0.5, None]
+    assert [type(value) for value in found] == [float, float, type(None)]
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array])
+def test_tensors_and_arrays_may_be_returned(kind: Any) -> None:
+    assert FunctionReward(returning(kind([1.5, 2.0]))).score(samples(["a", "b"])) == [1.5, 2.0]
+
+
+SPAN = "rows.jsonl row 1 to rows.jsonl row 2"
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ([1.0, 2.0], f"returned 2 scores for 3 samples, {SPAN}; return one for each"),
+        ([1.0] * 4, f"returned 4 scores for 3 samples, {SPAN}"),
+        (1.0, f"returned 1.0 (a number) for {SPAN}; return a list of 3 scores"),
+        (torch.tensor(1.0), "returned 1.0 (a number)"),
+        (None, f"returned null for {SPAN}"),
+        ("abc", "returned 'abc' (a string)"),
+        ({1: 2}, "returned {1: 2} (an object)"),
+        (torch.zeros(3, 1), "returned [0.0] (a list) for rows.jsonl row 1; return a number, or None for no score"),
+        ([1.0, 2.0, "3"], "returned '3' (a string) for rows.jsonl row 2; return a number"),
+        ([1.0, 2.0, math.nan], "returned nan for rows.jsonl row 2; return a finite number, or None for no score"),
+        (torch.tensor([1.0, -math.inf, 0.0]), "returned -inf for rows.jsonl row 1; return a finite number"),
+        ([10**400, 1, 1], "returned inf for rows.jsonl row 1"),
+        ([1.0, 2.0, 1j], "returned 1j (of type complex) for rows.jsonl row 2"),
+    ],
+)
+def test_what_is_no_score(returned: Any, said: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        FunctionReward(returning(returned), name="odd").score(samples(["a", "b", "c"]))
+    assert str(caught.value).startswith("reward function 'odd' returned") and said in str(caught.value)
+
+
+def helper(text: str) -> int:
+    return {"a": 1}[text]
+
+
+def test_an_exception_names_function_line_and_rows() -> None:
+    def breaks(completions: list[str]) -> list[int]:
+        return [helper(text) for text in completions]
+
+    with pytest.raises(RewardError) as caught:
+        FunctionReward(breaks).score(samples(["a", "b", "a"]))
+    line = helper.__code__.co_firstlineno + 1
+    assert str(caught.value) == (
+        f"reward function 'breaks' raised KeyError: 'b' (test_rewards.py line {line}) while scoring {SPAN}; correct "
+        "it, or let it return None for what it cannot score"
+    )
+    assert isinstance(caught.value.__cause__, KeyError)
+    with pytest.raises(RewardError, match="while scoring rows.jsonl row 1; correct it"):
+        FunctionReward(breaks).score(samples(["b", "b"]))  # one prompt, named once
+
+
+def test_coroutines_are_awaited_together() -> None:
+    """Each waits until both have begun: one after the other would wait forever."""
+    begun: list[str] = []
+
+    def meeting(name: str) -> Callable[..., Any]:
+        async def meets(completions: list[str], **kwargs: Any) -> list[float]:
+            begun.append(name)
+            for _ in range(500):
+                if len(begun) == 2:
+                    return [float(len(name))] * len(completions)
+                await asyncio.sleep(0.01)
+            raise TimeoutError("alone")
+
+        return meets
+
+    async_one, other = meeting("one"), meeting("other")
+
+    def sync_returns_awaitable(completions: list[str]) -> Any:
+        return other(completions)
+
+    sources = [FunctionReward(f) for f in (async_one, lengths, sync_returns_awaitable)]
+    assert score_all(sources, samples(["a", "bcd"])) == [[3.0, 3.0], [1.0, 3.0], [5.0, 5.0]]
+
+
+def test_coroutines_beside_a_running_loop_and_from_step_to_step() -> None:
+    """As in a notebook; and what belongs to a loop, such as a client's lock, is good for the next step too."""
+    lock: list[asyncio.Lock] = []
+    loops: list[Any] = []
+
+    async def locked(completions: list[str]) -> list[float]:
+        lock[:] = lock or [asyncio.Lock()]
+        loops.append(asyncio.get_running_loop())
+        async with lock[0]:
+            await asyncio.sleep(0)
+        return [1.0] * len(completions)
+
+    async def cell() -> list[list[float | None]]:
+        return [FunctionReward(locked).score(samples(["a"])) for _ in range(2)]
+
+    assert asyncio.run(cell()) == [[1.0], [1.0]]
+    assert FunctionReward(locked).score(samples(["a"])) == [1.0]
+    assert len(loops) == 3 and len(set(loops)) == 1
+
+
+def test_a_coroutine_that_fails_is_named_and_none_is_left_behind() -> None:
+    finished: list[bool] = []
+
+    async def slow(completions: list[str]) -> list[float]:
+        await asyncio.sleep(0.05)
+        finished.append(True)
+        return [1.0] * len(completions)
+
+    async def fails(completions: list[str]) -> list[float]:
+        raise ConnectionError("no route")
+
+    async def leaves(completions: list[str]) -> list[float]:
+        raise SystemExit(3)
+
+    def fails_at_once(completions: list[str]) -> list[float]:
+        raise ValueError("early")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RewardError, match=r"'fails' raised ConnectionError: no route \(test_rewards.py line"):
+            score_all([FunctionReward(f) for f in (slow, fails, fails_at_once)], samples(["a"]))
+        with pytest.raises(RewardError, match="'fails_at_once' raised ValueError: early"):
+            score_all([FunctionReward(f) for f in (fails_at_once, slow)], samples(["a"]))
+        with pytest.raises(RewardError, match="'leaves' raised SystemExit: 3"):
+            score_all([FunctionReward(f) for f in (leaves, slow)], samples(["a"]))
+    assert finished == [True, True, True]
+
+
+def test_arguments_are_checked_before() -> None:
+    def needs(prompts: list[str], *, answers: list[str], level: int = 1) -> list[float]:
+        return []
+
+    FunctionReward(needs).check({"answers", "unused"})
+    with pytest.raises(OptionError) as caught:
+        FunctionReward(needs).check({"answer", "source"})
+    assert str(caught.value) == (
+        "reward function 'needs' needs 'answers', which the dataset does not have as a column (further columns: "
+        "answer, source); add the column, or give the argument a default"
+    )
+    with pytest.raises(OptionError, match=r"\(further columns: none\)"):
+        Rewards([FunctionReward(lengths), FunctionReward(needs)]).check([])
+    with pytest.raises(OptionError, match="takes 'completions', which is what training hands to it and also a column"):
+        FunctionReward(lengths).check(["completions"])
+    FunctionReward(lambda prompts: prompts).check(["completions"])
+    with pytest.raises(OptionError, match="takes 'texts' by position only"):
+        FunctionReward(eval("lambda texts, /: texts"))
+    with pytest.raises(OptionError, match="'type' tells nothing of its arguments"):
+        FunctionReward(type)
+
+
+class Scorer:
+    def __call__(self, completions: list[str]) -> list[int]:
+        return lengths(completions)
+
+
+def test_names() -> None:
+    functions = [lengths, functools.partial(lengths), Scorer(), lengths, functools.partial(lengths, x=1)]
+    rewards = Rewards([FunctionReward(f) for f in functions])
+    assert rewards.names == ["lengths", "lengths_2", "Scorer", "lengths_3", "lengths_4"]
+    clashing = [FunctionReward(lengths, name) for name in ("a_2", "a", "a")]
+    assert Rewards(clashing).names == ["a_2", "a", "a_3"]
+
+
+def partial_scores(completions: list[str]) -> list[float | None]:
+    """Nothing to say of a text with an x."""
+    return [None if "x" in text else 10.0 for text in completions]
+
+
+def mostly_silent(completions: list[str]) -> list[float | None]:
+    return [1.0 if text.startswith("a") else None for text in completions]
+
+
+def test_the_weighted_sum() -> None:
+    rewards = Rewards([FunctionReward(partial_scores), FunctionReward(mostly_silent)], [0.5, -2.0], 0.25)
+    scores = rewards.score(samples(["a.", "ax.", "b", "x", "x."]))
+    assert scores.total == [3.0, -2.0, 5.0 - 0.25, None, None]
+    assert scores.by_source == {
+        "partial_scores": [10.0, None, 10.0, None, None],
+        "mostly_silent": [1.0, 1.0, None, None, None],
+    }
+    assert (scores.ignored, scores.truncated) == (6, 0)
+    assert Rewards([FunctionReward(lengths)]).score(samples(["a", "b."])).total == [1.0, 2.0]
+
+
+class Counting:
+    """A source that calls collectives, as a reward model does."""
+
+    name = "model"
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.truncated, self.closed = 0, False
+
+    def score(self, samples: Samples) -> list[float | None]:
+        self.sizes.append(len(samples))
+        self.truncated = len(samples)
+        return [100.0] * len(samples)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_functions_come_before_other_sources_and_are_not_called_for_nothing() -> None:
+    calls: list[int] = []
+
+    def counted(completions: list[str]) -> list[float]:
+        calls.append(len(completions))
+        return [1.0 / len(completions)] * len(completions)
+
+    model = Counting()
+    rewards = Rewards([model, FunctionReward(counted)])
+    empty = rewards.score(samples([]))
+    assert (empty.total, empty.by_source, empty.ignored) == ([], {"model": [], "counted": []}, 0)
+    assert (model.sizes, calls) == ([0], [])
+    scores = rewards.score(samples(["a", "b"]))
+    assert list(scores.by_source) == ["model", "counted"] and scores.total == [100.5, 100.5]
+    assert (model.sizes, calls, scores.truncated) == ([0, 2], [2], 2)
+
+    failing = Rewards([model, FunctionReward(returning([]), name="short")])
+    with pytest.raises(RewardError, match="'short' returned 0 scores"):
+        failing.score(samples(["a"]))
+    assert model.sizes == [0, 2]
+    rewards.close()
+    assert model.closed
+
+
+def test_weights_are_checked() -> None:
+    sources = [FunctionReward(lengths), FunctionReward(partial_scores)]
+    with pytest.raises(OptionError) as caught:
+        Rewards(sources, [1.0, 2.0, 3.0])
+    assert str(caught.value) == (
+        "reward_weights: 3 weights for 2 reward sources (lengths, partial_scores); give one for each"
+    )
+    with pytest.raises(OptionError, match="reward_weights: nan for partial_scores; set a finite number"):
+        Rewards(sources, [1.0, math.nan])
+
+
+def test_samples() -> None:
+    given = samples(["a", "b", "c", "d"])
+    assert len(given) == 4 and in_groups(given.completions, 2) == [["a", "b"], ["c", "d"]]
+    assert spoken("p", "text") == "text"
+    assert spoken([{"role": "user", "content": "p"}], "text") == [{"role": "assistant", "content": "text"}]
+    with pytest.raises(AssertionError, match="unequal length"):
+        samples(["a", "b"], answer=["only one"])

@@ -1,0 +1,146 @@
+"""Pairwise judges: their interface, the order that they are shown, and what is said when they fail."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from alignment.config.errors import OptionError, RewardError
+from alignment.rewards.judges import Judge
+
+PLACES = [f"rows.jsonl row {number}" for number in range(40)]
+
+
+def longer(prompts: list[str], pairs: list[list[str]]) -> list[int]:
+    return [0 if len(first) > len(second) else 1 for first, second in pairs]
+
+
+def verdicts(judge: Any, pairs: list[list[str]], seed: int = 0) -> list[int]:
+    prompts: list[Any] = [f"p{number}" for number in range(len(pairs))]
+    return Judge(judge).verdicts(prompts, pairs, seed, PLACES[: len(pairs)])
+
+
+def test_a_verdict_does_not_depend_on_the_order_shown() -> None:
+    pairs = [["long text", "short"], ["a", "abc"]] * 10
+    for seed in range(5):
+        assert verdicts(longer, pairs, seed) == [0, 1] * 10
+    assert pairs == [["long text", "short"], ["a", "abc"]] * 10
+
+
+def test_the_order_is_drawn_from_the_seed() -> None:
+    shown: list[list[list[str]]] = []
+
+    def first(prompts: list[str], pairs: list[list[str]]) -> list[int]:
+        assert [prompt[1:] for prompt in prompts] == [text[1:] for text, _ in pairs]
+        shown.append(pairs)
+        return [0] * len(pairs)
+
+    pairs = [[f"a{number}", f"b{number}"] for number in range(40)]
+    found = [verdicts(first, pairs, seed) for seed in (1, 1, 2)]
+    assert found[0] == found[1] != found[2]
+    assert shown[0] == shown[1] != shown[2]
+    # A judge that always takes the first one shown favours neither completion.
+    assert all(10 <= sum(answers) <= 30 for answers in found)
+    assert found[0] == [int(pair[0].startswith("b")) for pair in shown[0]]
+
+
+def test_what_may_be_a_judge_and_return() -> None:
+    class Judging:
+        def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> Any:
+            return np.array([-1, 1])
+
+    class Later:
+        async def judge(self, prompts: list[str], pairs: list[list[str]]) -> Any:
+            await asyncio.sleep(0)
+            return torch.tensor(longer(prompts, pairs))
+
+    async def asynchronous(prompts: list[str], pairs: list[list[str]]) -> list[int]:
+        return longer(prompts, pairs)
+
+    pairs = [["abc", "b"], ["a", "bcd"]]
+    assert verdicts(Judging(), pairs)[0] == -1
+    assert verdicts(Later(), pairs) == verdicts(asynchronous, pairs) == [0, 1]
+    assert [type(v) for v in verdicts(Later(), pairs)] == [int, int]
+    assert Judge(Judging()).name == "Judging" and Judge(longer).name == "longer"
+
+
+def test_no_verdict_is_not_turned() -> None:
+    pairs = [["a", "b"]] * 20
+    assert verdicts(lambda prompts, pairs: [-1] * len(pairs), pairs) == [-1] * 20
+
+
+def test_conversations_are_shown_as_they_are() -> None:
+    seen: list[Any] = []
+
+    def records(prompts: list[Any], pairs: list[Any]) -> list[int]:
+        seen.extend([prompts, pairs])
+        return [1]
+
+    prompt = [{"role": "user", "content": "p"}]
+    pair = [[{"role": "assistant", "content": text}] for text in "ab"]
+    Judge(records).verdicts([prompt], [pair], 0, ["row 1"])
+    assert seen[0] == [prompt] and sorted(seen[1][0], key=str) == pair
+
+
+def test_a_judge_is_not_called_for_nothing() -> None:
+    assert verdicts(lambda prompts, pairs: 1 / 0, []) == []
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ([0], "returned 1 verdicts for 2 pairs, rows.jsonl row 0 to rows.jsonl row 1; return one for each"),
+        (0, "returned 0 (an integer) for rows.jsonl row 0 to rows.jsonl row 1; return a list of 2 verdicts"),
+        ([0, 2], "returned 2 (an integer) for rows.jsonl row 1; return 0 (the first is better), 1 (the second is) or"),
+        ([0, True], "returned true (a boolean) for rows.jsonl row 1; return 0"),
+        ([0.0, 1], "returned 0.0 (a number) for rows.jsonl row 0; return 0"),
+        ([None, 1], "returned null for rows.jsonl row 0; return 0"),
+        (["A", "B"], "returned 'A' (a string) for rows.jsonl row 0; return 0"),
+    ],
+)
+def test_what_is_no_verdict(returned: Any, said: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        verdicts(lambda prompts, pairs: returned, [["a", "b"], ["c", "d"]])
+    assert said in str(caught.value)
+
+
+async def _unreachable(prompts: list[str], pairs: list[list[str]]) -> list[int]:
+    raise ConnectionError("no route")
+
+
+def _typo(prompts: list[str], pairs: list[list[str]]) -> list[int]:
+    raise KeyError("typo")
+
+
+@pytest.mark.parametrize(
+    ("judge", "said"),
+    [(_unreachable, "raised ConnectionError: no route"), (_typo, "raised KeyError: 'typo'")],
+)
+def test_an_exception_names_judge_line_and_rows(judge: Any, said: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        verdicts(judge, [["a", "b"], ["c", "d"]])
+    line = judge.__code__.co_firstlineno + 1
+    assert str(caught.value) == (
+        f"judge {judge.__name__!r} {said} (test_rewards_judges.py line {line}) while judging rows.jsonl row 0 to "
+        "rows.jsonl row 1; correct it, or let it return -1 for what it cannot judge"
+    )
+    assert isinstance(caught.value.__cause__, (ConnectionError, KeyError))
+
+
+@pytest.mark.parametrize(
+    ("judge", "said"),
+    [
+        (3, "judge 'int' is 3 (an integer); give a function, or an object with a method 'judge'"),
+        (dict, "(of type type); give a function, or an object with a method 'judge'"),
+        (lambda prompts: [], r"cannot be called with two arguments (too many positional arguments); let it take"),
+        (lambda a, b, c: [], "(missing a required argument: 'c')"),
+    ],
+)
+def test_what_cannot_be_a_judge(judge: Any, said: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        Judge(judge)
+    assert said in str(caught.value)
