@@ -1,4 +1,4 @@
-"""Preference alignment of causal language models (KTO, CPO) on DeepSpeed engines.
+"""Preference alignment of causal language models (KTO, CPO, Online DPO) on DeepSpeed engines.
 
 The public names are loaded on first use: `from alignment import KTOConfig` imports neither torch nor DeepSpeed.
 """
@@ -11,20 +11,40 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from alignment.config.cpo import CPOConfig
     from alignment.config.kto import KTOConfig
+    from alignment.config.online_dpo import OnlineDPOConfig
+    from alignment.config.reward import RewardConfig
     from alignment.config.sft import SFTConfig
     from alignment.trainers.cpo import CPOTrainer
     from alignment.trainers.kto import KTOTrainer
+    from alignment.trainers.online_dpo import OnlineDPOTrainer
+    from alignment.trainers.reward import RewardTrainer
     from alignment.trainers.sft import SFTTrainer
 
 __version__ = "0.1.0"
 
-__all__ = ["CPOConfig", "CPOTrainer", "KTOConfig", "KTOTrainer", "SFTConfig", "SFTTrainer", "__version__"]
+__all__ = [
+    "CPOConfig",
+    "CPOTrainer",
+    "KTOConfig",
+    "KTOTrainer",
+    "OnlineDPOConfig",
+    "OnlineDPOTrainer",
+    "RewardConfig",
+    "RewardTrainer",
+    "SFTConfig",
+    "SFTTrainer",
+    "__version__",
+]
 
 _HOMES = {
     "CPOConfig": "alignment.config.cpo",
     "CPOTrainer": "alignment.trainers.cpo",
     "KTOConfig": "alignment.config.kto",
     "KTOTrainer": "alignment.trainers.kto",
+    "OnlineDPOConfig": "alignment.config.online_dpo",
+    "OnlineDPOTrainer": "alignment.trainers.online_dpo",
+    "RewardConfig": "alignment.config.reward",
+    "RewardTrainer": "alignment.trainers.reward",
     "SFTConfig": "alignment.config.sft",
     "SFTTrainer": "alignment.trainers.sft",
 }

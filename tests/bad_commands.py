@@ -1,50 +1,22 @@
-"""Faulty commands for ``test_bad_input``: what is wrong with each, and what its error must say."""
+"""Faulty commands for ``test_bad_input``; those of Online DPO and reward models are in ``bad_online_commands``."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from bad_case import CHAT, Case, deepspeed_case
+from bad_online_commands import ONLINE, write_classifiers
 from data_tokenizers import char_tokenizer
 from helpers import POSITIONS, make_model, paired_rows, unpaired_rows
 from transformers import T5Config
 
 TOKENS = len(char_tokenizer())
 UNLABELLED = [{"prompt": "ab", "completion": "cd"}] * 4
-CHAT = {
-    "prompt": [{"role": "user", "content": "hi"}],
-    "completion": [{"role": "assistant", "content": "oh"}],
-    "label": True,
-}
 IDENTICAL = {"chosen": "the same", "rejected": "the same"}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One faulty command.
-
-    ``says`` must all stand in the error's line; there and in options, ``@name`` is a path in the test's own folder. In
-    options, ``%name`` is a model's path.
-    ``model`` is one of :func:`write_models`; ``data`` are the rows or the text of ``@data.jsonl``; ``files`` are more
-    such files. An option of None is left out.
-    """
-
-    name: str
-    says: tuple[str, ...]
-    options: dict[str, Any] = field(default_factory=dict)
-    data: list[dict[str, Any]] | str | None = None
-    model: str = "good"
-    method: str = "kto"
-    files: dict[str, str] = field(default_factory=dict)
-
-
-def deepspeed_case(name: str, content: dict[str, Any], *says: str, key: str = "deepspeed", **options: Any) -> Case:
-    """A fault in a DeepSpeed JSON."""
-    return Case(name, says, {key: f"@{key}.json", **options}, files={f"{key}.json": json.dumps(content)})
 
 
 OPTIONS = [
@@ -56,7 +28,7 @@ OPTIONS = [
     Case("negative beta", ("beta=-0.5", "greater than 0"), {"beta": "-0.5"}, method="cpo"),
     Case("empty batch", ("per_device_train_batch_size=0", "at least 1"), {"per_device_train_batch_size": "0"}),
     Case("other method's option", ("simpo_gamma='1'", "of method cpo"), {"simpo_gamma": "1"}),
-    Case("method to come", ("method='online_dpo'", "not supported yet"), {"method": "online_dpo"}),
+    Case("unknown method", ("method='ppo'", "no such method"), {"method": "ppo"}),
     Case("option to come", ("load_in_4bit=True", "not supported yet"), {"load_in_4bit": "true"}),
     Case("resuming", ("resume_from_checkpoint='@out'", "not supported yet"), {"resume_from_checkpoint": "@out"}),
     Case("two formats", ("bf16=True and fp16=True",), {"bf16": "true", "fp16": "true"}),
@@ -262,12 +234,13 @@ OUTPUT = [
     Case("output not empty", ("output_dir: @out is not empty", "overwrite_output_dir"), files={"out/old": "text"}),
 ]
 
-CASES = [*OPTIONS, *DATA, *MODEL, *DEEPSPEED, *OUTPUT]
+CASES = [*OPTIONS, *DATA, *MODEL, *DEEPSPEED, *OUTPUT, *ONLINE]
 
 
 def write_models(folder: Path) -> Path:
     """Write models into ``folder``, which is returned: ``good``, and copies of it with one fault each."""
     make_model(folder / "good")
+    write_classifiers(folder)
 
     def copy(name: str, *without: str) -> Path:
         return Path(shutil.copytree(folder / "good", folder / name, ignore=shutil.ignore_patterns(*without)))
@@ -299,7 +272,7 @@ def write_models(folder: Path) -> Path:
 
 def command(case: Case, folder: Path, models: Path) -> list[str]:
     """Write the case's files into ``folder``; the arguments of its command."""
-    rows = case.data if case.data is not None else {"kto": unpaired_rows, "cpo": paired_rows}[case.method](8)
+    rows = case.data if case.data is not None else (unpaired_rows if case.method == "kto" else paired_rows)(8)
     data = rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows)
     for name, content in {"data.jsonl": data, **case.files}.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -310,7 +283,7 @@ def command(case: Case, folder: Path, models: Path) -> list[str]:
         "dataset_name": "@data.jsonl",
         "output_dir": "@out",
         "max_length": POSITIONS,
-        "max_prompt_length": "none",
+        "max_prompt_length": None if case.method == "online_dpo" else "none",
         "per_device_train_batch_size": 4,
         "max_steps": 1,
         **case.options,

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from bad_commands import CASES, CHAT, Case, command, in_folder, write_models
+from bad_case import CHAT, Case
+from bad_commands import CASES, command, in_folder, write_models
 from conftest import LAUNCHER_VARIABLES, ROOT
 from data_tokenizers import PLAIN, char_tokenizer
 from datasets import IterableDataset

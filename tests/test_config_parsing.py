@@ -89,13 +89,14 @@ def test_command_line_method_wins(tmp_path: Path) -> None:
         (["--learn", "1"], ["learn='1'", "unknown option"]),
         (["--evaluation_strategy", "steps"], ["evaluation_strategy='steps'", "set eval_strategy"]),
         (["--cpo_alpha", "1"], ["cpo_alpha='1'", "an option of method cpo, not of kto"]),
-        (["--beta", "0.1", "0.2"], ["--beta 0.1 0.2", "takes one value"]),
+        (["--beta", "0.1", "0.2"], ["beta=['0.1', '0.2']", "expected a number"]),
         (["--beta", "0.1", "--beta", "0.2"], ["--beta", "2 times"]),
         (["--beta"], ["beta=True", "a number"]),
         (["--beta", "x"], ["beta='x'", "a number"]),
         (["--local_rank"], ["--local_rank", "expected 1 argument"]),
         (["--method", "ktoo"], ["method='ktoo'", "did you mean 'kto'"]),
-        (["--method", "online_dpo"], ["method='online_dpo'", "not supported yet"]),
+        (["--method", "online_dpo"], ["reward_model_path=None", "reward_funcs", "judge"]),
+        (["--method", "ppo"], ["method='ppo'", "no such method"]),
         (["--eval_strategy", "steps"], ["eval_strategy='steps'", "set dataset_test_split"]),
         (["--eval_on_start"], ["eval_on_start=True", "set dataset_test_split"]),
         (["--model_init_kwargs", "{a: 1"], ["model_init_kwargs='{a: 1'", "JSON"]),
@@ -163,17 +164,21 @@ RECIPES = {
     "cpo_simpo": ("cpo", "simpo"),
     "alphapo": ("cpo", "alphapo"),
     "ipo": ("cpo", "ipo"),
+    "online_dpo": ("online_dpo", "sigmoid"),
+    "reward": ("reward", None),
     "sft": ("sft", None),
 }
+RATES = {"online_dpo": 5e-7, "reward": 1e-5, "sft": 2e-5}
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_packaged_recipes(name: str) -> None:
-    options = parse([f"{name}.yaml", "--output_dir", "out", "--dataset_name", "rows.jsonl"])
     method, loss = RECIPES[name]
+    scorer = ["--judge", "judges.py:Judge"] if method == "online_dpo" else []
+    options = parse([f"{name}.yaml", "--output_dir", "out", "--dataset_name", "rows.jsonl", *scorer])
     assert (options.method, getattr(options, "loss_type", None)) == (method, loss)
     assert str(options.model_name_or_path).startswith("Qwen/Qwen2.5-0.5B") and options.window_size == 32
-    assert options.learning_rate == (2e-5 if method == "sft" else 1e-6)
+    assert options.learning_rate == RATES.get(method, 1e-6)
     lines = packaged("recipes", name).read_text(encoding="utf-8").splitlines()
     assert f"deepspeed launch/train.py {name} " in lines[2] and max(map(len, lines)) <= 119
     for value in ("per_device_train_batch_size", "max_length", "gradient_checkpointing", "deepspeed", "save_strategy"):
@@ -186,7 +191,8 @@ def test_every_recipe_is_known() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_alone_has_no_data(name: str) -> None:
-    assert "dataset_name=None" in refused([name, "--output_dir", "out"])
+    scorer = ["--judge", "judges.py:Judge"] if name == "online_dpo" else []
+    assert "dataset_name=None" in refused([name, "--output_dir", "out", *scorer])
 
 
 def test_a_folder_named_like_a_recipe_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

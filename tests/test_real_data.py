@@ -6,8 +6,10 @@ The folder ``ALIGNMENT_TEST_ASSETS`` (by default ``shared`` beside the repositor
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,3 +127,63 @@ def test_ranks_and_stages_agree_on_whole_files(tmp_path: Path, launch: Callable[
     reference = found["zero2", 1][:5]
     for losses in found.values():
         assert losses[:5] == pytest.approx(reference, rel=1e-4)
+
+
+# Online DPO ----------------------------------------------------------------------------------------------------------
+
+NAMES = ("Lily", "Tim", "Tom", "Sue", "Ben", "Mia", "Max", "Anna", "Jack", "Lucy")
+OPENINGS = (
+    "Once upon a time, there was a little girl named {}.",
+    "One day, {} went to the park.",
+    "{} had a big red ball.",
+    "{} and mom were in the kitchen.",
+    "Once there was a boy named {} who liked to play.",
+    "{} saw a small dog in the garden.",
+)
+TALK = """
+def talk(completions):
+    \"\"\"Stories in which people speak: their quotation marks, up to six.\"\"\"
+    return [float(min(text.count('"'), 6)) for text in completions]
+"""
+
+
+def story_run(folder: Path, launch: Callable[..., Any], world: int, stage: str) -> list[dict[str, float]]:
+    """The logged steps of 60 steps on the openings of stories, by the command."""
+    folder.mkdir()
+    prompts = [{"prompt": opening.format(name)} for opening, name in itertools.product(OPENINGS, NAMES)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    (folder / "rewards.py").write_text(TALK)
+    done = launch(
+        ROOT / "launch" / "train.py",
+        *(ROOT / "launch" / "recipes" / "online_dpo.yaml", "--dataset_name", folder / "prompts.jsonl"),
+        *(
+            "--model_name_or_path",
+            MODEL,
+            "--output_dir",
+            folder / "out",
+            "--reward_funcs",
+            f"{folder}/rewards.py:talk",
+        ),
+        *("--deepspeed", stage, "--ref_placement", "offload", "--max_length", 128, "--max_new_tokens", 64),
+        *("--per_device_train_batch_size", 8 // world, "--gradient_accumulation_steps", 2, "--learning_rate", "1e-4"),
+        *("--max_steps", 60, "--logging_steps", 1, "--save_strategy", "no", "--disable_tqdm"),
+        nproc=world,
+        launcher={1: "python", 2: "deepspeed"}[world],
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in (folder / "out" / "log.jsonl").read_text().splitlines()]
+    return [line for line in lines if "pairs/dropped" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_online_dpo_learns(tmp_path: Path, launch: Callable[..., Any], world: int, stage: str) -> None:
+    """The mean score rises by at least half the deviation of its start, and a run repeats to the last digit."""
+    steps = story_run(tmp_path / "first", launch, world, stage)
+    scores = [step["objective/scores"] for step in steps]
+    assert len(scores) == 60
+    gain = statistics.mean(scores[-10:]) - statistics.mean(scores[:10])
+    assert gain >= 0.5 * statistics.stdev(scores[:10]), scores
+    assert story_run(tmp_path / "second", launch, world, stage) == steps

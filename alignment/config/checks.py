@@ -197,6 +197,7 @@ def check_command_line(options: Any) -> None:
         raise OptionError("model_name_or_path=None: no model to train; set model_name_or_path to a folder or hub name")
     if not options.dataset_name and options.dataset_mixture is None:
         raise OptionError("dataset_name=None: no data to train on; set dataset_name to a file, folder or hub name")
+    options.check_named()
     wanted = options.eval_strategy != Strategy.NO or options.eval_on_start
     if wanted and not options.dataset_test_split and not tested_parts(options):
         which = "eval_on_start" if options.eval_on_start else "eval_strategy"

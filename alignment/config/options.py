@@ -78,6 +78,9 @@ class AlignmentConfig(
     def resolve(self) -> None:
         """Check the method's own options, and fill those that depend on each other."""
 
+    def check_named(self) -> None:
+        """Check what a script may give as objects, but the command line has to name."""
+
     @property
     def window_size(self) -> int:
         """Rows of one optimizer step, over all ranks."""

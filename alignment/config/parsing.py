@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from alignment.config import checks
 from alignment.config.conversion import hints, members
 from alignment.config.errors import OptionError
-from alignment.config.methods import METHODS, PLANNED, option_names
+from alignment.config.methods import METHODS, option_names
 from alignment.config.options import AlignmentConfig
 from alignment.config.recipes import read_recipe
 from alignment.config.refusals import nearest, shown, unknown_option
@@ -122,8 +122,6 @@ def _method(given: Any, in_recipe: Any, recipe_name: str | None) -> str:
     if method in METHODS:
         return str(method)
     prefix = f"{recipe_name}: " if given is None else ""
-    if method in PLANNED:
-        raise OptionError(f"{prefix}{shown('method', method)}: not supported yet; set one of {', '.join(METHODS)}")
     raise OptionError(
         f"{prefix}{shown('method', method)}: no such method{nearest(str(method), METHODS)}; "
         f"set one of {', '.join(METHODS)}"

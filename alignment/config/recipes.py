@@ -8,11 +8,12 @@ from typing import Any
 import yaml
 
 from alignment.config.errors import OptionError
+from alignment.config.fields import words
 from alignment.config.methods import METHODS, option_names
 from alignment.config.paths import packaged
 from alignment.config.refusals import shown
 
-_USUAL_SECTIONS = frozenset({"model", "reference", "data", "training", "memory", "logging", "evaluation", "saving"})
+_USUAL_SECTIONS = frozenset(words("model reference data rollout rewards training memory logging evaluation saving"))
 
 
 class _Loader(yaml.SafeLoader):

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from alignment.config.errors import ModelError, OptionError
+from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
 from alignment.config.refusals import shown
-from alignment.models.inspection import first_line
-from alignment.trainers.model_setup import ModelSource
+from alignment.models.source import ModelSource
 from alignment.trainers.named_data import NamedMixture, NamedSplit
 
 _REFUSED = {
@@ -105,19 +104,7 @@ def load_tokenizer(given: Any, older_name: Any, policy: ModelSource, options: Al
     if given is not None and older_name is not None and given is not older_name:
         raise OptionError("tokenizer: processing_class was given as well; leave the older name out")
     tokenizer = given if given is not None else older_name
-    if tokenizer is None:
-        kwargs = {k: v for k, v in policy.init_kwargs.items() if k in ("revision", "token", "cache_dir", "subfolder")}
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                policy.name, trust_remote_code=options.trust_remote_code, **kwargs
-            )
-        except Exception as error:  # each library has its own classes for one broken file
-            raise ModelError(
-                f"processing_class: no tokenizer could be loaded from {policy.name!r}: {first_line(error)}"
-            ) from error
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ModelError(f"processing_class: {type(tokenizer).__name__} is not a transformers tokenizer")
-    return tokenizer
+    return policy.tokenizer(tokenizer, "processing_class", options.trust_remote_code)
 
 
 def named_datasets(value: Any) -> dict[str, Any]:

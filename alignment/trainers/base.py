@@ -112,7 +112,9 @@ class AlignmentTrainer:
     ) -> None:
         check_optimizers(optimizers, model)
         self.optimizers, needed = optimizers, self.method.needs_reference
-        self.policy_source, self.reference_source = model_sources(model, ref_model, self.args, needed)
+        self.policy_source, self.reference_source = model_sources(
+            model, ref_model, self.args, needed, self.method.architecture
+        )
         self._aux_coefficient = balancing_coefficient(self.args, self.policy_source.config)
         reference = self.reference_source.config if needed else None
         self.engine_plan = plan_engines(self.args, self.policy_source.config, reference)
@@ -135,7 +137,7 @@ class AlignmentTrainer:
             for name, source in named_datasets(eval_dataset).items()
         }
         if self.eval_data:
-            check_best_metric(args, self.method, self.eval_data)
+            check_best_metric(args, self.metrics, self.eval_data)
         elif args.eval_strategy != "no" or args.eval_on_start:
             raise OptionError(
                 f"eval_strategy: {args.eval_strategy.value} (eval_on_start: {args.eval_on_start}) needs data to "
@@ -205,6 +207,11 @@ class AlignmentTrainer:
         self.log(metrics)
         self.events("on_evaluate", metrics=metrics)
         return metrics
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of what is measured beside the loss."""
+        return self.method.metrics
 
     # What callers may ask for ---------------------------------------------------------------------------------------
 
@@ -305,6 +312,7 @@ class AlignmentTrainer:
         if args.tf32 is not None:
             torch.backends.cuda.matmul.allow_tf32 = args.tf32
         with contextlib.ExitStack() as built:
+            self._build_more(built)
             reference = None
             if plan.reference is not None:
                 twin = reference_model(self.reference_source, self.policy_source, args, plan)
@@ -312,12 +320,13 @@ class AlignmentTrainer:
                 built.callback(reference.close)
             ds_config = plan.policy_frozen if training_steps is None else plan.policy
             policy = build_engine(
-                self.policy_source.load(args, plan.compute, ds_config),
+                self.policy_source.load(args, plan.compute, ds_config, self.tell),
                 args,
                 ds_config,
                 training_steps=training_steps,
                 optimizers=self.optimizers,
                 aux_loss=self._aux_coefficient is not None,
+                architecture=self.method.architecture,
             )
             built.pop_all()
         self._models = Models(policy, reference)
@@ -325,14 +334,24 @@ class AlignmentTrainer:
         handler.model = policy.scorer.model
         handler.optimizer, handler.lr_scheduler = policy.engine.optimizer, policy.engine.lr_scheduler
         self._trainable = training_steps is not None
-        self._pass = WindowPass(self.method, self._models, self.phases, self._aux_coefficient)
+        self._pass = self._make_pass(self._models)
         self.tell(plan.describe(self.policy_source, self.reference_source))
 
-    def _write_settings(self) -> None:
-        if not self.is_world_process_zero():
-            return
-        settings = {"options.json": self.args.to_dict(), "deepspeed.json": self.engine_plan.policy}
+    def _build_more(self, built: contextlib.ExitStack) -> None:
+        """Build what a method needs beside policy and reference; ``built`` releases it where a later build fails."""
+
+    def _make_pass(self, models: Models) -> WindowPass:
+        """The computation of windows with these models."""
+        return WindowPass(self.method, models, self.phases, self._aux_coefficient)
+
+    def settings(self) -> dict[str, Any]:
+        """What the run was resolved to, by the names of the files in the output folder."""
+        files = {"options.json": self.args.to_dict(), "deepspeed.json": self.engine_plan.policy}
         if self.engine_plan.reference is not None:
-            settings["ref_deepspeed.json"] = self.engine_plan.reference
-        for name, content in settings.items():
-            write_json(self.output_dir / name, content)
+            files["ref_deepspeed.json"] = self.engine_plan.reference
+        return files
+
+    def _write_settings(self) -> None:
+        if self.is_world_process_zero():
+            for name, content in self.settings().items():
+                write_json(self.output_dir / name, content)

@@ -14,21 +14,20 @@ if TYPE_CHECKING:
     from transformers import TrainerState
 
     from alignment.config.options import AlignmentConfig
-    from alignment.trainers.method import Method
 
 
-def check_best_metric(args: AlignmentConfig, method: Method, eval_names: Iterable[str]) -> None:
+def check_best_metric(args: AlignmentConfig, measured: Iterable[str], eval_names: Iterable[str]) -> None:
     """Whether evaluation will give ``metric_for_best_model``.
 
     Args:
         args: the options.
-        method: whose metrics evaluation gives.
+        measured: the metrics that evaluation gives beside the loss.
         eval_names: names of the evaluation sets; a single one is called ``""``.
 
     Raises:
         OptionError: it will not; with the nearest one that it will.
     """
-    metrics = {"loss", *method.metrics}
+    metrics = {"loss", *measured}
     if "rewards/chosen" in metrics:
         metrics.add("rewards/margins")
     wanted = args.metric_for_best_model

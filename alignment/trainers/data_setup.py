@@ -13,10 +13,11 @@ import datasets
 from datasets import Dataset, IterableDataset
 
 from alignment.config.errors import DataError
+from alignment.config.online_dpo import OnlineDPOConfig
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import SequenceOptions
-from alignment.data.batching import row_table
-from alignment.data.columns import COLUMNS
+from alignment.data.columns import stream_columns
+from alignment.data.lengths import row_table
 from alignment.data.mixture import Part, mixed
 from alignment.data.prepare import load_prepared, prepare
 from alignment.data.report import DataReport, joined
@@ -52,6 +53,11 @@ class PreparedData:
     report: DataReport
     parts: tuple[PreparedPart, ...]
 
+    def place(self, row: int) -> str:
+        """How messages name a tokenised row."""
+        number = self.source_row(row)
+        return number if isinstance(number, str) else f"{self.where} row {number}"
+
     def source_row(self, row: int) -> int | str:
         """The 1-based number in the user's data of a tokenised row; in a mixture, with the name of its part."""
         number = int(self.dataset[row]["row"]) + 1
@@ -63,7 +69,7 @@ class PreparedData:
 
 def limits_of(options: AlignmentConfig) -> Limits:
     """The lengths that rows are cut to."""
-    assert isinstance(options, SequenceOptions)
+    assert isinstance(options, (SequenceOptions, OnlineDPOConfig))
     return Limits(
         max_length=options.max_length,
         max_prompt_length=options.max_prompt_length,
@@ -114,8 +120,8 @@ def _tokenised(part: Part, limit: int | None, method: Method, tokenizer: Any, op
     column_map = options.column_map if part.column_map is None else part.column_map
     data = part.load()
     if isinstance(data, IterableDataset):
-        columns = {*COLUMNS, *(column_map or {}).values()}
-        data = from_stream(data, _rows_of_stream(part.where, limit, options), columns, part.where, folder)
+        rows, columns = _rows_of_stream(part.where, limit, options), stream_columns(column_map, method.kind)
+        data = from_stream(data, rows, columns, part.where, folder)
     return prepare(
         take(dataset_from_python(data), limit),
         method.kind,

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from alignment.trainers.base import AlignmentTrainer
     from alignment.trainers.data_setup import PreparedData
 
+_ENGINES = {
+    "deepspeed.json": "policy",
+    "ref_deepspeed.json": "reference",
+    "reward_deepspeed.json": "reward model",
+}
 _EXAMPLES = 3
 _LONGEST = 600  # characters of one text that are shown, half of them from each end
 _PERCENTILES = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
@@ -32,9 +37,10 @@ def dry_run_lines(trainer: AlignmentTrainer) -> Iterator[str]:
     """The lines of the dry run, section by section."""
     plan, sampler, train = trainer.engine_plan, trainer.sampler, trainer.train_data
     yield from _options(trainer.args)
-    yield from ("", "DeepSpeed JSON of the policy:", json.dumps(plan.policy, indent=2))
-    if plan.reference is not None:
-        yield from ("", "DeepSpeed JSON of the reference:", json.dumps(plan.reference, indent=2))
+    settings = trainer.settings()
+    for name, owner in _ENGINES.items():
+        if name in settings:
+            yield from ("", f"DeepSpeed JSON of the {owner}:", json.dumps(settings[name], indent=2))
     yield from ("", plan.describe(trainer.policy_source, trainer.reference_source))
     for data in (train, *trainer.eval_data.values()):
         if data is not None:
@@ -78,7 +84,8 @@ def _lengths(data: PreparedData, trainer: AlignmentTrainer) -> Iterator[str]:
     prompt, completions = data.table.prompt, data.table.completions
     lengths = {"prompt": prompt}
     lengths |= {_name(name): completions[:, i] for i, name in enumerate(trainer.method.completions)}
-    lengths["prompt and completion"] = (prompt[:, None] + completions).ravel()
+    if trainer.method.completions:
+        lengths["prompt and completion"] = (prompt[:, None] + completions).ravel()
     rows = [
         (name, np.percentile(values, list(_PERCENTILES.values()), method="higher").tolist())
         for name, values in lengths.items()
@@ -92,6 +99,7 @@ def _examples(data: PreparedData, trainer: AlignmentTrainer) -> Iterator[str]:
     for number in range(min(_EXAMPLES, len(data.dataset))):
         row = data.dataset[number]
         label = "" if "label" not in row else ", desirable" if row["label"] else ", undesirable"
+        label += f", margin {row['margin']:g}" if row.get("margin") else ""
         source = data.source_row(number)
         yield f"  {source if isinstance(source, str) else f'row {source}'}{label}"
         for name in names:

@@ -18,12 +18,13 @@ from alignment.config.deepspeed import (
 from alignment.config.dtypes import DtypePlan, plan_dtypes
 from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
+from alignment.engines.building import checked, frozen_engine
 from alignment.engines.launch_env import world_size
 from alignment.engines.optimization import build_optimizer, build_scheduler
-from alignment.engines.scoring import FrozenEngine, PolicyEngine, ScoringEngine
+from alignment.engines.scoring import PolicyEngine, ScoringEngine
+from alignment.models.architecture import CAUSAL_LM, Architecture
 from alignment.models.loading import disable_dropout, enable_checkpointing, snapshot
-from alignment.models.scorer import CompletionScorer, check_scorer
-from alignment.trainers.model_setup import ModelSource, widened
+from alignment.models.source import ModelSource, widened
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,9 @@ def build_engine(
     training_steps: int | None,
     optimizers: tuple[Any, Any] = (None, None),
     aux_loss: bool = False,
+    architecture: Architecture = CAUSAL_LM,
 ) -> ScoringEngine:
-    """Wrap a model in its engine and check once that its log-probs are its own.
+    """Wrap a model in its engine and check once that its scores are its own.
 
     Args:
         model: loaded for ``ds_config``.
@@ -112,26 +114,19 @@ def build_engine(
         training_steps: length of the schedule; None for a frozen engine.
         optimizers: the user's own optimizer and schedule, or Nones.
         aux_loss: compute the balancing loss of a mixture of experts.
+        architecture: what the model is.
     """
     if options.disable_dropout:
         disable_dropout(model)
-    scorer = CompletionScorer(model, aux_loss)
-    engine: ScoringEngine
     if training_steps is None:
-        engine = FrozenEngine(scorer, ds_config)
-    else:
-        if options.gradient_checkpointing:
-            enable_checkpointing(model, options.gradient_checkpointing_kwargs)
-            scorer.one_pass = bool((options.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
-        optimizer = optimizers[0] or build_optimizer(scorer, options)
-        scheduler = optimizers[1] or build_scheduler(optimizer, options, training_steps)
-        engine = PolicyEngine(scorer, ds_config, optimizer, scheduler)
-    try:
-        check_scorer(scorer, engine.device)
-    except BaseException:
-        engine.close()
-        raise
-    return engine
+        return frozen_engine(model, ds_config, architecture, aux_loss)
+    scorer = architecture.scorer(model, aux_loss)
+    if options.gradient_checkpointing:
+        enable_checkpointing(model, options.gradient_checkpointing_kwargs)
+        scorer.one_pass = bool((options.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
+    optimizer = optimizers[0] or build_optimizer(scorer, options)
+    scheduler = optimizers[1] or build_scheduler(optimizer, options, training_steps)
+    return checked(PolicyEngine(scorer, ds_config, optimizer, scheduler), architecture)
 
 
 def reference_model(

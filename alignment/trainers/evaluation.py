@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from alignment.data.batching import MicroBatches
-from alignment.data.windows import evaluation_plan
+from alignment.data.windows import WindowPlan, evaluation_plan
 from alignment.engines.launch_env import rank, world_size
 from alignment.reporting.metrics import means
 from alignment.reporting.progress import Progress
@@ -17,13 +18,11 @@ if TYPE_CHECKING:
     from alignment.trainers.data_setup import PreparedData
 
 
-def evaluate(trainer: AlignmentTrainer, data: PreparedData, prefix: str) -> dict[str, float]:
-    """Loss and metrics of a dataset, named ``{prefix}_loss`` … with runtime and rates.
-
-    Means are over all rows and KTO's KL is clamped once, so no number depends on the batch size or on the ranks.
-    """
+def evaluation_window(
+    trainer: AlignmentTrainer, data: PreparedData, progress: Callable[[], None] | None = None
+) -> tuple[WindowPlan, MicroBatches]:
+    """A whole dataset as one window: its plan, and this rank's micro-batches of it."""
     args, method = trainer.args, trainer.method
-    start = time.monotonic()
     plan = evaluation_plan(
         data.table,
         world_size=world_size(),
@@ -32,11 +31,27 @@ def evaluate(trainer: AlignmentTrainer, data: PreparedData, prefix: str) -> dict
         draw_partners=method.draws_partners,
         max_tokens=args.max_tokens_per_batch,
     )
+    return plan, MicroBatches(method.collate, data.dataset, data.table, plan, rank(), progress)
+
+
+def evaluation_windows(trainer: AlignmentTrainer) -> Iterator[tuple[WindowPlan, MicroBatches, PreparedData]]:
+    """The windows of the trainer's own sets, one after another."""
+    for data in trainer.eval_data.values():
+        yield *evaluation_window(trainer, data), data
+
+
+def evaluate(trainer: AlignmentTrainer, data: PreparedData, prefix: str) -> dict[str, float]:
+    """Loss and metrics of a dataset, named ``{prefix}_loss`` … with runtime and rates.
+
+    Means are over all rows and KTO's KL is clamped once, so no number depends on the batch size or on the ranks.
+    """
+    args, method = trainer.args, trainer.method
+    start = time.monotonic()
     shown = trainer.is_world_process_zero() and not args.disable_tqdm
+    plan, batches = evaluation_window(trainer, data, lambda: progress.advance())
     progress = Progress(len(plan.micro_batches) * method.passes, prefix, shown, trainer.window_pass.device)
-    batches = MicroBatches(method.collate, data.dataset, data.table, plan, rank(), progress.advance)
     try:
-        items = trainer.window_pass(plan, batches, data.source_row, train=False)
+        items, _ = trainer.window_pass(plan, batches, data, train=False)
     finally:
         progress.close()
     seconds = time.monotonic() - start

@@ -37,6 +37,7 @@ class KTOMethod(Method):
         *(f"{what}/{side}" for what in ("rewards", "logps", "logits") for side in ("chosen", "rejected")),
     )
     logs_sums = True
+    reduced_windows = "windows_without_kl"
     options: KTOConfig
 
     @property

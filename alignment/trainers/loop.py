@@ -24,6 +24,7 @@ from alignment.engines.scoring import PolicyEngine
 from alignment.reporting.metrics import MetricHistory, means
 from alignment.reporting.progress import Progress
 from alignment.trainers.best import BestModel
+from alignment.trainers.evaluation import evaluation_windows
 from alignment.trainers.output import CHECKPOINT_PREFIX, prune_checkpoints
 from alignment.trainers.sampling import total_steps
 from alignment.trainers.summary import write_report
@@ -50,7 +51,7 @@ class TrainingLoop:
         self.best = BestModel(trainer.args, trainer.state)
         self.history = MetricHistory()
         self.tokens = self.rows = self.reduced_windows = 0
-        self.loss_sum = 0.0
+        self.loss_sum = self.losses = 0.0
 
     def run(self) -> TrainOutput:
         """Train to the last step; return transformers' ``TrainOutput``."""
@@ -60,6 +61,7 @@ class TrainingLoop:
         self.progress = Progress(self.total_steps, args.method, shown, self.trainer.window_pass.device)
         try:
             self.events("on_train_begin")
+            self.trainer.window_pass.begin(evaluation_windows(self.trainer))
             if args.eval_on_start:
                 self.trainer.evaluate()  # not of a checkpoint, so not among those that the best is chosen from
             for plan, batches in self._windows():
@@ -146,11 +148,32 @@ class TrainingLoop:
 
     def _step(self, plan: WindowPlan, batches: Sequence[AnyBatch]) -> None:
         """One optimizer step."""
-        policy = self.policy
-        items = self.trainer.window_pass(
-            plan, batches, self.data.source_row, train=True, between=lambda: self.events("on_substep_end")
+        items, counts = self.trainer.window_pass(
+            plan, batches, self.data, train=True, between=lambda: self.events("on_substep_end")
         )
-        learning_rate = policy.learning_rate
+        learning_rate = self.policy.learning_rate
+        grad_norm = self._update() if counts.rows else self._pass_over()
+        state = self.state
+        state.global_step += 1
+        state.epoch = plan.epoch + (plan.step + 1) / self.sampler.steps_per_epoch
+        self.tokens += counts.sequence_tokens
+        self.rows += counts.rows
+        self.loss_sum += items["loss"][0]
+        self.losses += items["loss"][1]  # none where a window left nothing to learn from
+        if self.args.include_num_input_tokens_seen:
+            state.num_input_tokens_seen = self.tokens
+        self.history.add(items)
+        self.last = {"grad_norm": grad_norm, "learning_rate": learning_rate}
+        reduced = self.trainer.method.check_window(counts)
+        if reduced is not None:
+            self.reduced_windows += 1
+            say = self.trainer.tell if self.args.disable_tqdm else self.progress.note
+            say(f"step {state.global_step}: {reduced}")
+        self.progress.advance(means(items), counts.sequence_tokens)
+
+    def _update(self) -> float:
+        """Apply the gradient; return its norm."""
+        policy = self.policy
         self.events("on_pre_optimizer_step")
         with self.trainer.phases("step"):
             grad_norm = policy.step()
@@ -160,21 +183,12 @@ class TrainingLoop:
                 f"step {self.state.global_step + 1}: the gradient norm is {grad_norm} although the loss was finite; "
                 "the weights may be lost. Start again from the last saved folder with a lower learning_rate"
             )
-        state, counts = self.state, plan.counts
-        state.global_step += 1
-        state.epoch = plan.epoch + (plan.step + 1) / self.sampler.steps_per_epoch
-        self.tokens += counts.sequence_tokens
-        self.rows += counts.rows
-        self.loss_sum += items["loss"][0]
-        if self.args.include_num_input_tokens_seen:
-            state.num_input_tokens_seen = self.tokens
-        self.history.add(items)
-        self.last = {"grad_norm": grad_norm, "learning_rate": learning_rate}
-        reduced = self.trainer.method.check_window(counts)
-        if reduced is not None:
-            self.reduced_windows += 1
-            self.progress.note(f"step {state.global_step}: {reduced}")
-        self.progress.advance(means(items), counts.sequence_tokens)
+        return grad_norm
+
+    def _pass_over(self) -> float:
+        """A window that left nothing to learn from: the schedule moves on and no weight does."""
+        self.policy.scheduler.step()
+        return 0.0
 
     @property
     def policy(self) -> PolicyEngine:
@@ -190,6 +204,7 @@ class TrainingLoop:
         if self.args.include_tokens_per_second:
             record["tokens_per_second"] = self.tokens / (time.monotonic() - self.started) / world_size()
         self.trainer.log(record)
+        self.trainer.window_pass.logged(self.state.global_step)
 
     def _evaluate(self) -> None:
         metrics = self.trainer.evaluate()
@@ -236,12 +251,12 @@ class TrainingLoop:
             "train_runtime": seconds,
             "train_samples_per_second": self.rows / seconds,
             "train_steps_per_second": steps / seconds,
-            "train_loss": self.loss_sum / max(steps, 1),
+            "train_loss": self.loss_sum / max(self.losses, 1),
         }
         if self.args.include_tokens_per_second:
             metrics["train_tokens_per_second"] = self.tokens / seconds / world_size()
         if self.reduced_windows:
-            metrics["windows_without_kl"] = self.reduced_windows
+            metrics[self.trainer.method.reduced_windows] = self.reduced_windows
         self.trainer.log(metrics)
         self.trainer.log_file.write({"event": "end", "phases": self.trainer.phases.summary()})
         self.events("on_train_end")

@@ -15,6 +15,7 @@ from alignment.data.formats import Kind
 from alignment.data.windows import WindowCounts
 from alignment.engines.phases import Phases
 from alignment.engines.scoring import ScoringEngine, SequenceScores
+from alignment.models.architecture import CAUSAL_LM, Architecture
 from alignment.reporting.metrics import MetricSums
 
 
@@ -57,8 +58,10 @@ class Method(ABC):
     name: ClassVar[str]
     kind: ClassVar[Kind]
     completions: ClassVar[tuple[str, ...]]
+    architecture: ClassVar[Architecture] = CAUSAL_LM  # what is trained
     metrics: ClassVar[tuple[str, ...]]
     logs_sums: ClassVar[bool] = False  # log sums and counts of each class beside the means
+    reduced_windows: ClassVar[str] = "reduced_windows"  # what the number of windows that check_window noted is called
 
     def __init__(self, options: AlignmentConfig) -> None:
         self.options = options

@@ -12,10 +12,18 @@ from alignment.trainers.cpo import CPOTrainer
 from alignment.trainers.dry_run import print_dry_run
 from alignment.trainers.kto import KTOTrainer
 from alignment.trainers.named_data import evaluation_data, training_data
+from alignment.trainers.online_dpo import OnlineDPOTrainer
+from alignment.trainers.reward import RewardTrainer
 from alignment.trainers.sft import SFTTrainer
 from alignment.trainers.summary import REPORT, write_report
 
-TRAINERS: dict[str, type[AlignmentTrainer]] = {"kto": KTOTrainer, "cpo": CPOTrainer, "sft": SFTTrainer}
+TRAINERS: dict[str, type[AlignmentTrainer]] = {
+    "kto": KTOTrainer,
+    "cpo": CPOTrainer,
+    "online_dpo": OnlineDPOTrainer,
+    "reward": RewardTrainer,
+    "sft": SFTTrainer,
+}
 
 
 def build_trainer(options: AlignmentConfig) -> AlignmentTrainer:

@@ -54,6 +54,7 @@ def _write(trainer: AlignmentTrainer, phases: dict[str, dict[str, float]], large
 def _facts(trainer: AlignmentTrainer, tokens: int, largest_gib: float) -> list[tuple[str, str]]:
     state, data = trainer.state, trainer.train_data
     facts = [("models", trainer.engine_plan.describe(trainer.policy_source, trainer.reference_source))]
+    facts += trainer.window_pass.facts
     if data is not None and trainer.sampler is not None:
         window = trainer.sampler.window
         facts += [

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from alignment.config.errors import TrainingError
 from alignment.data.batching import AnyBatch
-from alignment.data.windows import WindowPlan
+from alignment.data.windows import WindowCounts, WindowPlan
 from alignment.engines.collectives import gathered, sum_over_ranks
 from alignment.engines.launch_env import rank
 from alignment.engines.phases import Phases
 from alignment.engines.scoring import PolicyEngine
 from alignment.reporting.metrics import MetricSums
+from alignment.trainers.data_setup import PreparedData
 from alignment.trainers.method import Method, Models
 
 Items = dict[str, tuple[float, float]]
+
+
+class Passed(NamedTuple):
+    """``items``: ``{name: (sum, count)}`` over all ranks, the same on each; ``counts``: of what was learnt from."""
+
+    items: Items
+    counts: WindowCounts
 
 
 class NonFiniteLoss(TrainingError):
@@ -44,33 +52,52 @@ class WindowPass:
         """Where the policy computes."""
         return self.models.policy.device
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The metrics of a window."""
+        return ("loss", *self.method.metrics, *(() if self.aux_coefficient is None else ("aux_loss",)))
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """What the report of the run says of how windows were computed, by name."""
+        return []
+
+    def begin(self, evaluation: Iterable[tuple[WindowPlan, Sequence[AnyBatch], PreparedData]]) -> None:
+        """Called before the first step, with the windows of the sets to evaluate on; collective."""
+
+    def logged(self, step: int) -> None:
+        """Called after the log of a step."""
+
+    def prepared(
+        self, plan: WindowPlan, batches: Sequence[AnyBatch], data: PreparedData, sums: MetricSums, *, train: bool
+    ) -> tuple[WindowPlan, Sequence[AnyBatch]]:
+        """What the passes go through; a method that makes its own rows puts them in the place of the given ones."""
+        return plan, batches
+
     def __call__(
         self,
         plan: WindowPlan,
         batches: Sequence[AnyBatch],
-        source_rows: Callable[[int], Any],
+        data: PreparedData,
         *,
         train: bool,
         between: Callable[[], None] = lambda: None,
-    ) -> Items:
+    ) -> Passed:
         """Losses and metrics of the window; with ``train`` its gradient is left in the engine, not yet applied.
 
         Args:
             plan: the window.
             batches: this rank's micro-batches of it.
-            source_rows: from a row id to the row's number in the user's data, for messages.
+            data: that the window's rows are of.
             train: accumulate gradients; the policy must then be a :class:`PolicyEngine`.
             between: called after the backward pass of each micro-batch but the last.
-
-        Returns:
-            ``{name: (sum, count)}`` over all ranks, the same on each.
 
         Raises:
             NonFiniteLoss: in training, the loss is not finite; on every rank, before any weight has changed.
         """
         policy, device = self.models.policy, self.device
-        names = ("loss", *self.method.metrics, *(() if self.aux_coefficient is None else ("aux_loss",)))
-        sums = MetricSums(names, device, first_rank=rank() == 0)
+        sums = MetricSums(self.names, device, first_rank=rank() == 0)
+        plan, batches = self.prepared(plan, batches, data, sums, train=train)
         swept = self.method.sweep(batches, plan.counts, self.models, sums, self.phases)
         losses: list[tuple[tuple[int, ...], Tensor]] = []
         with self.phases("learn" if train else "evaluate") as record:
@@ -88,8 +115,8 @@ class WindowPass:
             sum_over_ranks(sums.values)
         items = sums.items()
         if train and not math.isfinite(items["loss"][0]):
-            raise _non_finite(items["loss"][0], losses, source_rows)
-        return items
+            raise _non_finite(items["loss"][0], losses, data.source_row)
+        return Passed(items, plan.counts)
 
     def _micro_batch(
         self, batch: AnyBatch, index: int, plan: WindowPlan, swept: Any, sums: MetricSums, losses: list[Any]

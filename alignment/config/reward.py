@@ -1,0 +1,34 @@
+"""The options of reward-model training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from alignment.config import checks
+from alignment.config.fields import option
+from alignment.config.options import AlignmentConfig
+from alignment.config.options_data import SequenceOptions
+
+
+@dataclass(kw_only=True)
+class RewardConfig(SequenceOptions, AlignmentConfig):
+    """A sequence classifier with one label, trained on pairs by the Bradley-Terry model.
+
+    Raises:
+        OptionError: an unknown name, a value of the wrong type, or one that cannot be used.
+    """
+
+    TITLE: ClassVar[str] = "Reward model"
+    method: ClassVar[str] = "reward"
+
+    learning_rate: float = option(1e-5, "Peak learning rate.")
+    center_rewards_coefficient: float | None = option(
+        None, "Weight of a term that keeps the mean of a pair's rewards at 0 (0.01 is usual); unset: none."
+    )
+
+    def resolve(self) -> None:
+        """Check the lengths; there is no reference model."""
+        checks.check_lengths(self, rows_per_unit=2)
+        checks.at_least(self, 0, "center_rewards_coefficient")
+        checks.refuse_reference(self, "reward-model training")

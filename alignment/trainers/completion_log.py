@@ -1,0 +1,52 @@
+"""The newest completions, kept until the log of a step wants them as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from alignment.reporting.completions import CompletionTable
+from alignment.trainers.generations import Generated
+from alignment.trainers.pairs import Ranking
+
+
+class CompletionLog:
+    """Prompts, two completions each, and what was found of them.
+
+    Args:
+        table: where they are written; None on ranks that write nothing.
+        every: at every so many-th log; 0: never.
+        prompts: of one table.
+    """
+
+    def __init__(self, table: CompletionTable | None, every: int, prompts: int) -> None:
+        self.table, self.every, self.prompts = table if every else None, every, prompts
+        self._logs = 0
+        self._rows: list[dict[str, Any]] = []
+
+    def keep(self, groups: Sequence[Generated], rankings: Sequence[Ranking]) -> None:
+        """Remember the first prompts of a window."""
+        if self.table is not None:
+            pairs = list(zip(groups, rankings, strict=True))[: self.prompts]
+            self._rows = [_table_row(group, ranking) for group, ranking in pairs]
+
+    def write(self, step: int) -> None:
+        """Write what is remembered, if this log's turn has come."""
+        self._logs += 1
+        if self.table is not None and self._rows and self._logs % self.every == 0:
+            self.table.write(step, self._rows)
+
+
+def _table_row(group: Generated, ranking: Ranking) -> dict[str, Any]:
+    """The pair that is learnt from, the better completion first; of a dropped prompt its first two completions."""
+    dropped = ranking.outcome if isinstance(ranking.outcome, str) else None
+    first, second = (0, 1) if isinstance(ranking.outcome, str) else ranking.outcome
+    scores = ranking.scores or [None] * len(group.texts)
+    return {
+        "prompt": group.source.prompt,
+        "chosen": group.texts[first],
+        "rejected": group.texts[second],
+        "chosen_score": scores[first],
+        "rejected_score": scores[second],
+        "dropped": dropped,
+    }

@@ -1,0 +1,218 @@
+"""What Online DPO needs beside policy and reference: who ranks completions, and how they are sampled.
+
+Everything that can be known is checked before a model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from transformers import PreTrainedModel
+from transformers.trainer_callback import CallbackHandler
+
+from alignment.config.dtypes import DtypePlan
+from alignment.config.errors import OptionError
+from alignment.config.online_dpo import OnlineDPOConfig
+from alignment.data.prompt_rows import prompt_row
+from alignment.engines.launch_env import rank
+from alignment.engines.rollout.engine import RolloutEngine
+from alignment.engines.rollout.processors import check_generation_kwargs
+from alignment.engines.rollout.request import Sampling
+from alignment.engines.scoring import ScoringEngine
+from alignment.reporting.completions import CompletionTable
+from alignment.rewards.classifier import ClassifierReward
+from alignment.rewards.combined import Rewards
+from alignment.rewards.functions import FunctionReward
+from alignment.rewards.judges import Judge
+from alignment.rewards.loading import load_callable
+from alignment.rewards.samples import RewardSource
+from alignment.trainers.completion_log import CompletionLog
+from alignment.trainers.critics import Critic, JudgeCritic, RewardCritic
+from alignment.trainers.data_setup import PreparedData
+from alignment.trainers.generations import further_columns
+from alignment.trainers.online_window import Online
+
+COMPLETIONS = "completions.jsonl"
+Function: TypeAlias = Callable[..., Any] | PreTrainedModel | str
+
+
+class OnlinePlan:
+    """The critic and the sampling of a run, from options and from what the constructor was given.
+
+    Args:
+        options: the run's.
+        dtypes: the run's.
+        reward_model: a sequence classifier: path or live model; None takes ``reward_model_path``.
+        reward_funcs: callables, ``file.py:function``, or sequence classifiers; None takes the option.
+        judge: a callable, an object with ``judge``, or ``file.py:name``; None takes the option.
+        tokenizers: of the classifiers, one or several in their order; None loads each one's own.
+
+    Raises:
+        OptionError: nothing scores, or a judge and rewards both would; or one of them cannot be used.
+        ModelError: a reward model cannot be used.
+    """
+
+    def __init__(
+        self,
+        options: OnlineDPOConfig,
+        dtypes: DtypePlan,
+        reward_model: str | PreTrainedModel | None = None,
+        reward_funcs: Function | Sequence[Function] | None = None,
+        judge: Any = None,
+        tokenizers: Any = None,
+    ) -> None:
+        self.options = options
+        check_generation_kwargs(options.generation_kwargs or {})
+        reward_model = _one("reward_model", reward_model, options.reward_model_path)
+        functions = _listed(_one("reward_funcs", reward_funcs, options.reward_funcs))
+        judge = _one("judge", judge, options.judge)
+        self.classifiers: list[ClassifierReward] = []
+        if judge is not None:
+            _alone(judge, options, reward_model, functions)
+            self.critic: Critic = JudgeCritic(Judge(_loaded(judge, "judge", "judge")))
+            return
+        given = [*([] if reward_model is None else [reward_model]), *functions]
+        if not given:
+            raise OptionError(
+                "reward_model: nothing scores the completions; pass reward_model, reward_funcs or judge, or set "
+                "reward_model_path, reward_funcs or judge"
+            )
+        sources = [self._source(one, dtypes, tokenizers, number == 0) for number, one in enumerate(given)]
+        self._check_used()
+        self.critic = RewardCritic(Rewards(sources, options.reward_weights, options.missing_eos_penalty))
+
+    def _source(self, given: Function, dtypes: DtypePlan, tokenizers: Any, first: bool) -> RewardSource:
+        """A classifier for a model or a path, else a function."""
+        if not isinstance(given, (str, PreTrainedModel)) or (isinstance(given, str) and ":" in given):
+            return FunctionReward(_loaded(given, "reward_funcs"))
+        options, number = self.options, len(self.classifiers)
+        own = tokenizers
+        if isinstance(tokenizers, (list, tuple)):
+            own = tokenizers[number] if number < len(tokenizers) else None
+        classifier = ClassifierReward(
+            given,
+            own,
+            options=options,
+            dtypes=dtypes,
+            placement=options.reward_placement,
+            deepspeed=options.reward_deepspeed,
+            batch_size=options.reward_batch_size,
+        )
+        self.classifiers.append(classifier)
+        return classifier
+
+    def _check_used(self) -> None:
+        """No option of the reward model's is set where there is none."""
+        for name in ("reward_batch_size", "reward_placement", "reward_deepspeed"):
+            if getattr(self.options, name) is not None and not self.classifiers:
+                raise OptionError(f"{name}: has no effect without a reward model; leave it out")
+
+    def check_data(self, data: PreparedData) -> None:
+        """Whether rows like these can be scored: the columns that functions need, and a chat template.
+
+        Raises:
+            OptionError: a function needs a column that is not there.
+            ModelError: prompts are conversations, and the reward model's tokenizer has no chat template.
+        """
+        if not isinstance(self.critic, RewardCritic):
+            return
+        self.critic.rewards.check(further_columns(data))
+        first = 0
+        for part in data.parts:
+            row = prompt_row(data.dataset, first)
+            for classifier in self.classifiers:
+                classifier.check(row.prompt, data.place(first), row.template)
+            first += part.report.rows_out
+
+    def online(self, policy: ScoringEngine, tokenizer: Any, folder: Path, handler: CallbackHandler) -> Online:
+        """What makes pairs with this policy."""
+        options = self.options
+        rollout = RolloutEngine(
+            policy,
+            options.rollout_backend,
+            batch_size=options.rollout_batch_size,
+            gather=options.ds3_gather_for_generation,
+            longest_context=options.max_length,
+            progress=rank() == 0 and not options.disable_tqdm,
+        )
+        table = CompletionTable(folder / COMPLETIONS, handler.callbacks) if rank() == 0 else None
+        return Online(
+            rollout=rollout,
+            sampling=self._sampling(policy.scorer.model, tokenizer),
+            critic=self.critic,
+            tokenizer=tokenizer,
+            log=CompletionLog(table, options.log_completions, options.num_completions_to_log),
+        )
+
+    def _sampling(self, model: PreTrainedModel, tokenizer: Any) -> Sampling:
+        options = self.options
+        ends = _ids(tokenizer.eos_token_id) | _ids(model.generation_config.eos_token_id)
+        pad = tokenizer.pad_token_id
+        return Sampling(
+            max_new_tokens=options.max_new_tokens,
+            eos_token_ids=tuple(sorted(ends)),
+            pad_token_id=pad if pad is not None else min(ends, default=0),
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            min_p=options.min_p,
+            repetition_penalty=options.repetition_penalty,
+            extra=options.generation_kwargs or {},
+        )
+
+    def build(self) -> None:
+        """Load the reward models. Collective."""
+        for classifier in self.classifiers:
+            classifier.build()
+
+    def describe(self) -> list[str]:
+        """Lines for the start of a run."""
+        return [classifier.describe() for classifier in self.classifiers]
+
+    def settings(self) -> dict[str, Any]:
+        """The DeepSpeed JSON of the reward models, by file name."""
+        names = ("reward_deepspeed.json", *(f"reward_deepspeed_{n}.json" for n in range(2, len(self.classifiers) + 1)))
+        return {name: classifier.ds_config for name, classifier in zip(names, self.classifiers)}
+
+    def close(self) -> None:
+        """Release the reward models."""
+        self.critic.close()
+
+
+def _one(name: str, given: Any, option: Any) -> Any:
+    """What the constructor was given, or else the option says.
+
+    Raises:
+        OptionError: both are there.
+    """
+    if given is not None and option is not None:
+        raise OptionError(f"{name}: given both to the trainer and in its options; leave one out")
+    return option if given is None else given
+
+
+def _listed(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _loaded(given: Any, option: str, method: str | None = None) -> Any:
+    return load_callable(given, option, method) if isinstance(given, str) else given
+
+
+def _alone(judge: Any, options: OnlineDPOConfig, reward_model: Any, functions: Sequence[Any]) -> None:
+    """A judge decides without rewards.
+
+    Raises:
+        OptionError: there are rewards as well, or more completions than it compares.
+    """
+    if reward_model is not None or functions:
+        which = "reward_model" if reward_model is not None else "reward_funcs"
+        raise OptionError(f"judge: given beside {which}, and decides by itself which completion is better; leave one out")
+    options.check_judge(str(getattr(judge, "__name__", type(judge).__name__)))
+
+
+def _ids(value: int | Sequence[int] | None) -> set[int]:
+    return set() if value is None else {value} if isinstance(value, int) else set(value)

@@ -1,0 +1,183 @@
+"""One window of Online DPO: prompts become pairs (rollout, score), and these go the way of every window's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from alignment.config.online_dpo import OnlineDPOConfig
+from alignment.data.batching import AnyBatch, PromptBatch
+from alignment.data.windows import WindowPlan
+from alignment.engines.collectives import gathered
+from alignment.engines.launch_env import rank, world_size
+from alignment.engines.phases import Phases
+from alignment.engines.rollout.engine import RolloutEngine
+from alignment.engines.rollout.request import RolloutRequest, Sampling
+from alignment.engines.rollout.seeding import seeded
+from alignment.reporting.metrics import MetricSums
+from alignment.trainers.completion_log import CompletionLog
+from alignment.trainers.critics import Critic
+from alignment.trainers.data_setup import PreparedData
+from alignment.trainers.generations import Generated, described, further_columns
+from alignment.trainers.method import Method, Models
+from alignment.trainers.pairs import REASONS, Ranking, pair_of, plan_pairs, ranked_batches
+from alignment.trainers.window import WindowPass
+
+# Separate random streams; evaluations all use the same one, so that what differs between them is the policy.
+_TRAINING, _EVALUATION = 2, 3
+
+
+@dataclass(frozen=True)
+class Online:
+    """What makes pairs of prompts, beside the models.
+
+    Attributes:
+        rollout: generates.
+        sampling: how.
+        critic: ranks.
+        tokenizer: decodes.
+        log: the table of completions.
+    """
+
+    rollout: RolloutEngine
+    sampling: Sampling
+    critic: Critic
+    tokenizer: Any
+    log: CompletionLog
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What the start policy made of an evaluation set, on this rank."""
+
+    data: PreparedData
+    groups: list[Generated]
+    rankings: list[Ranking]
+
+
+class OnlineWindowPass(WindowPass):
+    """Computes windows of prompts.
+
+    Args:
+        method, models, phases, aux_coefficient: as for every window.
+        options: the run's.
+        online: what makes pairs.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        models: Models,
+        phases: Phases,
+        aux_coefficient: float | None,
+        options: OnlineDPOConfig,
+        online: Online,
+    ) -> None:
+        super().__init__(method, models, phases, aux_coefficient)
+        self.options, self.online = options, online
+        self._epoch = 0
+        self._starts: list[_Start] = []
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        loss, *others = super().names
+        return (loss, *self.online.critic.metrics, *others)
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        return [("rollout", self.online.rollout.describe())]
+
+    def begin(self, evaluation: Iterable[tuple[WindowPlan, Sequence[AnyBatch], PreparedData]]) -> None:
+        """Let the policy, as it is now, answer the prompts of the evaluation sets; wins are counted against that."""
+        for plan, batches, data in evaluation:
+            groups, rankings = self._answered(plan, batches, data, None, count=1, train=False)
+            self._starts.append(_Start(data, groups, rankings))
+
+    def logged(self, step: int) -> None:
+        """Write the newest window's completions, if it is their turn."""
+        self.online.log.write(step)
+
+    def prepared(
+        self, plan: WindowPlan, batches: Sequence[AnyBatch], data: PreparedData, sums: MetricSums, *, train: bool
+    ) -> tuple[WindowPlan, Sequence[AnyBatch]]:
+        """Rollout and score; the pairs of all ranks, dealt out anew."""
+        options = self.options
+        if train:
+            self._epoch = plan.epoch
+        beta = options.betas[min(self._epoch, len(options.betas) - 1)]
+        sums.add_once("beta", torch.tensor(beta, dtype=torch.float64, device=self.device))
+        groups, rankings = self._answered(plan, batches, data, sums, count=options.num_generations, train=train)
+        self._measure(groups, rankings, sums)
+        if train:
+            self.online.log.keep(groups, rankings)
+        else:
+            self._count_wins(plan, groups, rankings, data, sums)
+        own = [pair for pair in map(pair_of, groups, rankings) if pair is not None]
+        pairs = sorted((pair for part in gathered(own) for pair in part), key=lambda pair: pair.row)
+        batch_size = options.per_device_train_batch_size if train else options.eval_batch_size
+        learnt = plan_pairs(
+            pairs, plan, world_size=world_size(), batch_size=batch_size, max_tokens=options.max_tokens_per_batch
+        )
+        return learnt, ranked_batches(pairs, learnt, rank(), beta)
+
+    def _answered(
+        self,
+        plan: WindowPlan,
+        batches: Sequence[AnyBatch],
+        data: PreparedData,
+        sums: MetricSums | None,
+        *,
+        count: int,
+        train: bool,
+    ) -> tuple[list[Generated], list[Ranking]]:
+        """This rank's prompts with ``count`` completions each, ranked: the phases rollout and score."""
+        own = [batch for batch in batches if isinstance(batch, PromptBatch)]
+        rows = [row for batch in own for row in batch.rows]
+        prompts = [list(prompt) for batch in own for prompt in batch.prompts]
+        seed = self._seed(plan, train)
+        with self.phases("rollout") as record:
+            request = RolloutRequest(prompts, count, self.online.sampling, seed)
+            completions = self.online.rollout.generate(request)
+            record.tokens += sum(map(len, prompts)) + sum(len(c.ids) for group in completions for c in group)
+        # What a user's code draws at random repeats with the run, and disturbs nothing else.
+        with self.phases("score") as record, seeded(seed):
+            groups = described(rows, prompts, completions, data, self.online.tokenizer)
+            rankings = self.online.critic.rank(groups, further_columns(data), seed, sums)
+            record.tokens += sum(len(c.ids) for group in completions for c in group)
+        return groups, rankings
+
+    def _seed(self, plan: WindowPlan, train: bool) -> int:
+        """The seed of this rank's share of a window."""
+        stream = (_TRAINING, plan.epoch, plan.step) if train else (_EVALUATION,)
+        sequence = np.random.SeedSequence([self.options.seed, *stream, rank()])
+        return int(sequence.generate_state(1)[0])
+
+    def _measure(self, groups: Sequence[Generated], rankings: Sequence[Ranking], sums: MetricSums) -> None:
+        made = [completion for group in groups for completion in group.completions]
+        ended = [len(completion.ids) for completion in made if completion.ended]
+        sums.add("val/contain_eos_token", len(ended), len(made))
+        sums.add("completions/mean_length", sum(len(completion.ids) for completion in made), len(made))
+        sums.add("completions/mean_terminated_length", sum(ended), len(ended))
+        for reason in REASONS:
+            sums.add(f"pairs/{reason}", sum(r.outcome == reason for r in rankings), len(rankings))
+        sums.add("pairs/dropped", sum(isinstance(r.outcome, str) for r in rankings), len(rankings))
+
+    def _count_wins(
+        self,
+        plan: WindowPlan,
+        groups: Sequence[Generated],
+        rankings: Sequence[Ranking],
+        data: PreparedData,
+        sums: MetricSums,
+    ) -> None:
+        """How often the policy's first completion is better than the start policy's; ties count half."""
+        start = next((start for start in self._starts if start.data is data), None)
+        if start is None:
+            return
+        points = self.online.critic.wins(groups, rankings, start.groups, start.rankings, self._seed(plan, False))
+        known = [point for point in points if point is not None]
+        sums.add("win_rate", sum(known), len(known))

@@ -1,0 +1,107 @@
+"""Reward-model training: a sequence classifier with one label learns which answer of a pair is the better one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from typing import Any, ClassVar
+
+from alignment.config.reward import RewardConfig
+from alignment.data.batching import AnyBatch, Batch, Collate, PairedBatch, collate_compared, ends
+from alignment.data.windows import WindowCounts
+from alignment.engines.scoring import SequenceScores
+from alignment.models.architecture import REWARD_MODEL
+from alignment.objectives.reward import bradley_terry
+from alignment.reporting.metrics import MetricSums
+from alignment.trainers.base import AlignmentTrainer
+from alignment.trainers.method import Method, RowLosses
+
+_ROWS_LOOKED_AT = 1000  # to know which tokens sequences end with
+
+
+class RewardMethod(Method):
+    """One forward scores both answers of every pair at their last tokens."""
+
+    name = "reward"
+    kind = "compared"
+    completions = ("chosen_ids", "rejected_ids")
+    metrics = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "mean_reward")
+    architecture = REWARD_MODEL
+    options: RewardConfig
+
+    @property
+    def collate(self) -> Collate:
+        return collate_compared
+
+    def scored(self, batch: AnyBatch) -> Batch:
+        assert isinstance(batch, PairedBatch)
+        return ends(batch.pairs)
+
+    def losses(
+        self, batch: AnyBatch, index: int, scores: SequenceScores, swept: Any, counts: WindowCounts, sums: MetricSums
+    ) -> RowLosses:
+        assert isinstance(batch, PairedBatch) and batch.margins is not None
+        rewards, pairs = scores.logps, len(batch.rows)
+        result = bradley_terry(
+            rewards[:pairs],
+            rewards[pairs:],
+            batch.margins.to(rewards.device),
+            self.options.center_rewards_coefficient,
+        )
+        for name, total, count in (
+            ("rewards/chosen", result.chosen_rewards.sum(), pairs),
+            ("rewards/rejected", result.rejected_rewards.sum(), pairs),
+            ("rewards/accuracies", (result.chosen_rewards > result.rejected_rewards).sum(), pairs),
+            ("mean_reward", rewards.sum(), 2 * pairs),
+        ):
+            sums.add(name, total, count)
+        return RowLosses(result.losses.sum() / counts.rows, result.losses.detach())
+
+
+class RewardTrainer(AlignmentTrainer):
+    """Trains a reward model on ``chosen, rejected`` pairs, with or without a prompt and a ``margin``.
+
+    The model is a causal language model, which gets a new head, or a sequence classifier with one label. What is saved
+    loads with ``AutoModelForSequenceClassification``. The other arguments are those of
+    :class:`~alignment.trainers.base.AlignmentTrainer`.
+    """
+
+    config_class: ClassVar[type[RewardConfig]] = RewardConfig
+    method_class = RewardMethod
+
+    def _prepare_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
+        super()._prepare_datasets(train_dataset, eval_dataset)
+        endings = {self.processing_class.eos_token_id}
+        if self.train_data is not None:
+            rows = self.train_data.dataset[:_ROWS_LOOKED_AT]
+            endings |= {ids[-1] for name in self.method.completions for ids in rows[name]}
+        self.processing_class, self._pad = with_own_pad(self.processing_class, endings)
+
+    def _build(self, training_steps: int | None) -> None:
+        super()._build(training_steps)
+        assert self.model is not None
+        self.model.config.get_text_config().pad_token_id = self._pad
+
+
+def with_own_pad(tokenizer: Any, endings: Collection[int | None]) -> tuple[Any, int | None]:
+    """A tokenizer whose pad token ends no sequence, and that token's id: what is saved with a reward model.
+
+    Readers of the saved folder that use transformers' own forward get the score at the last token that is no pad. Were
+    the end-of-sequence token the pad as well, that would be the token before it.
+
+    Args:
+        tokenizer: it is returned itself, or a copy with another pad token.
+        endings: ids of the tokens that sequences end with.
+
+    Returns:
+        The id is None where the tokenizer has no such token: transformers then refuses padded batches.
+    """
+    special = sorted(tokenizer.all_special_tokens, key=lambda token: token == tokenizer.bos_token)
+    for token in (tokenizer.pad_token, tokenizer.unk_token, *special):
+        number = None if token is None else tokenizer.convert_tokens_to_ids(token)
+        if number is not None and number not in endings:
+            if token != tokenizer.pad_token:
+                tokenizer = copy.deepcopy(tokenizer)
+                tokenizer.pad_token = token
+            return tokenizer, number
+    return tokenizer, None

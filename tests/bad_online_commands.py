@@ -1,0 +1,107 @@
+"""Faulty commands of Online DPO and of reward-model training; see ``bad_commands``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from bad_case import CHAT, Case, deepspeed_case
+from data_tokenizers import PLAIN, char_tokenizer
+from helpers import POSITIONS, tiny_config
+from transformers import AutoModelForSequenceClassification
+
+REWARDS = """
+def letters(completions, **columns): return [float(len(text)) for text in completions]
+def graded(completions, answer): return [0.0] * len(completions)
+number = 3
+"""
+FUNCTION = {"reward_funcs": "@rewards.py:letters"}
+FILES = {"rewards.py": REWARDS}
+
+
+def online(name: str, *says: str, data: object = None, files: dict[str, str] | None = None, **options: str) -> Case:
+    """A faulty command of Online DPO with a reward function, unless ``options`` have another source."""
+    sources = ("reward_funcs", "reward_model_path", "judge")
+    given = options if set(options) & set(sources) else {**FUNCTION, **options}
+    return Case(name, says, dict(given), data=data, method="online_dpo", files={**FILES, **(files or {})})  # type: ignore[arg-type]
+
+
+ONLINE = [
+    Case("nothing scores", ("reward_model_path=None", "reward_funcs", "judge"), method="online_dpo"),
+    online(
+        "judge and rewards",
+        "judge='@judges.py:Judge'",
+        "reward_funcs='@rewards.py:letters'",
+        "leave one of them out",
+        judge="@judges.py:Judge",
+        reward_funcs="@rewards.py:letters",
+    ),
+    online("vllm", "rollout_backend='vllm'", "not supported yet", rollout_backend="vllm"),
+    online("greedy", "temperature=0.0", "set it above 0", temperature="0"),
+    online("no room", "max_length=96", "no room for a prompt", "max_new_tokens=96", max_new_tokens=str(POSITIONS)),
+    online(
+        "prompts too long",
+        "@data.jsonl: none of the 2 rows is left (2 × prompt longer than 16 tokens)",
+        "max_length",
+        "max_new_tokens",
+        data=[{"prompt": "a" * 40}] * 2,
+        max_new_tokens="80",
+    ),
+    online("no prompt", "@data.jsonl: Online DPO needs", "prompt", "text", data=[{"text": "a"}] * 2),
+    online("no such file", "reward_funcs='@none.py:f'", "cannot be read", reward_funcs="@none.py:f"),
+    online("no such function", "has no 'letter'", "did you mean 'letters'", reward_funcs="@rewards.py:letter"),
+    online("no function", "number is 3", "cannot be called", reward_funcs="@rewards.py:number"),
+    online("missing column", "'graded' needs 'answer'", "further columns", reward_funcs="@rewards.py:graded"),
+    online("too many weights", "reward_weights: 2 weights for 1 reward sources (letters)", reward_weights="[1, 2]"),
+    online("penalty for a judge", "judge=", "missing_eos_penalty=1.0", judge="@j.py:J", missing_eos_penalty="1"),
+    online("batch of no reward model", "reward_batch_size", "without a reward model", reward_batch_size="4"),
+    online("unknown sampling key", "generation_kwargs", "beam_size", generation_kwargs='{"beam_size": 2}'),
+    online(
+        "sampling option in the wrong place",
+        "generation_kwargs",
+        "set it as top_k",
+        generation_kwargs='{"top_k": 2}',
+    ),
+    online("no reward model", "reward_model_path: '@none': no such folder", reward_model_path="@none"),
+    online("language model as reward model", "reward_model_path", "score", "reward", reward_model_path="%good"),
+    online("two labels", "reward_model_path", "num_labels=2", reward_model_path="%two-labels"),
+    online(
+        "no template of the reward model's",
+        "reward_processing_class: @data.jsonl row 1 is conversational",
+        "no chat template",
+        data=[{"prompt": CHAT["prompt"]}] * 2,
+        reward_model_path="%classifier-no-template",
+    ),
+    online("no column of the map", "column_map takes prompt from 'question'", column_map='{"prompt": "question"}'),
+    deepspeed_case(
+        "stage 2 reward model",
+        {"zero_optimization": {"stage": 2}},
+        "@reward_deepspeed.json: zero_optimization.stage=2: a frozen engine is stage 3 or 0",
+        key="reward_deepspeed",
+        method="online_dpo",
+        reward_model_path="%classifier",
+    ),
+    Case(
+        "margin is no number",
+        ("@data.jsonl", "margin is", "number"),
+        data='{"prompt": "a", "chosen": "b", "rejected": "c", "margin": "wide"}\n',
+        method="reward",
+    ),
+    Case(
+        "reference of a reward model",
+        ("ref_placement='replica': reward-model training has no reference",),
+        {"ref_placement": "replica"},
+        method="reward",
+    ),
+]
+
+
+def write_classifiers(folder: Path) -> None:
+    """Write ``classifier`` and copies of it with one fault each into ``folder``."""
+    for name, labels in (("classifier", 1), ("two-labels", 2), ("classifier-no-template", 1)):
+        config = tiny_config("tied")
+        config.num_labels = labels
+        torch.manual_seed(0)
+        AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(folder / name)
+        template = {} if "no-template" in name else {"template": PLAIN}
+        char_tokenizer(**template).save_pretrained(folder / name)

@@ -1,0 +1,293 @@
+"""Online DPO as users run it: real rollouts, rewards, judges, evaluation, what is alive when, what is written."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bad_online_commands import write_classifiers
+from data_tokenizers import PLAIN, char_tokenizer
+from helpers import STAGES, make_model, options, text
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Cache
+
+from alignment import OnlineDPOConfig, OnlineDPOTrainer
+from alignment.config.errors import OptionError, RewardError
+from alignment.engines.scoring import FrozenEngine
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    write_classifiers(folder)
+    return {
+        "policy": make_model(folder / "policy"),
+        "reference": make_model(folder / "reference", seed=1),
+        "classifier": str(folder / "classifier"),
+    }
+
+
+def prompts(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    rng = random.Random(seed)
+    return [{"prompt": text(rng, 2, 12), "wanted": rng.choice("abcde")} for _ in range(count)]
+
+
+def arguments(folder: Path, **more: Any) -> OnlineDPOConfig:
+    given = {"max_new_tokens": 8, "max_steps": 2, **more}
+    return OnlineDPOConfig(**{k: v for k, v in options(folder, **given).items() if k != "max_prompt_length"})
+
+
+def letters(completions: list[str], wanted: list[str]) -> list[float]:
+    """How many letters from ``wanted`` to the end of the alphabet there are."""
+    return [float(sum(letter >= one for letter in text)) for text, one in zip(completions, wanted, strict=True)]
+
+
+def logs(trainer: OnlineDPOTrainer) -> list[dict[str, float]]:
+    return [entry for entry in trainer.state.log_history if "pairs/dropped" in entry]
+
+
+def test_a_script_for_trl_runs(paths: dict[str, str], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(paths["policy"])
+    ref_model = AutoModelForCausalLM.from_pretrained(paths["policy"])
+    reward_model = AutoModelForSequenceClassification.from_pretrained(paths["classifier"], num_labels=1)
+    tokenizer = AutoTokenizer.from_pretrained(paths["policy"])
+    reward_tokenizer = AutoTokenizer.from_pretrained(paths["classifier"])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer = OnlineDPOTrainer(
+        model=model,
+        ref_model=ref_model,
+        reward_model=reward_model,
+        args=arguments(tmp_path),
+        processing_class=tokenizer,
+        reward_processing_class=reward_tokenizer,
+        train_dataset=prompts(8),
+    )
+    assert trainer.train().global_step == 2
+    first, second = logs(trainer)
+    assert first["loss"] == pytest.approx(0.693147, abs=1e-5) and first["objective/kl"] == pytest.approx(0, abs=1e-5)
+    assert abs(second["objective/kl"]) > 1e-3
+    assert first["objective/scores"] == first["rewards/reward_model/mean"]
+    assert first["objective/scores_margin"] > 0
+    both = 2 * first["objective/scores"]  # of two completions each, so the mean over the pairs
+    assert 2 * first["objective/rlhf_reward"] == pytest.approx(both, abs=1e-5) and first["pairs/dropped"] == 0
+    assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    trainer.close()
+
+
+def test_functions_weights_and_more_generations(paths: dict[str, str], tmp_path: Path) -> None:
+    async def brevity(completion_ids: list[list[int]], **columns: Any) -> list[float | None]:
+        return [None if len(ids) == 8 else -float(len(ids)) for ids in completion_ids]
+
+    weights = {"reward_weights": [1.0, 0.5], "missing_eos_penalty": 2.0}
+    trainer = OnlineDPOTrainer(
+        model=paths["policy"],
+        ref_model=paths["reference"],
+        reward_funcs=[letters, brevity],
+        args=arguments(
+            tmp_path, num_generations=4, reward_weights=[1.0, 0.5], missing_eos_penalty=2.0, beta=[0.1, 0.3]
+        ),
+        train_dataset=prompts(4),
+    )
+    trainer.train()
+    first, second = logs(trainer)
+    assert (first["beta"], second["beta"]) == (0.1, 0.3), "four prompts are one window, so each step is an epoch"
+    said = [json.loads(line) for line in (tmp_path / "out" / "completions.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in said] == [1] * 4 + [2] * 4
+    for line in said:
+        assert line["dropped"] is not None or line["chosen_score"] > line["rejected_score"]
+        assert {line["prompt"]} <= {row["prompt"] for row in prompts(4)}
+    assert 0 < first["rewards/ignored"] < 1
+    # The second function speaks of completions that ended early only, and these are what carries no penalty.
+    ended = first["val/contain_eos_token"]
+    short = (1 - 2 * first["rewards/ignored"]) * first["rewards/brevity/mean"] if ended else 0.0
+    expected = first["rewards/letters/mean"] + 0.5 * short - 2.0 * (1 - ended)
+    assert first["objective/scores"] == pytest.approx(expected)
+    trainer.close()
+
+
+def test_a_judge_that_fails_and_favours_a_side(paths: dict[str, str], tmp_path: Path) -> None:
+    shown: list[list[str]] = []
+
+    class First:
+        def judge(self, prompts: list[str], pairs: list[list[str]]) -> list[int]:
+            shown.extend(pairs)
+            return [-1 if number == 0 else 0 for number in range(len(pairs))]
+
+    trainer = OnlineDPOTrainer(
+        model=paths["policy"], judge=First(), args=arguments(tmp_path, max_steps=1), train_dataset=prompts(4)
+    )
+    trainer.train()
+    (log,) = logs(trainer)
+    assert log["pairs/failed"] == 0.25 == log["pairs/dropped"] and len(shown) == 4
+    assert "objective/scores" not in log and "objective/rlhf_reward" not in log
+    said = [json.loads(line) for line in (tmp_path / "out" / "completions.jsonl").read_text().splitlines()]
+    chosen = {line["chosen"] for line in said if line["dropped"] is None}
+    assert chosen == {pair[0] for pair in shown[1:]}, "what the judge saw first and preferred is what is learnt"
+    trainer.close()
+
+
+@pytest.mark.parametrize("judged", [False, True])
+def test_evaluation_counts_wins_against_the_start_policy(paths: dict[str, str], tmp_path: Path, judged: bool) -> None:
+    """A policy that is trained hard towards one letter wins; one that is not trained is compared with nothing."""
+
+    def share(text: str) -> float:
+        return sum(letter > "m" for letter in text) / max(len(text), 1)
+
+    def late(completions: list[str], **columns: Any) -> list[float]:
+        return [share(text) for text in completions]
+
+    def later(prompts: list[str], pairs: list[list[str]]) -> list[int]:
+        return [int(share(second) > share(first)) for first, second in pairs]
+
+    source: dict[str, Any] = {"judge": later} if judged else {"reward_funcs": late}
+    steps = {"max_steps": 12, "learning_rate": 2e-2, "eval_strategy": "steps", "eval_steps": 6, "logging_steps": 12}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "win_rate" if judged else "objective/scores"}
+    trainer = OnlineDPOTrainer(
+        model=paths["policy"],
+        args=arguments(tmp_path, per_device_train_batch_size=8, **steps, **best),
+        train_dataset=prompts(16),
+        eval_dataset=prompts(24, seed=1),
+        **source,
+    )
+    trainer.train()
+    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(evaluations) == 2 and evaluations[-1]["eval_win_rate"] > 0.7
+    assert ("eval_objective/scores" in evaluations[-1]) is not judged
+    assert {"eval_rewards/margins", "eval_completions/mean_length"} <= evaluations[-1].keys()
+    again = trainer.evaluate()
+    same = [name for name in again if not name.endswith(("runtime", "per_second"))]
+    assert {name: again[name] for name in same} == {name: evaluations[-1][name] for name in same}
+    other = trainer.evaluate(prompts(4, seed=2))
+    assert "eval_win_rate" not in other and "eval_loss" in other
+    trainer.close()
+    report = (tmp_path / "out" / "report.md").read_text()
+    for phase in ("rollout", "score", "reference", "learn", "step"):
+        assert f"| {phase} " in report
+    assert "generate, up to " in report
+
+
+def _alive() -> dict[str, int]:
+    """Tensors with a graph, and caches, that exist now."""
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        things = gc.get_objects()
+        graphs = sum(isinstance(one, torch.Tensor) and one.grad_fn is not None for one in things)
+        caches = sum(isinstance(one, Cache) for one in things)
+    return {"graphs": graphs, "caches": caches}
+
+
+@pytest.fixture
+def no_weights_gathered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, int]]]:
+    """What was alive in each call of the reference."""
+    found: list[dict[str, int]] = []
+    original = FrozenEngine.sequence_logps
+
+    def recorded(self: FrozenEngine, batch: Any) -> Any:
+        found.append(_alive())
+        return original(self, batch)
+
+    monkeypatch.setattr(FrozenEngine, "sequence_logps", recorded)
+    yield found
+
+
+@pytest.mark.parametrize("stage", ["stage0", "stage3"])
+def test_score_and_reference_have_the_memory_to_themselves(
+    paths: dict[str, str], tmp_path: Path, stage: str, no_weights_gathered: list[dict[str, int]]
+) -> None:
+    scored: list[dict[str, int]] = []
+    gathered: list[int] = []
+
+    def watching(completions: list[str], wanted: list[str]) -> list[float]:
+        scored.append(_alive())
+        policy = trainer.window_pass.models.policy
+        whole = [p for p in policy.scorer.parameters() if hasattr(p, "ds_id") and not p.ds_persist]
+        gathered.append(sum(p.ds_status.name != "NOT_AVAILABLE" for p in whole))
+        assert bool(whole) == (stage == "stage3")
+        return letters(completions, wanted)
+
+    trainer = OnlineDPOTrainer(
+        model=paths["policy"],
+        reward_funcs=watching,
+        args=arguments(tmp_path, deepspeed=STAGES[stage]),
+        train_dataset=prompts(8),
+    )
+    _alive()
+    trainer.train()
+    assert len(scored) == 2 and len(no_weights_gathered) == 4
+    assert all(found == {"graphs": 0, "caches": 0} for found in (*scored, *no_weights_gathered))
+    assert gathered == [0, 0]
+    assert {name: record.entries for name, record in trainer.phases.records.items()} == {
+        **dict.fromkeys(("rollout", "score", "reference", "learn", "step"), 2)
+    }
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ([1.0], "returned 1 scores for 8"),
+        ([float("nan")] * 8, "returned nan for train_dataset row"),
+        (["good"] * 8, "returned 'good'"),
+        (None, "return a list of 8 scores"),
+    ],
+)
+def test_what_a_function_returns_is_checked(paths: dict[str, str], tmp_path: Path, returned: Any, said: str) -> None:
+    trainer = OnlineDPOTrainer(
+        model=paths["policy"],
+        reward_funcs=lambda completions: returned,
+        args=arguments(tmp_path),
+        train_dataset=prompts(8),
+    )
+    with pytest.raises(RewardError, match=said):
+        trainer.train()
+    trainer.close()
+
+
+def test_what_cannot_go_together_is_refused_by_the_trainer(paths: dict[str, str], tmp_path: Path) -> None:
+    common: dict[str, Any] = {"model": paths["policy"], "train_dataset": prompts(4)}
+    for given, said in (
+        ({}, "nothing scores the completions"),
+        ({"reward_funcs": letters, "judge": lambda prompts, pairs: [0]}, "judge: given beside reward_funcs"),
+        ({"reward_funcs": lambda completions, answer: [0.0]}, "needs 'answer'"),
+        ({"judge": 3}, "judge"),
+        ({"peft_config": object(), "reward_funcs": letters}, "adapters are not supported yet"),
+    ):
+        with pytest.raises(OptionError, match=said):
+            OnlineDPOTrainer(args=arguments(tmp_path), **common, **given)
+    with pytest.raises(OptionError, match="reward_funcs: given both"):
+        OnlineDPOTrainer(args=arguments(tmp_path, reward_funcs="a.py:f"), reward_funcs=letters, **common)
+    with pytest.raises(OptionError, match="missing_eos_penalty=1.0: a judge decides by itself"):
+        OnlineDPOTrainer(args=arguments(tmp_path, missing_eos_penalty=1.0), judge=lambda p, q: [0], **common)
+
+
+def test_conversations_and_columns_reach_functions(paths: dict[str, str], tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    def watching(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+        seen.update(prompts=prompts, completions=completions, **columns)
+        return [float(number) for number in range(len(prompts))]
+
+    rows = [{"prompt": [{"role": "user", "content": f"say {n}"}], "answer": [n], "tag": None} for n in range(4)]
+    trainer = OnlineDPOTrainer(
+        model=paths["policy"],
+        reward_funcs=watching,
+        args=arguments(tmp_path, max_steps=1),
+        processing_class=char_tokenizer(template=PLAIN),
+        train_dataset=rows,
+    )
+    trainer.train()
+    assert sorted(answer[0] for answer in seen["answer"]) == [0, 0, 1, 1, 2, 2, 3, 3] and seen["tag"] == [None] * 8
+    for prompt, completion, answer in zip(seen["prompts"], seen["completions"], seen["answer"], strict=True):
+        assert prompt == [{"role": "user", "content": f"say {answer[0]}"}]
+        assert [message["role"] for message in completion] == ["assistant"]
+    assert seen["completion_ids"] and "trainer_state" not in seen
+    (log,) = logs(trainer)
+    assert log["objective/scores_margin"] == 1.0, "of two completions in a row the second scores one more"
+    trainer.close()
