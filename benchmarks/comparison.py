@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.jobs import METHODS
+from benchmarks.jobs import METHODS, Floor, Setting
 from benchmarks.worker import Result
 
 _MIB = 2**20
@@ -20,7 +20,7 @@ class Comparison:
 
     Attributes:
         method: a name of :data:`benchmarks.jobs.METHODS`.
-        stage: ZeRO stage of both.
+        setting: how both ran.
         ours, theirs: seconds of a step.
         speed: how many times as long TRL's step takes as ours on the same rows.
         cpu: the same in processor time.
@@ -28,7 +28,7 @@ class Comparison:
     """
 
     method: str
-    stage: int
+    setting: Setting
     ours: float
     theirs: float
     speed: float
@@ -37,15 +37,15 @@ class Comparison:
     their_memory: float
 
     @property
-    def required(self) -> bool:
-        """Floors are for our stage 0 against plain TRL."""
-        return self.stage == 0
+    def floor(self) -> Floor | None:
+        """What is required."""
+        return METHODS[self.method].floors[self.setting]
 
     def missed(self) -> list[str]:
         """The floors that are not reached, in words; none where nothing is required."""
-        if not self.required:
+        floor, share = self.floor, self.our_memory / self.their_memory
+        if floor is None:
             return []
-        floor, share = METHODS[self.method].floor, self.our_memory / self.their_memory
         found = []
         if self.speed < floor.speed:
             found.append(f"{self.method}: a step is {self.speed:.2f} times as fast as TRL's, below {floor.speed:g}")
@@ -54,12 +54,12 @@ class Comparison:
         return found
 
 
-def compare(method: str, stage: int, ours: Sequence[Result], theirs: Sequence[Result]) -> Comparison:
+def compare(method: str, setting: Setting, ours: Sequence[Result], theirs: Sequence[Result]) -> Comparison:
     """Combine the repeats of both sides; the n-th steps of a pair of runs trained on the same rows."""
     pairs = list(zip(ours, theirs, strict=True))
     return Comparison(
         method=method,
-        stage=stage,
+        setting=setting,
         ours=median(t for result in ours for t in result.wall),
         theirs=median(t for result in theirs for t in result.wall),
         speed=median(b / a for one, other in pairs for a, b in zip(one.wall, other.wall, strict=True)),
@@ -78,6 +78,11 @@ def differences(method: str, ours: Result, theirs: Result) -> list[str]:
     ]
 
 
+def title(method: str) -> str:
+    """A method's name as one writes it."""
+    return {"online_dpo": "Online DPO"}.get(method, method.upper())
+
+
 def table(comparisons: Sequence[Comparison]) -> str:
     """A Markdown table, one line per comparison."""
     lines = [
@@ -86,12 +91,11 @@ def table(comparisons: Sequence[Comparison]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for c in comparisons:
-        floor = METHODS[c.method].floor
-        wanted = f"{floor.speed:g}x, {floor.memory:.2f}: {'missed' if c.missed() else 'met'}" if c.required else "-"
-        engine = "ZeRO-2 on both" if c.stage else "stage 0, plain TRL"
+        floor = c.floor
+        wanted = f"{floor.speed:g}x, {floor.memory:.2f}: {'missed' if c.missed() else 'met'}" if floor else "-"
         lines.append(
-            f"| {c.method.upper()} | {engine} | {c.ours:.2f} s | {c.theirs:.2f} s | {c.speed:.2f} | {c.cpu:.2f} "
-            f"| {c.our_memory / _MIB:.0f} MiB | {c.their_memory / _MIB:.0f} MiB "
+            f"| {title(c.method)} | {c.setting.title} | {c.ours:.2f} s | {c.theirs:.2f} s | {c.speed:.2f} "
+            f"| {c.cpu:.2f} | {c.our_memory / _MIB:.0f} MiB | {c.their_memory / _MIB:.0f} MiB "
             f"| {c.our_memory / c.their_memory:.2f} | {wanted} |"
         )
     return "\n".join(lines)

@@ -20,7 +20,7 @@ class RowJob:
     """What one row trains.
 
     Attributes:
-        method: ``kto`` or ``cpo``.
+        method: ``kto``, ``cpo`` or ``online_dpo``.
         policy: name in ``ds_configs/``.
         reference: ``ref_placement``; None for CPO.
         model: folder of model and tokenizer.
@@ -117,7 +117,6 @@ def _trainer(job: RowJob) -> Any:
         "max_steps": job.steps,
         "per_device_train_batch_size": job.batch,
         "max_length": job.shape["most"],
-        "max_prompt_length": job.shape["most"] // 2,
         "include_num_input_tokens_seen": True,
         "save_strategy": "no",
         "disable_tqdm": True,
@@ -125,13 +124,25 @@ def _trainer(job: RowJob) -> Any:
     }
     if job.reference is not None:
         options["ref_placement"] = job.reference
+    more: dict[str, Any] = {}
+    if job.method == "online_dpo":
+        more["reward_funcs"] = _arbitrary
+        options["max_new_tokens"] = job.shape["most"] // 8
+    else:
+        options["max_prompt_length"] = job.shape["most"] // 2
     rows = METHODS[job.method].rows(Shape(**job.shape), job.batch * job.steps, 0)
     return TRAINERS[job.method](
         model=job.model,
         args=CONFIGS[job.method](**options),
         train_dataset=rows,
         processing_class=load_tokenizer(job.model),
+        **more,
     )
+
+
+def _arbitrary(completion_ids: list[list[int]]) -> list[float]:
+    """Scores that differ, at no cost: what is measured is training."""
+    return [float(sum(ids) % 1009) for ids in completion_ids]
 
 
 if __name__ == "__main__":

@@ -16,21 +16,27 @@ if str(ROOT) not in sys.path:
 import torch  # noqa: E402
 
 from alignment.config.paths import packaged_names  # noqa: E402
+from benchmarks.comparison import title  # noqa: E402
 from benchmarks.gpu_row import RowJob, RowResult  # noqa: E402
 from benchmarks.processes import Failed, run_module  # noqa: E402
 from benchmarks.shapes import HALF_BILLION, TINY, write_model  # noqa: E402
 
 _GIB = 2**30
 _MODEL = "model"
+_ROLLOUTS = ("zero2", "zero3_offload")  # whole weights, and weights that a rollout has to gather
 _WHOLE_TABLE = 570.0  # seconds: under ten minutes with the making of the model
 
 
 def plan(options: argparse.Namespace, folder: Path) -> list[RowJob]:
-    """A row for every policy file and method; KTO's further reference files are tried with the default policy."""
+    """A row for every policy file, for KTO and CPO; KTO's further reference files are tried with the default policy.
+
+    Online DPO has two rows: its learning is CPO's with a reference, and a rollout depends on the stage alone.
+    """
     policies = [name for name in packaged_names("ds_configs") if not name.startswith("ref_")]
     placements = [name.removeprefix("ref_") for name in packaged_names("ds_configs") if name.startswith("ref_")]
     kto = [(policy, "offload") for policy in policies] + [("zero2", p) for p in placements if p != "offload"]
     wanted = [("kto", *pair) for pair in kto] + [("cpo", policy, None) for policy in policies]
+    wanted += [("online_dpo", policy, "offload") for policy in _ROLLOUTS]
     shape = TINY if options.tiny else HALF_BILLION
     jobs = [
         RowJob(
@@ -77,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _row(job: RowJob, seconds: float) -> tuple[str, bool]:
     """The row's line of the table, and whether it trained; a failure's whole output goes to stderr."""
-    start = f"| {job.method.upper()} | {job.policy} | {job.reference or '-'} |"
+    start = f"| {title(job.method)} | {job.policy} | {job.reference or '-'} |"
     environment = {"DS_ACCELERATOR": "cpu" if job.cpu else "cuda"}
     try:
         if seconds <= 0:

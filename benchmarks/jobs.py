@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.shapes import Shape, paired_rows, unpaired_rows
+from benchmarks.shapes import Shape, paired_rows, prompt_rows, unpaired_rows
 
 SideName = Literal["ours", "trl"]
+NEW_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class Floor:
-    """What is required at stage 0: at most this share of TRL's memory, at least this many times its speed."""
+    """What is required: at most this share of TRL's memory, at least this many times its speed."""
 
     memory: float
     speed: float
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How both sides run.
+
+    Attributes:
+        stage: ZeRO stage: 0 is plain TRL and our stage 0; 2 is the same DeepSpeed file on both sides.
+        checkpointing: recompute activations, both sides' default. TRL generates without a KV cache then.
+    """
+
+    stage: int = 0
+    checkpointing: bool = True
+
+    @property
+    def title(self) -> str:
+        """For the table."""
+        engine = f"ZeRO-{self.stage} on both" if self.stage else "stage 0, plain TRL"
+        return engine if self.checkpointing else f"{engine}; no checkpointing"
+
+
+PLAIN, ZERO2, UNCHECKPOINTED = Setting(), Setting(stage=2), Setting(checkpointing=False)
 
 
 @dataclass(frozen=True)
@@ -28,19 +51,38 @@ class Method:
     Attributes:
         rows: makes the rows of a shape.
         batch: rows of one step.
-        floor: what is required.
+        floors: what is required in which setting; in a setting with None nothing is.
         same: metrics of the first step that both sides define alike; they show that both saw the same token ids.
+        frozen: models of the policy's size beside it whose weights every trainer needs and memory leaves out.
+        options: further options of both sides.
     """
 
     rows: Callable[[Shape, int, int], list[dict[str, Any]]]
     batch: int
-    floor: Floor
+    floors: Mapping[Setting, Floor | None]
     same: tuple[str, ...]
+    frozen: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 METHODS = {
-    "kto": Method(unpaired_rows, 8, Floor(1.0, 1.2), ("loss", "logps/chosen", "logps/rejected")),
-    "cpo": Method(paired_rows, 4, Floor(1 / 3, 1.5), ("loss", "logps/chosen", "logps/rejected", "nll_loss")),
+    "kto": Method(unpaired_rows, 8, {PLAIN: Floor(1.0, 1.2), ZERO2: None}, ("loss", "logps/chosen", "logps/rejected")),
+    "cpo": Method(
+        paired_rows,
+        4,
+        {PLAIN: Floor(1 / 3, 1.5), ZERO2: None},
+        ("loss", "logps/chosen", "logps/rejected", "nll_loss"),
+    ),
+    # Completions are sampled, so the tokens of the two sides differ; at the first step policy and reference agree,
+    # whatever the tokens.
+    "online_dpo": Method(
+        prompt_rows,
+        4,
+        {PLAIN: Floor(0.5, 2.0), UNCHECKPOINTED: Floor(0.5, 1.2)},
+        ("loss", "val/contain_eos_token"),
+        frozen=2,
+        options={"max_new_tokens": NEW_TOKENS},
+    ),
 }
 
 
@@ -51,8 +93,9 @@ class Job:
     Attributes:
         side: ours or TRL's.
         method: a name of :data:`METHODS`.
-        stage: ZeRO stage: 0 is plain TRL and our stage 0; 2 is the same DeepSpeed file on both sides.
+        stage, checkpointing: as of :class:`Setting`.
         model: folder of the model and its tokenizer.
+        reward_model: folder of a sequence classifier and its tokenizer.
         rows: JSONL file of the rows, for TRL in the order in which ours takes them.
         output: an empty folder for the trainer.
         steps: optimizer steps in all.
@@ -61,12 +104,19 @@ class Job:
 
     side: SideName
     method: str
-    stage: int
     model: str
     rows: str
     output: str
     steps: int
     warm_up: int
+    stage: int = 0
+    checkpointing: bool = True
+    reward_model: str = ""
+
+    @property
+    def setting(self) -> Setting:
+        """How both sides run."""
+        return Setting(self.stage, self.checkpointing)
 
     def options(self) -> dict[str, Any]:
         """The options that both sides take by the same name; all that are not named keep each side's default."""
@@ -74,7 +124,9 @@ class Job:
             "output_dir": self.output,
             "max_steps": self.steps,
             "per_device_train_batch_size": METHODS[self.method].batch,
-            "gradient_checkpointing_kwargs": {"use_reentrant": False},
+            "gradient_checkpointing": self.checkpointing,
+            **({"gradient_checkpointing_kwargs": {"use_reentrant": False}} if self.checkpointing else {}),
+            **METHODS[self.method].options,
             "optim": "adamw_torch_fused",
             "learning_rate": 1e-6,
             "bf16": False,

@@ -17,6 +17,8 @@ ALLOCATOR = {
 }
 # Weights, gradients and two moments of AdamW, in fp32.
 TRAINING_BYTES = 16
+# Weights alone.
+FROZEN_BYTES = 4
 
 
 class Instant(NamedTuple):
@@ -54,9 +56,10 @@ def memory_bytes(field: str) -> int:
     raise ValueError(f"/proc/self/status has no {field}")
 
 
-def working_memory(high_water: int, before: int, parameters: int) -> int:
+def working_memory(high_water: int, before: int, parameters: int, frozen: int = 0) -> int:
     """Bytes over what any trainer of this model needs: activations, logits, copies, a reference, and waste.
 
-    Highest resident size - resident size before the model - 16 bytes per parameter.
+    Highest resident size - resident size before the model - 16 bytes per parameter of the policy - 4 per parameter of
+    ``frozen`` further models of its size.
     """
-    return high_water - before - TRAINING_BYTES * parameters
+    return high_water - before - (TRAINING_BYTES + FROZEN_BYTES * frozen) * parameters

@@ -11,26 +11,33 @@ from datasets import Dataset
 
 from alignment.config.cpo import CPOConfig
 from alignment.config.kto import KTOConfig
+from alignment.config.online_dpo import OnlineDPOConfig
 from alignment.trainers.base import AlignmentTrainer
 from alignment.trainers.cpo import CPOTrainer
 from alignment.trainers.kto import KTOTrainer
+from alignment.trainers.online_dpo import OnlineDPOTrainer
 from benchmarks.jobs import Job
 from benchmarks.shapes import load_tokenizer
 
 _TRAINERS: dict[str, tuple[type[Any], type[AlignmentTrainer]]] = {
     "kto": (KTOConfig, KTOTrainer),
     "cpo": (CPOConfig, CPOTrainer),
+    "online_dpo": (OnlineDPOConfig, OnlineDPOTrainer),
 }
 
 
 def build(job: Job, rows: Dataset) -> AlignmentTrainer:
     """The trainer of a job; it has loaded no weights yet."""
     config, trainer = _TRAINERS[job.method]
+    more: dict[str, Any] = {}
+    if job.reward_model:
+        more = {"reward_model": job.reward_model, "reward_processing_class": load_tokenizer(job.reward_model)}
     return trainer(
         model=job.model,
         args=config(**job.options(), deepspeed=f"zero{job.stage}"),
         train_dataset=rows,
         processing_class=load_tokenizer(job.model),
+        **more,
     )
 
 

@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 _SPECIALS = ("<pad>", "</s>")
 
@@ -85,6 +92,15 @@ def write_model(folder: Path, shape: Shape, seed: int = 0, dtype: torch.dtype = 
     return sum(p.numel() for p in model.parameters())
 
 
+def write_reward_model(folder: Path, shape: Shape, seed: int = 1) -> None:
+    """Write a random sequence classifier with one label and its tokenizer."""
+    torch.manual_seed(seed)
+    config = shape.config()
+    config.num_labels = 1
+    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tokenizer(shape.vocab).save_pretrained(folder)
+
+
 def tokenizer(vocab: int) -> PreTrainedTokenizerFast:
     """``w0``, ``w1`` … separated by spaces; ids 0 and 1 are padding and end of text."""
     words = {word: number for number, word in enumerate([*_SPECIALS, *(f"w{i}" for i in range(vocab - 2))])}
@@ -121,6 +137,13 @@ def unpaired_rows(shape: Shape, count: int, seed: int = 0) -> list[dict[str, Any
         text, answer = (_words(rng, shape.vocab, words) for words in (prompt, length - prompt - 1))
         rows.append({"prompt": text, "completion": answer, "label": number % 2 == 0})
     return rows
+
+
+def prompt_rows(shape: Shape, count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Prompts that leave an eighth of the longest sequence (64 of 512 tokens) for a completion."""
+    rng = random.Random(seed)
+    longest = shape.most - shape.most // 8
+    return [{"prompt": _words(rng, shape.vocab, rng.randint(shape.least, longest))} for _ in range(count)]
 
 
 def _prompt_length(rng: random.Random, length: int) -> int:

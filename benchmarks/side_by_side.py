@@ -1,6 +1,6 @@
-"""Our KTO and CPO beside TRL's: time of a step, processor time and memory, on one fixed shape, on a CPU.
+"""Our KTO, CPO and Online DPO beside TRL's: time of a step, processor time and memory, on one fixed shape, on a CPU.
 
-    python benchmarks/side_by_side.py                      # about 25 minutes on 2 cores
+    python benchmarks/side_by_side.py                      # about 40 minutes on 2 cores
     python benchmarks/side_by_side.py --method cpo --repeats 1
     python benchmarks/side_by_side.py --no-zero2           # without the rows in which both are at ZeRO-2
 
@@ -9,8 +9,9 @@ same number of threads; the sides take turns. Both read the same rows in the sam
 the first step must confirm. What was made equal is listed in ``benchmarks/theirs.py``.
 
 Memory is the highest resident size (VmHWM) - the resident size before the model - 16 bytes per parameter (weights,
-gradients, AdamW). At stage 0, beside plain TRL, floors are required; at ZeRO-2 both sides are only reported. It exits
-with 1 when a required floor is missed, with 2 when it cannot run.
+gradients, AdamW), and for Online DPO - 4 bytes per parameter of reference and reward model. At stage 0, beside plain
+TRL, floors are required; at ZeRO-2 both sides are only reported. It exits with 1 when a required floor is missed, with
+2 when it cannot run.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from benchmarks.comparison import Comparison, compare, differences, table  # noqa: E402
+from benchmarks.comparison import Comparison, compare, differences, table, title  # noqa: E402
 from benchmarks.jobs import METHODS, Job, SideName, write_rows  # noqa: E402
 from benchmarks.measure import ALLOCATOR  # noqa: E402
 from benchmarks.processes import Failed, free_port, run_module  # noqa: E402
-from benchmarks.shapes import SIDE_BY_SIDE, Shape, write_model  # noqa: E402
+from benchmarks.shapes import SIDE_BY_SIDE, Shape, write_model, write_reward_model  # noqa: E402
 from benchmarks.worker import Result  # noqa: E402
 
 
@@ -45,14 +46,16 @@ def main(arguments: list[str] | None = None, shape: Shape = SIDE_BY_SIDE) -> int
     if importlib.util.find_spec("trl") is None:
         print('TRL is not installed: pip install ".[bench]"', file=sys.stderr)
         return 2
-    stages = (0, 2) if options.zero2 else (0,)
     found: list[Comparison] = []
     try:
         with tempfile.TemporaryDirectory(prefix="side-by-side-") as folder:
             write_model(Path(folder) / "model", shape)
+            write_reward_model(Path(folder) / "reward", shape)
             for method in options.method:
                 job = prepare(Path(folder), method, shape, options)
-                found += [_compare(replace(job, stage=s), options.repeats, options.threads) for s in stages]
+                for setting in METHODS[method].floors:
+                    if options.zero2 or setting.stage == 0:
+                        found.append(_compare(replace(job, **asdict(setting)), options.repeats, options.threads))
     except Failed as error:
         print(f"{error.output}\n{error.reason}".lstrip(), file=sys.stderr)
         return 2
@@ -67,7 +70,9 @@ def prepare(folder: Path, method: str, shape: Shape, options: argparse.Namespace
     total = options.steps + options.warm_up
     rows = METHODS[method].rows(shape, total * METHODS[method].batch, 0)
     place, path = folder / f"{method}-order", folder / f"{method}-ours.jsonl"
-    job = Job("ours", method, 0, str(folder / "model"), str(path), str(place / "output"), total, options.warm_up)
+    job = Job("ours", method, str(folder / "model"), str(path), str(place / "output"), total, options.warm_up)
+    if method == "online_dpo":
+        job = replace(job, reward_model=str(folder / "reward"))
     write_rows(path, rows)
     taken = _run("benchmarks.ours", job, place, options.threads)
     write_rows(folder / f"{method}-trl.jsonl", [rows[number] for number in taken])
@@ -76,7 +81,7 @@ def prepare(folder: Path, method: str, shape: Shape, options: argparse.Namespace
 
 def run_side(job: Job, side: SideName, repeat: int, threads: int) -> Result:
     """One side once."""
-    place = Path(job.model).parent / f"{job.method}-{job.stage}-{side}-{repeat}"
+    place = Path(job.model).parent / f"{job.method}-{job.stage}-{job.checkpointing:d}-{side}-{repeat}"
     rows = job.rows if side == "ours" else job.rows.replace("-ours.jsonl", "-trl.jsonl")
     job = replace(job, side=side, rows=rows, output=str(place / "output"))
     return Result(**_run("benchmarks.worker", job, place, threads))
@@ -97,7 +102,7 @@ def _run(module: str, job: Job, place: Path, threads: int) -> Any:
     try:
         return run_module(module, place, asdict(job), variables)
     except Failed as error:
-        raise Failed(f"{job.side}, {job.method}, stage {job.stage}: {error.reason}", error.output) from error
+        raise Failed(f"{job.side}, {job.method}, {job.setting.title}: {error.reason}", error.output) from error
 
 
 def _compare(job: Job, repeats: int, threads: int) -> Comparison:
@@ -109,13 +114,13 @@ def _compare(job: Job, repeats: int, threads: int) -> Comparison:
         differing = differences(job.method, ours[-1], theirs[-1])
         if differing:
             raise Failed(f"{job.method}: the sides did not compute the same first step: {'; '.join(differing)}")
-    return compare(job.method, job.stage, ours, theirs)
+    return compare(job.method, job.setting, ours, theirs)
 
 
 def _progress(job: Job, repeat: int, ours: Result, theirs: Result) -> str:
-    one = compare(job.method, job.stage, [ours], [theirs])
+    one = compare(job.method, job.setting, [ours], [theirs])
     return (
-        f"{job.method}, stage {job.stage}, repeat {repeat + 1}: ours {one.ours:.2f} s, {one.our_memory / 2**20:.0f} "
+        f"{job.method}, {job.setting.title}, repeat {repeat + 1}: ours {one.ours:.2f} s, {one.our_memory / 2**20:.0f} "
         f"MiB; TRL {one.theirs:.2f} s, {one.their_memory / 2**20:.0f} MiB"
     )
 
@@ -124,7 +129,7 @@ def _conditions(options: argparse.Namespace, shape: Shape) -> str:
     """Machine, versions and settings, in a sentence or two."""
     names = ("torch", "transformers", "deepspeed", "trl", "accelerate")
     versions = ", ".join(f"{name} {version(name)}" for name in names)
-    batches = ", ".join(f"{m.upper()} {METHODS[m].batch} rows" for m in options.method)
+    batches = ", ".join(f"{title(m)} {METHODS[m].batch} rows" for m in options.method)
     return (
         f"{_processor()}, {os.cpu_count()} cores, {options.threads} threads; Python {platform.python_version()}, "
         f"{versions}. {shape.describe()}; {batches} a step; fp32, checkpointing (not re-entrant), torch AdamW; "

@@ -5,9 +5,11 @@ Settings that were made equal because the two sides' defaults differ (:meth:`ben
 - ``bf16=False``: TRL computes in bf16 by default, ours on a CPU in fp32.
 - ``optim="adamw_torch_fused"``: what transformers calls ``adamw_torch`` is the plain one, ours is the fused one.
 - ``gradient_checkpointing`` is on by default on both; ``use_reentrant`` is said to be False on both.
-- ``train_sampling_strategy="sequential"`` for CPO (KTO's default): the file has the rows in the order that our side
+- ``train_sampling_strategy="sequential"`` (for KTO the default): the file has the rows in the order that our side
   takes them in, so that step n trains on the same rows on both. KTO's mismatched completions still differ: TRL turns
   them by one place within the batch, ours are drawn; they are the same completions behind other prompts.
+- Online DPO: TRL generates without a KV cache wherever checkpointing is on, which is its default; the other row has
+  checkpointing off, and so the cache on, on both sides.
 - the first step is logged, nothing is saved or reported, and there is no progress bar.
 
 KTO's head on a CPU: without Triton TRL 1.16 scores every position, prompts and padding too; on a GPU it does not. The
@@ -25,6 +27,7 @@ from datasets import Dataset  # noqa: E402
 from transformers import Trainer  # noqa: E402
 from trl import KTOConfig, KTOTrainer  # noqa: E402
 from trl.experimental.cpo import CPOConfig, CPOTrainer  # noqa: E402
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer  # noqa: E402
 
 from benchmarks.jobs import Job  # noqa: E402
 from benchmarks.processes import ROOT  # noqa: E402
@@ -33,6 +36,7 @@ from benchmarks.shapes import load_tokenizer  # noqa: E402
 _TRAINERS: dict[str, tuple[type[Any], type[Trainer]]] = {
     "kto": (KTOConfig, KTOTrainer),
     "cpo": (CPOConfig, CPOTrainer),
+    "online_dpo": (OnlineDPOConfig, OnlineDPOTrainer),
 }
 
 
@@ -40,6 +44,9 @@ def build(job: Job, rows: Dataset) -> Trainer:
     """The trainer of a job; TRL loads the models here."""
     config, trainer = _TRAINERS[job.method]
     options: dict[str, Any] = {**job.options(), "train_sampling_strategy": "sequential"}
+    more: dict[str, Any] = {}
+    if job.reward_model:
+        more = {"reward_funcs": job.reward_model, "reward_processing_classes": load_tokenizer(job.reward_model)}
     if job.stage:
         options["deepspeed"] = str(ROOT / "ds_configs" / f"zero{job.stage}.json")
     return trainer(
@@ -47,4 +54,5 @@ def build(job: Job, rows: Dataset) -> Trainer:
         args=config(**options),
         train_dataset=rows,
         processing_class=load_tokenizer(job.model),
+        **more,
     )

@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from alignment.models import logprobs  # noqa: E402
 from alignment.trainers.loop import TrainingLoop  # noqa: E402
 from benchmarks import ours  # noqa: E402
 from benchmarks.jobs import METHODS, Job  # noqa: E402
-from benchmarks.shapes import SIDE_BY_SIDE, write_model  # noqa: E402
+from benchmarks.shapes import SIDE_BY_SIDE, write_model, write_reward_model  # noqa: E402
 
 WARM_UP = 3
 # Owner, function, and the line that it is shown as.
@@ -69,7 +70,10 @@ def profiled(method: str, steps: int) -> Any:
         os.environ["HF_DATASETS_CACHE"] = f"{folder}/cache"
         write_model(Path(folder) / "model", SIDE_BY_SIDE)
         rows = METHODS[method].rows(SIDE_BY_SIDE, (WARM_UP + steps) * METHODS[method].batch, 0)
-        job = Job("ours", method, 0, f"{folder}/model", "", f"{folder}/output", WARM_UP + steps, WARM_UP)
+        job = Job("ours", method, f"{folder}/model", "", f"{folder}/output", WARM_UP + steps, WARM_UP)
+        if method == "online_dpo":
+            write_reward_model(Path(folder) / "reward", SIDE_BY_SIDE)
+            job = replace(job, reward_model=f"{folder}/reward")
         trainer = ours.build(job, Dataset.from_list(rows))
         for owner, name, label in PARTS:
             setattr(owner, name, shown_as(label, getattr(owner, name)))

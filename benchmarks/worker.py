@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.jobs import Job
+from benchmarks.jobs import METHODS, Job
 from benchmarks.measure import StepClock, memory_bytes, working_memory
 
 
@@ -49,7 +49,7 @@ def measure(job: Job) -> Result:
     return Result(
         wall=[step.wall for step in steps],
         cpu=[step.cpu for step in steps],
-        memory=working_memory(high_water, before, parameters),
+        memory=working_memory(high_water, before, parameters, METHODS[job.method].frozen),
         first=next(record for record in trainer.state.log_history if "loss" in record),
     )
 

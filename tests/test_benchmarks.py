@@ -13,12 +13,21 @@ from datasets import Dataset
 
 from alignment.config.paths import packaged_names
 from benchmarks import gpu_smoke, ours, side_by_side
-from benchmarks.comparison import Comparison, compare, differences, table
+from benchmarks.comparison import Comparison, compare, differences, table, title
 from benchmarks.gpu_row import RowJob, train
-from benchmarks.jobs import METHODS, Job
+from benchmarks.jobs import METHODS, PLAIN, UNCHECKPOINTED, ZERO2, Job, Setting
 from benchmarks.measure import Instant, StepClock, memory_bytes, working_memory
 from benchmarks.processes import Failed, run_module
-from benchmarks.shapes import SIDE_BY_SIDE, TINY, load_tokenizer, paired_rows, unpaired_rows, write_model
+from benchmarks.shapes import (
+    SIDE_BY_SIDE,
+    TINY,
+    load_tokenizer,
+    paired_rows,
+    prompt_rows,
+    unpaired_rows,
+    write_model,
+    write_reward_model,
+)
 from benchmarks.worker import Result
 
 FIRST = {"loss": 0.5, "logps/chosen": -90.0, "logps/rejected": -80.0}
@@ -40,13 +49,14 @@ def test_a_step_lasts_from_the_end_of_the_one_before() -> None:
 
 def test_memory_leaves_out_what_every_trainer_of_the_model_needs() -> None:
     assert working_memory(1000, 300, 10) == 1000 - 300 - 160
+    assert working_memory(1000, 300, 10, frozen=2) == 1000 - 300 - 160 - 80
     assert 0 < memory_bytes("VmRSS") <= memory_bytes("VmHWM")
 
 
 def test_ratios_are_of_the_same_steps() -> None:
     mine = [result([1.0, 2.0, 4.0], 30, [2.0, 2.0, 2.0]), result([1.0, 1.0, 1.0], 50, [2.0, 2.0, 2.0])]
     theirs = [result([3.0, 4.0, 4.0], 90, [3.0, 8.0, 8.0]), result([5.0, 5.0, 1.0], 110, [2.0, 2.0, 2.0])]
-    found = compare("cpo", 0, mine, theirs)
+    found = compare("cpo", PLAIN, mine, theirs)
     assert (found.ours, found.theirs) == (1.0, 4.0)
     assert found.speed == 2.5  # the median of 3, 2, 1, 5, 5, 1; the ratio of the medians would be 4
     assert found.cpu == 1.25
@@ -54,20 +64,22 @@ def test_ratios_are_of_the_same_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "speed", "memory", "missed"),
+    ("method", "setting", "speed", "memory", "missed"),
     [
-        ("cpo", 1.5, 33, []),
-        ("cpo", 1.49, 33, ["a step"]),
-        ("cpo", 1.5, 34, ["memory"]),
-        ("kto", 1.2, 99, []),
-        ("kto", 1.19, 101, ["a step", "memory"]),
+        ("cpo", PLAIN, 1.5, 33, []),
+        ("cpo", PLAIN, 1.49, 33, ["a step"]),
+        ("cpo", PLAIN, 1.5, 34, ["memory"]),
+        ("kto", PLAIN, 1.2, 99, []),
+        ("kto", PLAIN, 1.19, 101, ["a step", "memory"]),
+        ("online_dpo", PLAIN, 1.9, 51, ["a step", "memory"]),
+        ("online_dpo", UNCHECKPOINTED, 1.2, 50, []),
     ],
 )
-def test_floors(method: str, speed: float, memory: float, missed: list[str]) -> None:
-    found = Comparison(method, 0, 1.0, speed, speed, speed, memory, 100)
+def test_floors(method: str, setting: Setting, speed: float, memory: float, missed: list[str]) -> None:
+    found = Comparison(method, setting, 1.0, speed, speed, speed, memory, 100)
     assert [sentence.partition(" is ")[0].partition(": ")[2] for sentence in found.missed()] == missed
     assert ("missed" in table([found])) == bool(missed)
-    assert replace(found, stage=2).missed() == []
+    assert method == "online_dpo" or replace(found, setting=ZERO2).missed() == []
 
 
 def test_different_tokens_are_noticed() -> None:
@@ -102,6 +114,8 @@ def test_lengths_are_those_of_the_shape() -> None:
     lengths = [tokens(row["prompt"], row[key]) for row in pairs for key in ("chosen", "rejected")]
     lengths += [tokens(row["prompt"], row["completion"]) for row in single]
     assert min(lengths) in range(64, 80) and max(lengths) in range(496, 513)
+    prompts = [len(row["prompt"].split()) for row in prompt_rows(SIDE_BY_SIDE, 200)]
+    assert min(prompts) in range(64, 80) and max(prompts) in range(432, 449)
     assert all(row["prompt"] and row["completion"] for row in single)
     assert sum(row["label"] for row in single) == 100
     assert pairs == paired_rows(SIDE_BY_SIDE, 200)
@@ -114,15 +128,18 @@ def test_lengths_are_those_of_the_shape() -> None:
 def test_the_order_for_trl_is_the_order_of_our_steps(method: str, model: str, tmp_path: Path) -> None:
     batch = METHODS[method].batch
     rows = METHODS[method].rows(TINY, 3 * batch, 0)
-    job = Job("ours", method, 0, model, "", str(tmp_path / "output"), steps=3, warm_up=1)
+    job = Job("ours", method, model, "", str(tmp_path / "output"), steps=3, warm_up=1)
+    if method == "online_dpo":
+        write_reward_model(tmp_path / "reward", TINY)
+        job = replace(job, reward_model=str(tmp_path / "reward"))
     trainer = ours.build(job, Dataset.from_list(rows))
     order = ours.order(trainer, 3)
     assert sorted(order) == list(range(3 * batch)) and order != list(range(3 * batch))
     assert trainer.sampler is not None and trainer.train_data is not None
     second = trainer.sampler.plan(0, 1).micro_batches[0][0].rows
-    column = "chosen" if method == "cpo" else "completion"
+    column, end = {"cpo": ("chosen", -1), "kto": ("completion", -1), "online_dpo": ("prompt", None)}[method]
     texts = [rows[number][column] for number in order[batch : 2 * batch]]
-    ids = [list(trainer.train_data.dataset[row][f"{column}_ids"])[:-1] for row in second]
+    ids = [list(trainer.train_data.dataset[row][f"{column}_ids"])[:end] for row in second]
     assert load_tokenizer(model)(texts)["input_ids"] == ids
 
 
@@ -161,6 +178,7 @@ def test_every_file_of_ds_configs_is_tried_with_both_methods() -> None:
     assert {f"ref_{job.reference}" for job in jobs if job.method == "kto"} == {
         n for n in files if n.startswith("ref_")
     }
+    assert {job.policy for job in jobs if job.method == "online_dpo"} == {"zero2", "zero3_offload"}
     assert len({job.name for job in jobs}) == len(jobs) == len({job.output for job in jobs})
     assert [job.name for job in rows_of("--rows", "kto/zero3", "cpo/zero0")] == [
         *("kto/zero3/offload", "kto/zero3_offload/offload"),
@@ -168,11 +186,13 @@ def test_every_file_of_ds_configs_is_tried_with_both_methods() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["kto/zero3_offload/offload", "cpo/zero2"])
+@pytest.mark.parametrize("name", ["kto/zero3_offload/offload", "cpo/zero2", "online_dpo/zero3_offload/offload"])
 def test_a_row_trains_and_is_measured(name: str, model: str, tmp_path: Path) -> None:
     job = next(job for job in rows_of("--steps", "3") if job.name == name)
     measured = train(replace(job, model=model, output=str(tmp_path / "output"), shape=asdict(TINY)))
     assert measured.step > 0 and measured.host > 100e6
+    if job.method == "online_dpo":
+        return
     rows: list[dict[str, Any]] = METHODS[job.method].rows(TINY, 12, 0)
     longest = sum(len(" ".join(map(str, row.values())).split()) + 2 for row in rows)
     assert 0 < measured.tokens_per_second < 2 * longest / measured.step
@@ -198,4 +218,5 @@ def test_both_sides_compute_the_same_first_step(method: str, capsys: pytest.Capt
     options = ["--method", method, "--repeats", "1", "--steps", "2", "--warm_up", "1", "--threads", "1", "--zero2"]
     assert side_by_side.main(options, TINY) in (0, 1)
     out = capsys.readouterr().out
-    assert out.count(f"| {method.upper()} |") == 2 and "ZeRO-2 on both" in out
+    assert out.count(f"| {title(method)} |") == 2
+    assert all(setting.title in out for setting in METHODS[method].floors)
