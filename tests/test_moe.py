@@ -162,8 +162,8 @@ def test_a_model_without_router_logits_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"^router_aux_loss_coef=0\.1: .* output_router_logits off; set model_init"):
         make_trainer(dense, tmp_path / "out", router_aux_loss_coef=0.1)
     trainer = make_trainer(dense, tmp_path / "out")  # unset: nothing to refuse
-    assert trainer._aux_coefficient is None
-    assert make_trainer(dense, tmp_path / "out", router_aux_loss_coef=0.0)._aux_coefficient is None
+    assert trainer.aux_coefficient is None
+    assert make_trainer(dense, tmp_path / "out", router_aux_loss_coef=0.0).aux_coefficient is None
     with pytest.raises(OptionError, match="LlamaForCausalLM has no load-balancing loss"):
         balancing_loss(AutoModelForCausalLM.from_pretrained(dense))
 

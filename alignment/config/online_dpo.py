@@ -31,7 +31,8 @@ class OnlineDPOConfig(RewardOptions, RolloutOptions, AlignmentConfig):
     learning_rate: float = option(5e-7, "Peak learning rate.")
     loss_type: str = option("sigmoid", "Loss: `sigmoid` or `ipo`.", choices=ONLINE_DPO_LOSS_TYPES)
     beta: float | list[float] = option(
-        0.1, "Strength of the pull towards the reference; a list has one for each epoch, the last for all further ones."
+        0.1,
+        "Strength of the pull towards the reference; a list has one for each epoch, the last for all further ones.",
     )
 
     def resolve(self) -> None:
@@ -43,7 +44,9 @@ class OnlineDPOConfig(RewardOptions, RolloutOptions, AlignmentConfig):
         if self.ref_placement == "none":
             raise OptionError("ref_placement='none': Online DPO needs a reference; set offload, sharded or replica")
         if self.stratify_labels:
-            raise OptionError("stratify_labels=True: Online DPO's rows have no labels to deal out evenly; leave it out")
+            raise OptionError(
+                "stratify_labels=True: Online DPO's rows have no labels to deal out evenly; leave it out"
+            )
         if self.judge is not None:
             self.check_judge(self.judge)
 
@@ -82,7 +85,7 @@ class OnlineDPOConfig(RewardOptions, RolloutOptions, AlignmentConfig):
         checks.positive(self, "repetition_penalty")
         if not self.temperature > 0:
             raise OptionError(
-                f"{shown('temperature', self.temperature)}: two greedy completions are one and the same; set it above 0"
+                f"{shown('temperature', self.temperature)}: two greedy completions would be the same; set it above 0"
             )
         if not 0 < self.top_p <= 1:
             raise OptionError(f"{shown('top_p', self.top_p)}: must be above 0 and at most 1; set 1.0 for all tokens")

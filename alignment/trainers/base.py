@@ -5,15 +5,13 @@ The constructor has TRL's shape, so that a script written for TRL runs after cha
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-from transformers import PreTrainedModel, TrainerState, enable_full_determinism, set_seed
+from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_utils import TrainOutput
 
 from alignment.config.errors import OptionError
@@ -37,18 +35,18 @@ from alignment.trainers.arguments import (
 )
 from alignment.trainers.best import check_best_metric
 from alignment.trainers.data_setup import PreparedData, prepare_data
-from alignment.trainers.engine_setup import build_engine, plan_engines, reference_model
+from alignment.trainers.engine_holder import EngineHolder
+from alignment.trainers.engine_setup import plan_engines
 from alignment.trainers.evaluation import evaluate
 from alignment.trainers.events import Events, check_callbacks, check_early_stopping
 from alignment.trainers.loop import TrainingLoop
-from alignment.trainers.method import Method, Models
+from alignment.trainers.method import Method
 from alignment.trainers.model_setup import balancing_coefficient, model_sources
 from alignment.trainers.output import check_output_folder, write_json
 from alignment.trainers.sampling import total_steps, window_sampler
-from alignment.trainers.window import WindowPass
 
 
-class AlignmentTrainer:
+class AlignmentTrainer(EngineHolder):
     """Base of the trainers; use :class:`KTOTrainer` or :class:`CPOTrainer`.
 
     Args:
@@ -87,9 +85,7 @@ class AlignmentTrainer:
         check_data_source(args, train_dataset)
         callbacks = check_callbacks(callbacks)
         model, self.args = model_and_options(type(self).__name__, self.config_class, model, args)
-        self._models: Models | None = None
-        self._trainable = self._trained = False
-        self._pass: WindowPass | None = None
+        super().__init__()
         init_distributed(self.args.use_cpu)
         self.state = TrainerState(is_world_process_zero=rank() == 0, is_local_process_zero=local_rank() == 0)
         self.method = self.method_class(self.args)
@@ -115,7 +111,7 @@ class AlignmentTrainer:
         self.policy_source, self.reference_source = model_sources(
             model, ref_model, self.args, needed, self.method.architecture
         )
-        self._aux_coefficient = balancing_coefficient(self.args, self.policy_source.config)
+        self.aux_coefficient = balancing_coefficient(self.args, self.policy_source.config)
         reference = self.reference_source.config if needed else None
         self.engine_plan = plan_engines(self.args, self.policy_source.config, reference)
 
@@ -215,13 +211,6 @@ class AlignmentTrainer:
 
     # What callers may ask for ---------------------------------------------------------------------------------------
 
-    @property
-    def model(self) -> PreTrainedModel | None:
-        """The policy: the live model, or once it is loaded the one inside the engine, else None."""
-        if self._models is not None:
-            return self._models.policy.scorer.model
-        return self.policy_source.live
-
     def is_world_process_zero(self) -> bool:
         """Whether this is the first rank."""
         return rank() == 0
@@ -276,73 +265,6 @@ class AlignmentTrainer:
             print(json.dumps(entry), flush=True)
         if self.sampler is not None:
             self.log_file.write(entry)
-
-    def close(self) -> None:
-        """Release the engines. Trained weights go with them, so this trainer is then at its end: save before.
-
-        A live model keeps what training set: its trained weights (partitioned still under ZeRO-3), dropout at 0,
-        checkpointing, and a head that also answers with log-probs.
-        """
-        if self._models is not None:
-            self._models.close()
-        self._models = self._pass = None
-        self._trainable = False
-        handler = self.events.handler
-        handler.model, handler.optimizer, handler.lr_scheduler = self.model, None, None
-
-    # Engines --------------------------------------------------------------------------------------------------------
-
-    @property
-    def window_pass(self) -> WindowPass:
-        """The computation of one window; there once engines are."""
-        assert self._pass is not None
-        return self._pass
-
-    def _build(self, training_steps: int | None) -> None:
-        if self._pass is not None and (self._trainable or training_steps is None):
-            return
-        if self._trained and self._models is None:
-            raise OptionError(
-                "close() released the trained weights and the reference: call save_model before it, then make another "
-                "trainer"
-            )
-        self.close()
-        args, plan = self.args, self.engine_plan
-        (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
-        if args.tf32 is not None:
-            torch.backends.cuda.matmul.allow_tf32 = args.tf32
-        with contextlib.ExitStack() as built:
-            self._build_more(built)
-            reference = None
-            if plan.reference is not None:
-                twin = reference_model(self.reference_source, self.policy_source, args, plan)
-                reference = build_engine(twin, args, plan.reference, training_steps=None)
-                built.callback(reference.close)
-            ds_config = plan.policy_frozen if training_steps is None else plan.policy
-            policy = build_engine(
-                self.policy_source.load(args, plan.compute, ds_config, self.tell),
-                args,
-                ds_config,
-                training_steps=training_steps,
-                optimizers=self.optimizers,
-                aux_loss=self._aux_coefficient is not None,
-                architecture=self.method.architecture,
-            )
-            built.pop_all()
-        self._models = Models(policy, reference)
-        handler = self.events.handler
-        handler.model = policy.scorer.model
-        handler.optimizer, handler.lr_scheduler = policy.engine.optimizer, policy.engine.lr_scheduler
-        self._trainable = training_steps is not None
-        self._pass = self._make_pass(self._models)
-        self.tell(plan.describe(self.policy_source, self.reference_source))
-
-    def _build_more(self, built: contextlib.ExitStack) -> None:
-        """Build what a method needs beside policy and reference; ``built`` releases it where a later build fails."""
-
-    def _make_pass(self, models: Models) -> WindowPass:
-        """The computation of windows with these models."""
-        return WindowPass(self.method, models, self.phases, self._aux_coefficient)
 
     def settings(self) -> dict[str, Any]:
         """What the run was resolved to, by the names of the files in the output folder."""

@@ -177,7 +177,7 @@ class OnlineDPOTrainer(AlignmentTrainer):
     def _make_pass(self, models: Models) -> WindowPass:
         assert self._online is not None
         online = self._online.online(models.policy, self.processing_class, self.output_dir, self.events.handler)
-        return OnlineWindowPass(self.method, models, self.phases, self._aux_coefficient, self.args, online)
+        return OnlineWindowPass(self.method, models, self.phases, self.aux_coefficient, self.args, online)
 
     def settings(self) -> dict[str, Any]:
         """With the reward model's DeepSpeed JSON, if there is one."""

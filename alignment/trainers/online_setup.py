@@ -210,7 +210,9 @@ def _alone(judge: Any, options: OnlineDPOConfig, reward_model: Any, functions: S
     """
     if reward_model is not None or functions:
         which = "reward_model" if reward_model is not None else "reward_funcs"
-        raise OptionError(f"judge: given beside {which}, and decides by itself which completion is better; leave one out")
+        raise OptionError(
+            f"judge: given beside {which}, and decides by itself which completion is better; leave one out"
+        )
     options.check_judge(str(getattr(judge, "__name__", type(judge).__name__)))
 
 
