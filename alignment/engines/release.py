@@ -39,7 +39,15 @@ def forget_partitioned(module: nn.Module) -> None:
     stack = _module_stack()
     own = set(module.modules())
     stack[:] = [entry for entry in stack if entry not in own]
-    # A cache on a method has the coordinator among its keys; a cleared one is filled again by the next forward.
+    forget_release_plans()
+
+
+def forget_release_plans() -> None:
+    """Clear what ZeRO-3 remembers of which weights to let go of after which module.
+
+    A cache on a method, which has the coordinator among its keys but not the order of modules that it was made for.
+    The next forward fills it again.
+    """
     for name, function in vars(PartitionedParameterCoordinator).items():
         if name.endswith("__params_to_release"):
             _clear_cache(function)

@@ -178,6 +178,8 @@ class OnlineWindowPass(WindowPass):
         start = next((start for start in self._starts if start.data is data), None)
         if start is None:
             return
-        points = self.online.critic.wins(groups, rankings, start.groups, start.rankings, self._seed(plan, False))
+        seed = self._seed(plan, False)
+        with self.phases("score"), seeded(seed):
+            points = self.online.critic.wins(groups, rankings, start.groups, start.rankings, seed)
         known = [point for point in points if point is not None]
         sums.add("win_rate", sum(known), len(known))

@@ -1,0 +1,143 @@
+"""The ``continuous`` backend: transformers' continuous batching on each rank alone, one prefill for each prompt.
+
+Sequences leave the batch as they end, and nothing waits for another rank. transformers' ``generate_batch`` itself is
+not used: it starts generating while requests still come in, so that what shares a batch, and with it what is drawn,
+depends on the speed of two threads; and it returns what it has when its thread fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, PreTrainedModel
+
+from alignment.config.errors import TrainingError
+from alignment.engines.rollout.processors import generation_config
+from alignment.engines.rollout.request import Completion, Sampling, Work
+
+_PAGE_TOKENS = 32
+_LARGEST_BATCH = 2048  # tokens of one forward pass; longer prefills are cut
+_LOOK_S = 1.0  # how often to see whether the generating thread is alive
+
+
+def generate_continuous(
+    model: PreTrainedModel,
+    chunk: Sequence[Work],
+    sampling: Sampling,
+    *,
+    logps: bool = False,
+    ended: Callable[[], object] = lambda: None,
+) -> list[list[Completion]]:
+    """The completions of a chunk, as lists in its order; drawn from torch's global generator as it stands.
+
+    Args:
+        model: in eval mode, its weights whole.
+        chunk: at least one prompt of at least one token.
+        sampling: what to draw from.
+        logps: return log-probs.
+        ended: called when a completion has ended.
+
+    Raises:
+        TrainingError: generation failed.
+    """
+    found: dict[str, Any] = {}
+    with _old_objects_spared(), _manager(model, chunk, sampling, logps) as manager:
+        for place, work in enumerate(chunk):
+            # A copy is made one token before the end of the prompt, which transformers cannot compute if it is empty.
+            together = work.count if len(work.ids) > 1 else 1
+            manager.num_return_sequences = together
+            for name in _names(place, work)[::together]:
+                manager.add_request(list(work.ids), request_id=name)
+        # Only now: the first batch holds the same requests in every run.
+        manager.start()
+        while len(found) < sum(work.count for work in chunk):
+            result = manager.get_result(timeout=_LOOK_S)
+            if result is not None:
+                _check(result.error)
+                found[result.request_id] = result
+                ended()
+            elif manager.background_thread_status.fatal_error is not None or not manager.is_running():
+                _check(manager.background_thread_status.fatal_error or "its thread has ended")
+    return [
+        [_completion(found[name], sampling, logps) for name in _names(place, work)] for place, work in enumerate(chunk)
+    ]
+
+
+def _names(place: int, work: Work) -> list[str]:
+    """What transformers calls a request and its copies."""
+    return [str(place), *(f"{place}__child#{copy}" for copy in range(work.count - 1))]
+
+
+def _completion(result: Any, sampling: Sampling, logps: bool) -> Completion:
+    return Completion.cut(result.generated_tokens, sampling, result.logprobs if logps else None)
+
+
+def _check(error: object) -> None:
+    if error:
+        raise TrainingError(
+            f"rollout_backend='continuous': generating failed ({' '.join(str(error).split())}); set a smaller "
+            "rollout_batch_size, or rollout_backend: generate"
+        )
+
+
+@contextlib.contextmanager
+def _manager(model: PreTrainedModel, chunk: Sequence[Work], sampling: Sampling, logps: bool) -> Iterator[Any]:
+    """A manager that holds no more memory than the chunk needs, and is gone on any exit."""
+    log, attention = logging.getLogger("ContinuousBatchingLogger"), model.config._attn_implementation
+    level, manager = log.level, None
+    # What goes wrong is raised here; as a log record it would be a traceback amid the progress bar.
+    log.setLevel(logging.CRITICAL)
+    try:
+        manager = model.init_continuous_batching(generation_config(sampling), _sizes(chunk, sampling, logps))
+        yield manager
+    finally:
+        if manager is not None:
+            manager.stop(block=True, hard_stop=True)
+            manager.destroy()
+        if model.config._attn_implementation != attention:
+            model.set_attn_implementation(attention)
+        log.setLevel(level)
+
+
+@contextlib.contextmanager
+def _old_objects_spared() -> Iterator[None]:
+    """Collect no garbage from before. A manager that stops collects twice, 0.7 s each where DeepSpeed is loaded."""
+    if gc.get_freeze_count():  # someone's own
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _sizes(chunk: Sequence[Work], sampling: Sampling, logps: bool) -> ContinuousBatchingConfig:
+    """Room for every completion of the chunk at its full length, whatever memory there is."""
+    completions = sum(work.count for work in chunk)
+    # One page more for each: layers with a sliding window take memory in larger lots.
+    pages = sum(
+        work.count * (math.ceil((len(work.ids) + sampling.max_new_tokens) / _PAGE_TOKENS) + 1) for work in chunk
+    )
+    return ContinuousBatchingConfig(
+        page_size=_PAGE_TOKENS,
+        num_blocks=pages,
+        max_batch_tokens=max(completions, min(sum(len(work.ids) for work in chunk), _LARGEST_BATCH)),
+        max_requests_per_batch=completions,
+        max_memory_percent=1.0,
+        safety_margin=0.0,
+        # A prompt that another one's pages hold but for its last token would be scheduled without any token.
+        allow_block_sharing=False,
+        # Drawn, not the request's seed: each chunk has its own, and transformers seeds torch with it.
+        seed=int(torch.randint(2**31, ())),
+        return_logprobs=logps,
+        # The attention that was loaded is the attention that generates.
+        auto_switch_to_flash=False,
+        disable_nccl_graph_mixing=False,
+    )

@@ -1,0 +1,170 @@
+"""The rollout: completions for this rank's prompts, from the policy as it is inside its training engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from alignment.config.errors import DataError, OptionError
+from alignment.engines.collectives import largest_over_ranks
+from alignment.engines.rollout.backends import choose_backend
+from alignment.engines.rollout.continuous import generate_continuous
+from alignment.engines.rollout.memory import Room, measure_room
+from alignment.engines.rollout.padded import generate_padded
+from alignment.engines.rollout.processors import neutral_defaults
+from alignment.engines.rollout.request import Completion, RolloutRequest, Work, chunks
+from alignment.engines.rollout.seeding import seeded
+from alignment.engines.rollout.weights import weights_by_layer, whole_weights
+from alignment.engines.scoring import ScoringEngine
+
+
+class RolloutEngine:
+    """Generates with the policy's own weights; whatever that changes in the engine is undone on any exit.
+
+    The first rollout decides, for the rest of the run, what depends on free memory: by then everything that stays has
+    been allocated. A machine whose free memory changes from run to run repeats a run exactly only with ``batch_size``
+    and ``gather`` set.
+
+    Args:
+        policy: the engine that learns.
+        backend: ``rollout_backend`` as it was asked for, ``auto`` included (:func:`.backends.choose_backend`).
+        batch_size: completions at once on each rank; None: as many as fit.
+        gather: whether ZeRO-3 gathers all weights for a rollout; None: if they fit (:func:`.memory.measure_room`).
+        longest_context: longest prompt and completion together, in tokens.
+        progress: show a bar while a rollout lasts.
+    """
+
+    def __init__(
+        self,
+        policy: ScoringEngine,
+        backend: str = "auto",
+        *,
+        batch_size: int | None = None,
+        gather: bool | None = None,
+        longest_context: int,
+        progress: bool = False,
+    ) -> None:
+        self.policy = policy
+        self._asked, self._batch_size, self._gather = backend, batch_size, gather
+        self._longest_context, self._progress = longest_context, progress
+        self.backend: str | None = None
+        self.room: Room | None = None
+
+    def generate(self, request: RolloutRequest) -> list[list[Completion]]:
+        """Completions by prompt and generation. Collective: every rank calls it, also one without prompts.
+
+        Raises:
+            DataError: a prompt without tokens.
+            OptionError: the backend cannot be used with this model, these processors or weights gathered by layer.
+            TrainingError: continuous batching failed.
+        """
+        _check_prompts(request.prompts)
+        room, backend = self._decide(request)
+        parts = chunks(request, room.batch_size)
+        by_layer = self.policy.partitioned and not room.gather
+        if by_layer:
+            parts = self._as_many_on_all_ranks(parts, request)
+        results: list[list[Completion]] = [[] for _ in request.prompts]
+        try:
+            with self._ready(request.seed, by_layer), self._bar(request, len(parts), backend) as bar:
+                for part in parts:
+                    for work, completions in zip(part, self._run(part, request, backend, by_layer, bar)):
+                        if work.prompt >= 0:
+                            results[work.prompt] += completions
+        finally:
+            # A cache that grew token by token leaves the allocator with blocks of every size.
+            get_accelerator().empty_cache()
+        return results
+
+    def describe(self) -> str:
+        """What the first rollout decided, for the log; empty before it."""
+        if self.room is None:
+            return ""
+        gathered = ""
+        if self.policy.partitioned:
+            gathered = ", weights gathered " + ("once for each rollout" if self.room.gather else "layer by layer")
+        return f"{self.backend}, up to {self.room.batch_size} completions at once on each rank{gathered}"
+
+    @property
+    def _model(self) -> PreTrainedModel:
+        return self.policy.scorer.model
+
+    def _decide(self, request: RolloutRequest) -> tuple[Room, str]:
+        """Measured at the first call, where all ranks meet."""
+        if self.room is None or self.backend is None:
+            room = measure_room(
+                self._model,
+                self._longest_context,
+                gather=self._gather,
+                batch_size=self._batch_size,
+                generations=request.num_generations,
+                scores=request.sampling.max_new_tokens if request.logps else 0,
+            )
+            backend = choose_backend(self._asked, self._model, request.sampling)
+            if self.policy.partitioned and not room.gather and backend == "continuous":
+                if self._asked == "continuous":
+                    raise OptionError(
+                        "rollout_backend='continuous': needs the weights whole, and ZeRO-3 gathers them layer by "
+                        "layer here; set ds3_gather_for_generation: true, or rollout_backend: generate"
+                    )
+                backend = "generate"
+            self.room, self.backend = room, backend
+        return self.room, self.backend
+
+    def _as_many_on_all_ranks(self, parts: list[list[Work]], request: RolloutRequest) -> list[list[Work]]:
+        """Chunks of one dummy token where another rank has more chunks: all ranks gather each layer equally often."""
+        most = int(largest_over_ranks(torch.tensor([len(parts)], device=self.policy.device)))
+        dummy = Work(-1, (request.sampling.pad_token_id,), 1)
+        return parts + [[dummy]] * (most - len(parts))
+
+    @contextlib.contextmanager
+    def _ready(self, seed: int, by_layer: bool) -> Iterator[None]:
+        """Eval mode, weights in place, randomness of its own."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.policy.sweep())
+            stack.enter_context(seeded(seed))
+            stack.enter_context(neutral_defaults(self._model))
+            if by_layer:
+                stack.enter_context(weights_by_layer(self.policy))
+            elif self.policy.partitioned:
+                stack.enter_context(whole_weights(self.policy))
+            yield
+
+    def _run(
+        self, part: Sequence[Work], request: RolloutRequest, backend: str, by_layer: bool, bar: tqdm[None]
+    ) -> list[list[Completion]]:
+        if backend == "continuous":
+            return generate_continuous(
+                self._model, part, request.sampling, logps=request.logps, ended=lambda: bar.update()
+            )
+        sampling = request.sampling
+        if part[0].prompt < 0:  # a dummy follows the other ranks, however long they take
+            sampling = replace(sampling, max_new_tokens=1, extra={})
+        completions = generate_padded(
+            self._model, part, sampling, device=self.policy.device, synced=by_layer, logps=request.logps
+        )
+        bar.update(sum(work.count for work in part if work.prompt >= 0))
+        return completions
+
+    @contextlib.contextmanager
+    def _bar(self, request: RolloutRequest, parts: int, backend: str) -> Iterator[tqdm[None]]:
+        """A bar over completions, where it would move more than once."""
+        total = len(request.prompts) * request.num_generations
+        shown = self._progress and (parts > 1 or backend == "continuous")
+        with tqdm(total=total, desc="rollout", unit="seq", disable=not shown, leave=False, dynamic_ncols=True) as bar:
+            yield bar
+
+
+def _check_prompts(prompts: Sequence[Sequence[int]]) -> None:
+    for number, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise DataError(
+                f"prompt {number} of a rollout has no tokens: nothing can be generated from it; drop the row, or use "
+                "a tokenizer that begins a text with BOS"
+            )

@@ -1,0 +1,90 @@
+"""How much fits: completions at once, and whether weights are gathered; one answer for all ranks and the whole run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import psutil
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from alignment.engines.collectives import device, largest_over_ranks
+from alignment.engines.rollout.weights import away
+
+_SHARE = 0.8  # of the free memory; the rest is for fragments and the library's small things
+_VOCABULARY_VECTORS = 6  # fp32 each: logits and their copy, scores before and after a cut, probabilities, a sort
+
+
+@dataclass(frozen=True)
+class Room:
+    """What fits on the fullest device.
+
+    Attributes:
+        gather: whether ZeRO-3 weights are gathered for the rollout as a whole.
+        batch_size: completions at once on each rank.
+    """
+
+    gather: bool
+    batch_size: int
+
+
+def measure_room(
+    model: PreTrainedModel,
+    context: int,
+    *,
+    gather: bool | None,
+    batch_size: int | None,
+    generations: int,
+    scores: int = 0,
+) -> Room:
+    """Decide from the free memory of every rank's device, of which 80 % may be used; collective.
+
+    A completion is counted with the keys and values of a whole context in all layers, one layer's activations while
+    its prompt is read, and six fp32 vectors of the vocabulary's size. Weights are gathered if they fit beside one
+    chunk: ``batch_size`` completions, or all those of one prompt. Without a ``batch_size`` as many are generated at
+    once as fit, rounded down to a power of two so that a little memory more or less changes nothing.
+
+    Args:
+        model: the policy's model.
+        context: longest prompt and completion together, in tokens.
+        gather: what was asked for; None: whatever fits.
+        batch_size: what was asked for; None: whatever fits.
+        generations: completions of one prompt.
+        scores: fp32 vectors of the vocabulary's size that each completion keeps besides.
+    """
+    least = -largest_over_ranks(torch.tensor([-_free_bytes(device())], dtype=torch.int64, device=device()))
+    budget = _SHARE * float(least)
+    weights = weight_bytes(model)
+    each = completion_bytes(model, context, scores)
+    if gather is None:
+        gather = weights + each * (batch_size or generations) <= budget
+    if batch_size is None:
+        fitting = max(1, int((budget - (weights if gather else 0)) // each))
+        batch_size = 1 << (fitting.bit_length() - 1)
+    return Room(gather, batch_size)
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """What gathering takes: the weights that are divided over ranks."""
+    return sum(parameter.ds_numel * parameter.element_size() for parameter in away(module))
+
+
+def completion_bytes(model: PreTrainedModel, context: int, scores: int = 0) -> int:
+    """What one completion takes while it is generated."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None) or 1
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    keys_and_values = 2 * (getattr(config, "num_key_value_heads", None) or heads) * head_dim
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    per_token = config.num_hidden_layers * keys_and_values + 6 * config.hidden_size + 3 * inner
+    return context * per_token * model.dtype.itemsize + (_VOCABULARY_VECTORS + scores) * config.vocab_size * 4
+
+
+def _free_bytes(where: torch.device) -> int:
+    """What this rank may still take: a GPU's free memory and what torch holds unused, or its share of the host's."""
+    if where.type != "cuda":
+        return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    unused = torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
+    return int(torch.cuda.mem_get_info(where)[0]) + unused

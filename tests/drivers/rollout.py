@@ -1,0 +1,190 @@
+"""Rollouts on two ranks that stop at very different lengths, at every stage and backend, and the training after them.
+
+Usage: rollout.py SPEC, a JSON file with ``{"model"}``; what each rank found goes to ``rank0.json`` and ``rank1.json``
+beside it. ``policy_engine`` and ``train`` serve tests of one process as well.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero import parameter_offload
+from helpers import STAGES, tiny_config
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from alignment.data.batching import collate
+from alignment.engines.collectives import gathered
+from alignment.engines.guard import guarded
+from alignment.engines.launch_env import init_distributed, rank, world_size
+from alignment.engines.rollout.engine import RolloutEngine
+from alignment.engines.rollout.request import RolloutRequest, Sampling
+from alignment.engines.saving import gathered_state_dict
+from alignment.engines.scoring import PolicyEngine
+from alignment.models.loading import loading
+from alignment.models.scorer import CompletionScorer
+
+EOS, PAD = 1, 2
+VOCABULARY = tiny_config("untied").vocab_size
+PROMPTS = [[0, 5, 9, 11], [0], [0, 7, 8, 9, 10, 11, 12, 30, 31, 32, 33, 34, 35, 4], [0, 9]]
+SEQUENCES = [
+    [([0, 5, 9, 11], [3, 40, 8, 8, 21, 1]), ([0, 7], [30, 2, 17])],
+    [([0, 4, 6], [12, 44, 13, 9, 50, 31, 33, 1])],
+    [([0, 9], [5, 5, 6])],
+]
+STAGES_AND_WAYS = {
+    "stage0": ("generate", "continuous"),
+    "stage2": ("generate",),
+    "stage3": ("continuous", "by layer"),
+    "stage3-offload": ("generate", "continuous", "by layer"),
+}
+Between = Callable[[PolicyEngine, int], None]
+
+
+def policy_engine(model: str, stage: str, **loaded: Any) -> PolicyEngine:
+    """A policy under plain SGD with a large learning rate, at one of ``helpers.STAGES``."""
+    init_distributed(use_cpu=True)
+    config = STAGES[stage] | {
+        "train_batch_size": world_size(),
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+    }
+    with loading(config):
+        scorer = CompletionScorer(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **loaded))
+    optimizer = torch.optim.SGD(scorer.parameters(), lr=0.1)
+    return PolicyEngine(scorer, config, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0))
+
+
+def sampling(**more: Any) -> Sampling:
+    """8 tokens at temperature 1, ended by the tokenizer's EOS."""
+    return Sampling(**{"max_new_tokens": 8, "eos_token_ids": (EOS,), "pad_token_id": PAD, **more})
+
+
+def train(model: str, stage: str, between: Between = lambda policy, step: None, steps: int = 3) -> dict[str, Tensor]:
+    """The weights after some steps of two micro-batches, with ``between`` called before each step."""
+    policy = policy_engine(model, stage)
+    stack = list(parameter_offload.FWD_MODULE_STACK)
+    for step in range(steps):
+        between(policy, step)
+        assert policy.engine.module.training and parameter_offload.FWD_MODULE_STACK == stack
+        for micro in range(2):
+            batch = collate(SEQUENCES[(step + micro + rank()) % 3], 20)
+            with policy.sweep():
+                policy.sequence_logps(batch)
+            policy.backward(-policy.forward(batch).logps.mean(), last=micro == 1)
+        policy.step()
+    weights = gathered_state_dict(policy.scorer.model, keep=True)
+    policy.close()
+    return weights
+
+
+def whole(policy: PolicyEngine) -> list[str]:
+    """Names of the weights that are whole on this rank, and should not be."""
+    return [
+        name
+        for name, parameter in policy.scorer.named_parameters()
+        if policy.partitioned and parameter.ds_status.name != "NOT_AVAILABLE" and not parameter.ds_persist
+    ]
+
+
+class FailsAt:
+    """A forward hook that raises at its ``n``-th call."""
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+
+    def __call__(self, *args: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError("a layer failed")
+
+
+def failing_rollout(policy: PolicyEngine, step: int, rollout: RolloutEngine) -> None:
+    """A rollout during which a layer of this rank fails."""
+    hook = policy.scorer.model.model.layers[1].mlp.register_forward_hook(FailsAt(4))
+    try:
+        rollout.generate(RolloutRequest(PROMPTS, 2, sampling(), step))
+    except (RuntimeError, ValueError) as error:
+        assert "a layer failed" in str(error)
+    else:
+        raise AssertionError("the rollout should have failed")
+    finally:
+        hook.remove()
+
+
+def lengths(rollout: RolloutEngine, prompts: list[list[int]], seed: int, **more: Any) -> list[list[int]]:
+    """Lengths of two completions of each prompt."""
+    answers = rollout.generate(RolloutRequest(prompts, 2, sampling(**more), seed))
+    return [[len(completion.ids) for completion in completions] for completions in answers]
+
+
+def unequal(policy: PolicyEngine, backend: str, gather: bool) -> dict[str, Any]:
+    """Rollouts of one engine in which ranks have little in common."""
+    rollout = RolloutEngine(policy, backend, gather=gather, batch_size=4, longest_context=64)
+    # Every token ends a completion of one rank, none that of the other; then one rank has no prompt at all.
+    stops = {"eos_token_ids": tuple(range(VOCABULARY))}
+    runs = {"eos_token_ids": ()}
+    first, second = (stops, runs) if rank() == 0 else (runs, stops)
+    found = {
+        "first stops": lengths(rollout, PROMPTS[: 4 - 3 * rank()], 1, **first),
+        "second stops": lengths(rollout, PROMPTS[: 4 - 3 * rank()], 2, **second),
+        "second has none": lengths(rollout, [] if rank() else PROMPTS, 3),
+        "first has none": lengths(rollout, PROMPTS if rank() else [], 4, **runs),
+    }
+    return found | {"described": rollout.describe(), "whole": whole(policy)}
+
+
+def trained(model: str) -> dict[str, bool]:
+    """Whether training after rollouts equals training without, to the bit."""
+
+    def between(backend: str, gather: bool, fails: bool = False) -> Between:
+        made: list[RolloutEngine] = []
+
+        def run(policy: PolicyEngine, step: int) -> None:
+            if not made:
+                made.append(RolloutEngine(policy, backend, gather=gather, longest_context=64))
+            if fails and rank() == 0:
+                failing_rollout(policy, step, made[0])
+            else:
+                made[0].generate(RolloutRequest(PROMPTS[: 4 - 2 * rank()], 2, sampling(), step))
+
+        return run
+
+    plain = train(model, "stage3", steps=2)
+    cases = {
+        "by layer": between("generate", False),
+        "one rank fails": between("generate", True, fails=True),
+    }
+    return {
+        name: all(torch.equal(weight, plain[key]) for key, weight in train(model, "stage3", case, steps=2).items())
+        for name, case in cases.items()
+    }
+
+
+def main() -> None:
+    """Run all of it."""
+    gc.freeze()  # DeepSpeed collects garbage with every engine, and looks through every library
+    spec = Path(sys.argv[-1])
+    model = json.loads(spec.read_text())["model"]
+    found: dict[str, Any] = {}
+    for stage, ways in STAGES_AND_WAYS.items():
+        policy = policy_engine(model, stage)
+        for way in ways:
+            gather = way != "by layer"
+            found[f"{stage} {way}"] = unequal(policy, way if gather else "auto", gather)
+        policy.close()
+    found["trained"] = trained(model)
+    assert all(gathered(True))
+    spec.with_name(f"rank{rank()}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main, use_cpu=True))

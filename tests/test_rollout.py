@@ -1,0 +1,307 @@
+"""Rollouts from a real engine: what is drawn, what is returned, and that nothing of them stays."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from drivers.rollout import EOS, PAD, PROMPTS, FailsAt, failing_rollout, policy_engine, sampling, train, whole
+from helpers import make_model
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+from alignment.config.errors import DataError, OptionError
+from alignment.data.batching import collate
+from alignment.engines.rollout import memory
+from alignment.engines.rollout.engine import RolloutEngine
+from alignment.engines.rollout.request import Completion, RolloutRequest
+from alignment.engines.scoring import PolicyEngine
+
+BOTH = pytest.mark.parametrize("backend", ["generate", "continuous"])
+Answers = list[list[Completion]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("model"), "untied")
+
+
+@pytest.fixture(scope="module")
+def policy(model: str) -> Any:
+    """A policy at stage 0 whose weights no test changes."""
+    made = policy_engine(model, "stage0")
+    yield made
+    made.close()
+
+
+def rollout(policy: PolicyEngine, backend: str = "generate", seed: int = 5, **more: Any) -> Answers:
+    """Two completions of each prompt; further arguments are the engine's, the request's, or of the sampling."""
+    engine = {key: more.pop(key) for key in ("gather", "batch_size", "progress") if key in more}
+    logps, prompts = more.pop("logps", False), more.pop("prompts", PROMPTS)
+    made = RolloutEngine(policy, backend, longest_context=64, **engine)
+    return made.generate(RolloutRequest(prompts, 2, sampling(**more), seed, logps))
+
+
+def rows(answers: Answers) -> list[tuple[list[int], list[int]]]:
+    """(prompt, completion) of every completion."""
+    return [
+        (prompt, list(one.ids)) for prompt, completions in zip(PROMPTS, answers, strict=True) for one in completions
+    ]
+
+
+@BOTH
+def test_logps_are_those_of_the_learn_phase(policy: PolicyEngine, backend: str) -> None:
+    answers = rollout(policy, backend, max_new_tokens=24, logps=True)
+    with policy.sweep():
+        expected = policy.sequence_logps(collate(rows(answers), 400))
+    for (_, ids), one, total in zip(rows(answers), (c for cs in answers for c in cs), expected.tolist(), strict=True):
+        assert one.logps is not None and len(one.logps) == len(ids)
+        assert sum(one.logps) == pytest.approx(total, abs=1e-5 * len(ids))
+    ended = [one.ended for completions in answers for one in completions]
+    assert True in ended and False in ended  # or the ends are not tested
+    for _, ids in rows(answers):
+        assert PAD not in ids[-1:] and EOS not in ids[:-1] and len(ids) <= 24
+    assert ended == [ids[-1] == EOS for _, ids in rows(answers)]
+
+
+@BOTH
+def test_logps_are_those_of_the_processed_distribution(policy: PolicyEngine, backend: str) -> None:
+    answers = rollout(policy, backend, temperature=0.7, top_k=5, min_p=0.05, logps=True)
+    for prompt, completion in rows(answers):
+        ids = torch.tensor([prompt + completion])
+        with policy.sweep():
+            scores = policy.scorer.model(ids).logits[0, len(prompt) - 1 : -1] / 0.7
+        kept = scores >= scores.topk(5).values[:, -1:]
+        kept &= scores.softmax(-1).mul(kept) >= 0.05 * scores.softmax(-1).max(-1, keepdim=True).values
+        logps = scores.masked_fill(~kept, -torch.inf).log_softmax(-1)
+        expected = logps.gather(1, torch.tensor(completion)[:, None])[:, 0]
+        assert len(set(completion)) > 1 and torch.isfinite(expected).all()
+        found = next(c for cs in answers for c in cs if list(c.ids) == completion)
+        assert torch.tensor(found.logps) == pytest.approx(expected, abs=1e-5)
+
+
+@BOTH
+def test_a_request_repeats_exactly_and_touches_no_other_randomness(policy: PolicyEngine, backend: str) -> None:
+    def states() -> tuple[Any, ...]:
+        return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    before = states()
+    first = rollout(policy, backend, batch_size=4)
+    random.random(), numpy.random.rand(), torch.rand(3)
+    moved = states()
+    assert rollout(policy, backend, batch_size=4) == first
+    assert rollout(policy, backend, seed=6, batch_size=4) != first
+    assert states() == moved != before
+    failing_rollout(policy, 1, RolloutEngine(policy, backend, longest_context=64))
+    assert states() == moved
+    # Equal prompts in different chunks are drawn independently.
+    drawn = rollout(policy, backend, prompts=[[0, 5]] * 4, batch_size=2)
+    assert len({one.ids for completions in drawn for one in completions}) == 8
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, None])
+@BOTH
+def test_answers_are_in_the_order_of_the_prompts(policy: PolicyEngine, backend: str, batch_size: int | None) -> None:
+    # Each prompt's last token decides the next one, at so low a temperature.
+    greedy = {}
+    with policy.sweep():
+        for place, prompt in enumerate(PROMPTS):
+            greedy[place] = int(policy.scorer.model(torch.tensor([prompt])).logits[0, -1].argmax())
+    answers = rollout(policy, backend, batch_size=batch_size, temperature=1e-3)
+    assert {place: {one.ids[0] for one in both} for place, both in enumerate(answers)} == {
+        place: {token} for place, token in greedy.items()
+    }
+    assert len(set(greedy.values())) == 3  # the last prompt has the first one's
+
+
+@BOTH
+def test_the_checkpoints_own_generation_config_has_no_say(policy: PolicyEngine, backend: str) -> None:
+    model = policy.scorer.model
+    plain, own = rollout(policy, backend), model.generation_config
+    model.generation_config = GenerationConfig(
+        temperature=0.1, top_k=1, top_p=0.1, typical_p=0.1, max_length=5, no_repeat_ngram_size=1, do_sample=False
+    )
+    leaking = model.generation_config
+    try:
+        assert rollout(policy, backend) == plain
+        assert model.generation_config is leaking
+    finally:
+        model.generation_config = own
+
+
+@BOTH
+def test_the_engine_is_as_before_on_any_exit(policy: PolicyEngine, backend: str) -> None:
+    model = policy.scorer.model
+    own, attention, level = model.generation_config, model.config._attn_implementation, _log_level()
+
+    def check() -> None:
+        assert policy.engine.module.training and all(module.training for module in model.modules())
+        assert model.generation_config is own and model.config._attn_implementation == attention
+        assert _log_level() == level and gc.get_freeze_count() == 0
+        gc.collect()
+        # By type: isinstance() asks objects for their class, and some answer by importing.
+        alive = [one for one in gc.get_objects() if type(one) in (DynamicCache, PagedAttentionCache)]
+        assert alive == []
+
+    rollout(policy, backend)
+    check()
+    failing_rollout(policy, 1, RolloutEngine(policy, backend, longest_context=64))
+    check()
+
+
+def _log_level() -> int:
+    return logging.getLogger("ContinuousBatchingLogger").level
+
+
+def test_the_cache_is_used_where_activations_are_recomputed(policy: PolicyEngine) -> None:
+    model, widths = policy.scorer.model, []
+    expected = rollout(policy, eos_token_ids=())
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.config.use_cache = False
+    hook = model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        # A layer that recomputes its activations neither fills nor reads the cache that it is given.
+        assert rollout(policy, eos_token_ids=()) == expected
+    finally:
+        hook.remove()
+        model.gradient_checkpointing_disable()
+        model.config.use_cache = True
+    assert widths == [max(map(len, PROMPTS))] + [1] * 7
+
+
+@BOTH
+def test_nothing_is_printed(policy: PolicyEngine, backend: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rollout(policy, backend, temperature=0.7, top_k=3)
+        rollout(policy, backend, eos_token_ids=(), batch_size=3)
+    assert capfd.readouterr() == ("", "") and caught == []
+
+
+def test_a_bar_over_several_chunks(policy: PolicyEngine, capfd: pytest.CaptureFixture[str]) -> None:
+    rollout(policy, progress=True)
+    assert capfd.readouterr().err == ""
+    rollout(policy, progress=True, batch_size=3)
+    assert "rollout" in capfd.readouterr().err
+
+
+@pytest.fixture
+def old_objects_spared() -> Any:
+    """DeepSpeed collects garbage with every engine, and looks through every library."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("old_objects_spared")
+@pytest.mark.parametrize("stage", ["stage3", "stage3-offload"])
+def test_training_after_rollouts_is_what_it_would_have_been(model: str, stage: str) -> None:
+    def between(policy: PolicyEngine, step: int, backend: str, gather: bool, fails: bool) -> None:
+        engine = RolloutEngine(policy, backend, gather=gather, longest_context=64)
+        if fails:
+            failing_rollout(policy, step, engine)
+        else:
+            engine.generate(RolloutRequest(PROMPTS[:2], 2, sampling(), step))
+        assert whole(policy) == []
+
+    plain = train(model, stage)
+    cases = [("generate", True, False), ("generate", False, True), ("continuous", True, True)]
+    if stage == "stage3":
+        cases += [("generate", True, True), ("generate", False, False), ("continuous", True, False)]
+    for backend, gather, fails in cases:
+        trained = train(model, stage, partial(between, backend=backend, gather=gather, fails=fails))
+        assert all(torch.equal(trained[name], weight) for name, weight in plain.items()), (backend, gather, fails)
+
+
+def test_where_the_weights_are_while_tokens_are_generated(model: str) -> None:
+    policy = policy_engine(model, "stage3")
+    coordinator = policy.engine.optimizer.parameter_offload.get_param_coordinator()
+    seen: list[tuple[bool, bool]] = []
+    policy.scorer.model.model.layers[0].register_forward_hook(
+        lambda *_: seen.append((memory.weight_bytes(policy.scorer) == 0, coordinator.is_complete_trace()))
+    )
+    rollout(policy, gather=True, eos_token_ids=())
+    assert [all_whole for all_whole, _ in seen] == [True] * 8
+    seen.clear()
+    rollout(policy, gather=False, eos_token_ids=())
+    # From the second token on DeepSpeed knows the order of the layers, and fetches ahead.
+    assert seen == [(False, False)] + [(False, True)] * 7
+    policy.close()
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_what_an_earlier_pass_kept_whole_is_let_go_of(model: str, gather: bool) -> None:
+    policy = policy_engine(model, "stage3")
+    batch = collate([([0, 5, 9], [3, 40, 8, 1])], 4)
+    for _ in range(3):
+        policy.backward(-policy.forward(batch).logps.mean(), last=True)
+        policy.step()
+    with policy.sweep():
+        policy.sequence_logps(batch)
+    assert whole(policy) != []  # for a backward pass that does not come
+    rollout(policy, gather=gather)
+    assert whole(policy) == []
+    policy.close()
+
+
+def test_stages_and_ways_of_gathering_draw_the_same(policy: PolicyEngine, model: str) -> None:
+    expected = rollout(policy)
+    other = policy_engine(model, "stage3-offload")
+    for gather in (True, False):
+        assert rollout(other, gather=gather) == expected
+    other.close()
+
+
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    """Its balancing loss, switched on in the checkpoint, cannot be computed beside a cache."""
+    experts = policy_engine(make_model(tmp_path, "moe"), "stage0")
+    assert all(one.ids for completions in rollout(experts) for one in completions)
+    assert experts.scorer.model.config.output_router_logits is True
+    experts.close()
+
+
+def test_what_fits_is_measured(policy: PolicyEngine, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = policy.scorer.model.config
+    each = memory.completion_bytes(policy.scorer.model, 100)
+    # 2 layers of 2 key-value heads of 8 each; one layer's activations; six vectors of the vocabulary. All in fp32.
+    assert each == 100 * 4 * (2 * 2 * 2 * 8 + 6 * 32 + 3 * 48) + 6 * 4 * config.vocab_size
+    divided = policy_engine(model, "stage3")
+    weights = memory.weight_bytes(divided.scorer)
+    assert weights == 4 * AutoModelForCausalLM.from_pretrained(model).num_parameters()
+    assert memory.weight_bytes(policy.scorer) == 0
+
+    def room(free: float, batch_size: int | None = None, gather: bool | None = None) -> tuple[bool, int]:
+        monkeypatch.setattr(memory, "_free_bytes", lambda where: int(free / 0.8) + 1)
+        found = memory.measure_room(divided.scorer.model, 100, gather=gather, batch_size=batch_size, generations=2)
+        return found.gather, found.batch_size
+
+    assert room(weights + 2 * each) == (True, 2)
+    assert room(weights + 9 * each) == (True, 8)
+    assert room(weights + 1.9 * each) == (False, 1 << int((weights + 1.9 * each) // each).bit_length() - 1)
+    assert room(weights + 2 * each, batch_size=3) == (False, 3)
+    assert room(0, gather=True) == (True, 1)
+    assert room(2**40, gather=False, batch_size=7) == (False, 7)
+    divided.close()
+
+
+def test_errors(policy: PolicyEngine, model: str) -> None:
+    with pytest.raises(DataError, match="prompt 1 of a rollout has no tokens"):
+        rollout(policy, prompts=[[0, 5], []])
+    hook = policy.scorer.model.model.layers[0].register_forward_hook(FailsAt(2))
+    with pytest.raises(ValueError, match="a layer failed.*set a smaller rollout_batch_size"):
+        rollout(policy, "continuous")
+    hook.remove()
+    divided = policy_engine(model, "stage3")
+    with pytest.raises(OptionError, match="set ds3_gather_for_generation: true, or rollout_backend: generate"):
+        rollout(divided, "continuous", gather=False)
+    divided.close()

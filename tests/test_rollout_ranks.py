@@ -1,0 +1,45 @@
+"""Rollouts on two ranks: none waits for ever, and training goes on as if there had been none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Launch
+from drivers.rollout import PROMPTS, STAGES_AND_WAYS
+from helpers import make_model
+
+DRIVER = Path(__file__).with_name("drivers") / "rollout.py"
+NAMES = [f"{stage} {way}" for stage, ways in STAGES_AND_WAYS.items() for way in ways]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, launch: Launch) -> list[dict[str, Any]]:
+    """What each rank found."""
+    folder = tmp_path_factory.mktemp("rollout")
+    spec = folder / "spec.json"
+    spec.write_text(json.dumps({"model": make_model(folder / "model", "untied")}))
+    done = launch(DRIVER, spec, nproc=2, launcher="torchrun")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_that_stop_at_very_different_lengths(found: list[dict[str, Any]], name: str) -> None:
+    first, second = (one[name] for one in found)
+    # One rank ends every completion with its first token while the other never does.
+    assert first["first stops"] == [[1, 1]] * 4 and second["first stops"] == [[8, 8]]
+    assert first["second stops"] == [[8, 8]] * 4 and second["second stops"] == [[1, 1]]
+    assert second["second has none"] == [] and first["first has none"] == []
+    assert len(first["second has none"]) == len(PROMPTS) and second["first has none"] == [[8, 8]] * len(PROMPTS)
+    assert first["whole"] == second["whole"] == []
+    assert first["described"] == second["described"]
+    assert ("layer by layer" in first["described"]) == name.endswith("by layer")
+    assert first["described"].startswith("continuous" if name.endswith("continuous") else "generate")
+
+
+def test_training_after_rollouts_is_what_it_would_have_been(found: list[dict[str, Any]]) -> None:
+    expected = {"by layer": True, "one rank fails": True}
+    assert found[0]["trained"] == found[1]["trained"] == expected

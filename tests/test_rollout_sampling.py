@@ -1,0 +1,145 @@
+"""What may be asked of a rollout: backends, further sampling keys, and how a request is divided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from drivers.rollout import PROMPTS, policy_engine, sampling
+from helpers import make_model, tiny_config
+from transformers import AutoModelForCausalLM, DeepseekV3Config, MambaConfig, PretrainedConfig
+
+from alignment.config.errors import OptionError
+from alignment.engines.rollout import backends
+from alignment.engines.rollout.backends import choose_backend
+from alignment.engines.rollout.engine import RolloutEngine
+from alignment.engines.rollout.processors import ACCEPTED, check_generation_kwargs
+from alignment.engines.rollout.request import Completion, RolloutRequest, Work, chunks
+
+REFUSED = [
+    ("top_p", 0.5, "an option of its own; set it as top_p, outside generation_kwargs"),
+    ("num_return_sequences", 4, "set num_generations"),
+    ("num_beams", 2, "set num_generations"),
+    ("do_sample", False, "set temperature"),
+    ("min_length", 3, "set min_new_tokens"),
+    ("stop_strings", ["."], "set max_new_tokens"),
+    ("return_dict_in_generate", True, "does not shape the distribution.*leave it out"),
+    ("no_repeat_ngram", 3, "transformers has no such key; did you mean 'no_repeat_ngram_size'"),
+    ("temprature", 0.5, "transformers has no such key; did you mean 'temperature'"),
+    ("typical_p", -0.5, "generation_kwargs: typical_p=-0.5: .*has to be a float > 0 and < 1"),
+    ("epsilon_cutoff", 7.0, "generation_kwargs: epsilon_cutoff=7.0: transformers ignores this value"),
+    ("sequence_bias", {"a": 1}, "generation_kwargs: sequence_bias"),
+]
+# A value of each key, and what must then be true of a completion of the prompt that it follows.
+WORKS: dict[str, Any] = {
+    "min_new_tokens": (6, lambda prompt, ids: len(ids) >= 6),
+    "no_repeat_ngram_size": (1, lambda prompt, ids: len({*prompt, *ids}) == len(prompt) + len(ids)),
+    "bad_words_ids": ([[token] for token in range(40, 77)], lambda prompt, ids: max(ids) < 40),
+    "suppress_tokens": (list(range(40, 77)), lambda prompt, ids: max(ids) < 40),
+    "begin_suppress_tokens": (list(range(1, 77)), lambda prompt, ids: ids[0] == 0),
+    "forced_eos_token_id": (1, lambda prompt, ids: ids[-1] == 1),
+    "exponential_decay_length_penalty": ([2, 1e6], lambda prompt, ids: len(ids) <= 4),
+    "sequence_bias": ([[[33], 1000.0]], lambda prompt, ids: set(ids) == {33}),
+    "remove_invalid_values": (True, None),
+    "renormalize_logits": (True, None),
+    "typical_p": (0.5, None),
+    "epsilon_cutoff": (1e-4, None),
+    "eta_cutoff": (1e-4, None),
+    "top_h": (0.5, None),
+    "watermarking_config": ({"bias": 2.5, "seeding_scheme": "selfhash"}, None),
+}
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made = policy_engine(make_model(tmp_path_factory.mktemp("model"), "untied"), "stage0")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("key, value, message", REFUSED, ids=[key for key, _, _ in REFUSED])
+def test_keys_that_are_refused(key: str, value: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message) as caught:
+        check_generation_kwargs({key: value})
+    assert f"generation_kwargs: {key}=" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_every_accepted_key_is_tried() -> None:
+    assert set(WORKS) == set(ACCEPTED)
+    check_generation_kwargs({})
+
+
+@pytest.mark.parametrize("key", WORKS)
+def test_keys_that_shape_the_distribution(policy: Any, key: str) -> None:
+    value, holds = WORKS[key]
+    check_generation_kwargs({key: value})
+    engine = RolloutEngine(policy, "auto", longest_context=64)
+    answers = engine.generate(RolloutRequest(PROMPTS, 2, sampling(extra={key: value}), 3))
+    for prompt, completions in zip(PROMPTS, answers, strict=True):
+        assert all(holds is None or holds(prompt, one.ids) for one in completions), completions
+    assert engine.backend == "generate"
+
+
+def bare(config: PretrainedConfig, attention: str = "sdpa") -> Any:
+    """A model without weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+def test_which_backend_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = bare(tiny_config("tied"))
+    assert choose_backend("auto", model, sampling()) == "generate"
+    cuts = sampling(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1)
+    assert choose_backend("continuous", model, cuts) == "continuous"
+    assert choose_backend("generate", model, sampling(repetition_penalty=1.2)) == "generate"
+    with pytest.raises(OptionError, match="vllm.*set auto, continuous or generate"):
+        choose_backend("vllm", model, sampling())
+    # On a GPU the attention decides.
+    monkeypatch.setattr(backends, "device", lambda: torch.device("cuda"))
+    assert choose_backend("auto", model, sampling()) == "generate"
+    model.config._attn_implementation = "flash_attention_2"
+    assert choose_backend("auto", model, sampling()) == "continuous"
+    assert choose_backend("auto", model, sampling(repetition_penalty=1.2)) == "generate"
+
+
+@pytest.mark.parametrize(
+    "config, more, reason",
+    [
+        (tiny_config("tied"), {"repetition_penalty": 1.2}, "does not support RepetitionPenaltyLogitsProcessor"),
+        (tiny_config("tied"), {"extra": {"min_new_tokens": 2}}, "does not support MinNewTokensLengthLogitsProcessor"),
+        (tiny_config("tied"), {"extra": {"no_repeat_ngram_size": 2}}, "does not support NoRepeatNGramLogitsProcessor"),
+        (tiny_config("capped"), {}, "Gemma2ForCausalLM was loaded with eager"),
+        (MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=9), {}, "does not support MambaForCausalLM"),
+        (
+            DeepseekV3Config(num_hidden_layers=1, hidden_size=8, vocab_size=9, first_k_dense_replace=1),
+            {},
+            "the cache of DeepseekV3ForCausalLM",
+        ),
+    ],
+    ids=["penalty", "least", "ngram", "eager", "state", "compressed"],
+)
+def test_continuous_batching_that_is_refused(config: PretrainedConfig, more: dict[str, Any], reason: str) -> None:
+    model = bare(config, "eager" if config.model_type in ("gemma2", "mamba") else "sdpa")
+    with pytest.raises(OptionError, match=f"rollout_backend='continuous': .*{reason}; set rollout_backend: generate"):
+        choose_backend("continuous", model, sampling(**more))
+    assert choose_backend("auto", model, sampling(**more)) == "generate"
+
+
+def test_a_request_is_divided_by_completions_longest_prompts_first() -> None:
+    request = RolloutRequest([[1], [1, 2, 3], [1, 2], [4]], 3, sampling(), 0)
+    divided = [[(work.prompt, work.count) for work in part] for part in chunks(request, 6)]
+    assert divided == [[(1, 3), (2, 3)], [(0, 3), (3, 3)]]
+    divided = [[(work.prompt, work.count) for work in part] for part in chunks(request, 2)]
+    assert divided == [[(1, 2)], [(1, 1)], [(2, 2)], [(2, 1)], [(0, 2)], [(0, 1)], [(3, 2)], [(3, 1)]]
+    assert chunks(RolloutRequest([], 2, sampling(), 0), 4) == []
+    assert chunks(RolloutRequest([[7]], 2, sampling(), 0), 99) == [[Work(0, [7], 2)]]
+
+
+def test_a_completion_ends_with_its_first_eos() -> None:
+    several = sampling(eos_token_ids=(1, 9))
+    assert Completion.cut([5, 2, 9, 2, 1], several, [-1.0, -2.0, -3.0, -4.0, -5.0]) == Completion(
+        (5, 2, 9), True, (-1.0, -2.0, -3.0)
+    )
+    assert Completion.cut([5, 2], several) == Completion((5, 2), False, None)
+    assert Completion.cut([5, 1], sampling(eos_token_ids=())).ended is False
