@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import dense
-from oracle.dense import CPOOptions, KTOOptions
+from oracle import dense, wide
+from oracle.dense import CPOOptions, DPOOptions, KTOOptions
+from oracle.distributions import distribution_metrics
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
@@ -77,12 +78,13 @@ def close(found: float | Tensor, wanted: float, tolerance: float = 1e-9) -> None
     assert_close(torch.as_tensor(found, dtype=torch.float64), vector(wanted)[0], rtol=0, atol=tolerance)
 
 
-def test_imports_nothing_of_the_package() -> None:
-    tree = ast.parse(Path(dense.__file__).read_text(encoding="utf-8"))
+@pytest.mark.parametrize("path", sorted(Path(dense.__file__).parent.glob("*.py")), ids=lambda path: path.stem)
+def test_imports_nothing_of_the_package(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
     roots = {name.split(".")[0] for name in imported}
-    assert roots <= {"torch", "transformers", "safetensors"} | set(sys.stdlib_module_names)
+    assert roots <= {"torch", "transformers", "safetensors", "oracle"} | set(sys.stdlib_module_names)
 
 
 @pytest.mark.parametrize(
@@ -142,8 +144,30 @@ def test_cpo_golden_numbers(options: CPOOptions, loss: float) -> None:
     assert metrics["rewards/accuracies"] == float(summed)
 
 
+@pytest.mark.parametrize(("loss_type", "loss"), [("sigmoid", 0.6209570478), ("ipo", 12.25)])
+def test_dpo_golden_numbers(loss_type: str, loss: float) -> None:
+    options = DPOOptions(loss_type=loss_type, beta=0.1)
+    found, metrics = dense.dpo_objective((vector(-12.0), vector(-15.0)), (vector(-13.0), vector(-14.5)), options)
+    close(found, loss)
+    wanted = {"chosen": 0.1, "rejected": -0.05, "margins": 0.15, "accuracies": 1.0}
+    for name, reward in wanted.items():
+        close(metrics[f"rewards/{name}"], reward)
+    assert (metrics["logps/chosen"], metrics["logps/rejected"]) == (-12.0, -15.0)
+    close(metrics["objective/kl"], 0.25)  # log-ratios 1 and -0.5
+    close(metrics["objective/non_score_reward"], -0.025)
+    # A second pair, on which the policy prefers what it should not: margin -3, wins of probability 0.425557...
+    policy, reference = (vector(-12.0, -9.0), vector(-15.0, -4.0)), (vector(-13.0, -8.0), vector(-14.5, -6.0))
+    both, metrics = dense.dpo_objective(policy, reference, options)
+    second = {"sigmoid": 0.8543552445, "ipo": 64.0}[loss_type]
+    close(both, (loss + second) / 2)
+    assert metrics["rewards/accuracies"] == 0.5
+    close(metrics["objective/kl"], 0.375)
+
+
 def test_objectives_refuse_what_they_do_not_know() -> None:
     one = vector(-1.0)
+    with pytest.raises(ValueError, match="hinge"):
+        dense.dpo_objective((one, one), (one, one), DPOOptions(loss_type="hinge"))
     for loss_type in ("nca", "kto"):
         with pytest.raises(ValueError, match=loss_type):
             dense.cpo_objective(one, one, ([1], [1]), CPOOptions(loss_type=loss_type))
@@ -154,18 +178,24 @@ def test_objectives_refuse_what_they_do_not_know() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("method", ["kto", "simpo"])
+@pytest.mark.parametrize("method", ["kto", "simpo", "dpo"])
 def test_gradient_against_finite_differences(method: str, tied: bool) -> None:
     model, reference = tiny(tied=tied), dense.load(tiny(seed=1, tied=tied))
-    options = KTOOptions(beta=0.3) if method == "kto" else CPOOptions(loss_type="simpo", beta=2.0, label_smoothing=0.1)
+    options: KTOOptions | CPOOptions | DPOOptions = {
+        "kto": KTOOptions(beta=0.3),
+        "simpo": CPOOptions(loss_type="simpo", beta=2.0, label_smoothing=0.1),
+        "dpo": DPOOptions(beta=0.3),
+    }[method]
     rows = KTO_ROWS if method == "kto" else CPO_ROWS
-    step = dense.solve(model, rows, options, reference if method == "kto" else None)
+    step = dense.solve(model, rows, options, None if method == "simpo" else reference)
     policy = dense.load(model)
     sums = {kind: vector(*(sum(one) for one in many)) for kind, many in step.logps.items()}
 
     def loss() -> float:
         if isinstance(options, CPOOptions):
             return float(dense.cpo_window(policy, rows, options)[0])
+        if isinstance(options, DPOOptions):
+            return float(dense.dpo_window(policy, reference, rows, options)[0])
         # The estimate of the KL is a constant for the gradient, so here it is held at its value before the step.
         own = [dense.token_logps(policy, row["prompt_ids"], row["completion_ids"]).sum() for row in rows]
         labels, mismatched = [row["label"] for row in rows], sums["policy_kl"] - sums["reference_kl"]
@@ -234,7 +264,7 @@ def test_every_operation_is_float64_and_casting_alone_is_not_enough(family: str)
     wanted = vector(*exact.logps["chosen"][0])
     assert_close(found, wanted, rtol=0, atol=1e-4)
     assert float((found - wanted).abs().max()) > 1e-10
-    with pytest.raises(TypeError, match="float32"), torch.no_grad(), dense.OnlyFloat64():
+    with pytest.raises(TypeError, match="float32"), torch.no_grad(), wide.OnlyFloat64():
         cast(input_ids=ids, use_cache=False)
 
 
@@ -247,7 +277,7 @@ def test_rotary_frequencies_are_computed_in_float64() -> None:
 def test_soft_capping_and_scales_are_in(family: str) -> None:
     policy: Any = dense.load(tiny(family))
     prompt, completion = [1, 5, 9], [7, 30, 2]
-    with torch.no_grad(), dense.wide_maths():
+    with torch.no_grad(), wide.wide_maths():
         hidden = policy.model(input_ids=torch.tensor([prompt + completion]), use_cache=False).last_hidden_state[0]
         raw = hidden @ policy.lm_head.weight.T
         logits = {"gemma2": 2.0 * torch.tanh(raw / 2.0), "granite": raw / 3.0, "cohere": raw * 0.3}[family]
@@ -278,6 +308,27 @@ def test_policy_equal_to_reference() -> None:
     again = dense.solve(tiny(), KTO_ROWS, options, reference=tiny())
     assert again.metrics == step.metrics
     assert step.grad_norm > 0
+
+
+def test_dpo_of_a_policy_equal_to_its_reference() -> None:
+    rows = [{**row, "scores": (1.5, -0.25)} for row in CPO_ROWS]
+    step = dense.solve(tiny(), rows, DPOOptions(beta=0.7))
+    close(step.loss, math.log(2), 1e-15)
+    assert step.metrics["objective/kl"] == step.metrics["rewards/accuracies"] == 0.0
+    close(step.metrics["objective/rlhf_reward"], 0.625, 1e-15)
+    assert "objective/rlhf_reward" not in dense.solve(tiny(), CPO_ROWS, DPOOptions()).metrics
+    assert dense.solve(tiny(), CPO_ROWS, DPOOptions(beta=0.7), tiny()).metrics.items() <= step.metrics.items()
+    assert step.grad_norm > 0
+
+
+def test_entropy_of_even_predictions() -> None:
+    model = dense.load(tiny())
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    found = distribution_metrics(model, CPO_ROWS, None)
+    close(found["entropy"], math.log(32), 1e-12)
+    close(found["objective/entropy"], math.log(32) * (3 + 2 + 2 + 5) / 4, 1e-12)
+    assert distribution_metrics(model, CPO_ROWS, 6)["objective/entropy"] < found["objective/entropy"]
 
 
 def test_window_partners_and_permutation() -> None:

@@ -2,120 +2,32 @@
 
 Two windows per run, of 8 and of 7 rows, by plain SGD with a learning rate that moves the weights by percents: a test
 of equal weights at 1e-6 could not fail. Everything is compared between splits (1e-5) and with a float64 computation
-that shares no code with the package (1e-4).
+that shares no code with the package (1e-4). What is run is in ``split_runs.py``, what should come of it in
+``split_oracle.py``.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from helpers import STAGES, make_model, paired_rows, unpaired_rows
-from oracle.dense import CPOOptions, KTOOptions, Step, load, solve
-from oracle.distributions import distribution_metrics
+from drivers import canned
+from helpers import make_model
+from oracle.dense import DPOOptions, solve
+from oracle.pairs import Prompt, pairs_of
 from safetensors.torch import load_file
+from split_oracle import OnlineSteps, answered, entropies, online_steps, oracle_steps
+from split_runs import CLIP, HEADS, ONLINE_SPLITS, RATE, planned
 from torch import Tensor
 
-from alignment.data.windows import RowTable, WindowSampler
-
 DRIVER = Path(__file__).parent / "drivers" / "runs.py"
-SPLITS = {1: ((8, 1), (4, 2), (1, 8)), 2: ((4, 1), (2, 2), (1, 4))}
-ROWS, FIRST = 15, 8
-RATE = {"KTO": 0.4, "CPO": 0.1, "SFT": 0.2}
-METHOD = {
-    "KTO": {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.7},
-    "CPO": {"beta": 0.2, "cpo_alpha": 0.8, "label_smoothing": 0.1},
-    "SFT": {},
-}
-CLIP = 0.05
 METRICS = ("loss", "kl", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 METRICS += ("logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected", "nll_loss", "entropy", "grad_norm")
 COUNTS = ("count/chosen", "count/rejected", "rewards/chosen_sum", "logps/rejected_sum")
-HEADS = ("untied", "capped", "scaled")
-
-
-def rows_of(method: str) -> list[dict[str, Any]]:
-    """15 rows, labelled so that the first window has 6 desirable and 2 undesirable ones."""
-    if method == "CPO":
-        return paired_rows(ROWS, seed=5)
-    rows = unpaired_rows(ROWS, seed=4)
-    blank = np.ones(ROWS, dtype=np.int64)
-    sampler = WindowSampler(RowTable(blank, blank[:, None]), world_size=1, batch_size=8, accumulation=1, seed=42)
-    for place, row in enumerate(sampler.order(0)):
-        rows[int(row)]["label"] = place < 6 or place >= 11
-    return rows
-
-
-def run(
-    name: str, method: str, models: dict[str, str], stage: str, micro: int, steps: int, **more: Any
-) -> dict[str, Any]:
-    placements = ("replica", "sharded", "offload")
-    options = {
-        "output_dir": more.pop("folder") + f"/{name}",
-        "optim": "sgd",
-        "learning_rate": more.pop("rate", RATE[method]),
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "num_train_epochs": 1,
-        "per_device_train_batch_size": micro,
-        "gradient_accumulation_steps": steps,
-        "max_length": 64,
-        "max_prompt_length": None,
-        "logging_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "disable_tqdm": True,
-        "deepspeed": STAGES[stage],
-        **METHOD[method],
-        **more,
-    }
-    if method == "KTO":
-        options["ref_placement"] = placements[(micro + len(stage)) % 3]
-    reference = models["reference"] if method == "KTO" else None
-    return {
-        "name": name,
-        "trainer": method,
-        "model": models[more.get("run_name", "tied")],
-        "ref_model": reference,
-        "args": options,
-        "train": rows_of(method),
-    }
-
-
-def planned(world: int, models: dict[str, str], folder: str) -> list[dict[str, Any]]:
-    """Every run of one launch."""
-    runs = []
-    for method in ("KTO", "CPO"):
-        for micro, steps in SPLITS[world]:
-            for stage in STAGES:
-                name = f"{method}-{stage}-{world}x{micro}x{steps}"
-                runs.append(run(name, method, models, stage, micro, steps, folder=folder))
-        for stage in ("stage0", "stage2", "stage3"):
-            name = f"{method}-{stage}-{world}-clipped"
-            runs.append(run(name, method, models, stage, 2, 4 // world, folder=folder, max_grad_norm=CLIP, rate=5.0))
-            # Evaluated as well: many rows, and fewer than the ranks have places for.
-            many = unpaired_rows(21, seed=8) if method == "KTO" else paired_rows(21, seed=8)
-            runs[-1] |= {"eval": {"many": many, "one": many[:1]}}
-            runs[-1]["args"]["per_device_eval_batch_size"] = 4 // world
-        tokens = {"KTO": 64, "CPO": 128}[method]
-        name = f"{method}-stage2-{world}-tokens"
-        runs.append(run(name, method, models, "stage2", 4, 2 // world, folder=folder, max_tokens_per_batch=tokens))
-        name = f"{method}-stage2-{world}-blocks"
-        runs.append(run(name, method, models, "stage2", 4, 2 // world, folder=folder) | {"block_cost": 1})
-    for stage in ("stage0", "stage2", "stage3"):
-        runs.append(run(f"SFT-{stage}-{world}", "SFT", models, stage, 2, 4 // world, folder=folder))
-    if world == 2:
-        for head in HEADS:
-            for stage in ("stage0", "stage2", "stage3"):
-                rate = 0.2 if head == "scaled" else RATE["CPO"]
-                name = f"CPO-{head}-{stage}"
-                runs.append(run(name, "CPO", models, stage, 2, 2, folder=folder, run_name=head, rate=rate))
-    return runs
 
 
 @pytest.fixture(scope="module")
@@ -146,20 +58,18 @@ def results(
         for one in runs:
             outcome = json.loads((folder / f"{one['name']}.json").read_text())
             before = load_file(Path(one["model"]) / "model.safetensors")
+            logs = [entry for entry in outcome["log"] if "grad_norm" in entry]
             updates = []
-            for step in (1, 2):
+            for step in range(1, len(logs) + 1):
                 after = load_file(folder / one["name"] / f"checkpoint-{step}" / "model.safetensors")
                 updates.append({key: after[key].double() - before[key].double() for key in after})
                 before = after
-            logs = [entry for entry in outcome["log"] if "loss" in entry]
             found[world][one["name"]] = {**outcome, "logs": logs, "updates": updates, "run": one}
     return found
 
 
 def norm(update: dict[str, Tensor]) -> float:
-    return float(
-        torch.sqrt(sum(((value**2).sum() for value in update.values()), torch.zeros((), dtype=torch.float64)))
-    )
+    return math.sqrt(sum(float((value**2).sum()) for value in update.values()))
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -167,12 +77,15 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return norm({key: one[key] - other[key].double() for key in one}) / norm(other)
 
 
-def assert_same(found: dict[str, Any], metrics: dict[str, float], tolerance: float, what: str) -> None:
-    for name in METRICS:
+def assert_same(
+    found: dict[str, Any], metrics: dict[str, float], tolerance: float, what: str, names: tuple[str, ...] = METRICS
+) -> None:
+    for name in names:
         assert (name in found) == (name in metrics), f"{what}: {name}"
         if name in metrics:
             # Relative for what is optimised; a margin is a small difference of rewards of order one.
-            scale = abs(metrics[name]) if name in ("loss", "grad_norm") else max(abs(metrics[name]), 1.0)
+            relative = name in ("loss", "grad_norm", "learning_rate")
+            scale = abs(metrics[name]) if relative else max(abs(metrics[name]), 1.0)
             error = abs(found[name] - metrics[name])
             assert error <= tolerance * scale, f"{what}: {name} {found[name]} {metrics[name]}"
 
@@ -232,22 +145,6 @@ def test_evaluation_is_the_same_on_two_ranks(results: dict[int, Results], method
                     assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-5), f"{stage} {world} {name}"
 
 
-def oracle_steps(outcome: dict[str, Any]) -> list[Step]:
-    """Both steps in float64, the second one from the float64 weights of the first."""
-    run, steps = outcome["run"], []
-    args = run["args"]
-    common = {"max_length": 64, "learning_rate": args["learning_rate"], "max_grad_norm": args["max_grad_norm"] or None}
-    options = {"KTO": KTOOptions, "CPO": CPOOptions}[run["trainer"]](**METHOD[run["trainer"]], **common)
-    model = load(run["model"])
-    for rows in outcome["windows"]:
-        steps.append(solve(model, rows, options, run["ref_model"]))
-        steps[-1].metrics.update(distribution_metrics(model, rows, options.max_length))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter += steps[-1].update[name]
-    return steps
-
-
 @pytest.mark.parametrize(
     "name",
     ["KTO-stage0-1x8x1", "CPO-stage0-1x8x1", "KTO-stage0-1-clipped", "CPO-stage0-1-clipped"]
@@ -274,3 +171,111 @@ def test_labels_of_the_first_window(results: dict[int, Results]) -> None:
     rows = results[1]["KTO-stage0-1x8x1"]["windows"][0]
     assert sorted(row["label"] for row in rows) == [False] * 2 + [True] * 6
     assert len({len(row["completion_ids"]) for row in rows}) > 4
+
+
+# Online DPO: its completions are those of drivers/canned.py, so which pairs a window has to give is known ------------
+
+RANKED = {1: "OnlineDPO-ranked-stage0-1", 2: "OnlineDPO-ranked-stage3-2"}
+
+
+def assert_logged(found: dict[str, float], expected: dict[str, float], tolerance: float, what: str) -> None:
+    names = tuple(sorted((found.keys() | expected.keys()) - {"epoch"}))
+    assert_same(found, expected, tolerance, what, names)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_split_of_the_pairs_gives_the_same_update(results: dict[int, Results], world: int) -> None:
+    reference = results[1]["OnlineDPO-stage0-1"]
+    runs = {stage: (results[world][f"OnlineDPO-{stage}-{world}"], reference) for stage in ONLINE_SPLITS[world]}
+    runs |= {"ranked": (results[world][RANKED[world]], results[1][RANKED[1]])}
+    sparse = [name for name in results[world] if "sparse" in name]
+    runs |= {name: (results[world][name], results[1]["OnlineDPO-sparse-stage0-1"]) for name in sparse}
+    for name, (outcome, expected) in runs.items():
+        assert len(outcome["logs"]) == len(expected["logs"]) >= 2
+        for step, (found, wanted) in enumerate(zip(outcome["logs"], expected["logs"])):
+            assert_logged(found, wanted, 1e-5, f"{name} step {step + 1}")
+            if norm(expected["updates"][step]):
+                assert distance(outcome["updates"][step], expected["updates"][step]) <= 1e-5, f"{name} {step + 1}"
+
+
+@pytest.fixture(scope="module")
+def solved(results: dict[int, Results]) -> dict[str, OnlineSteps]:
+    names = ("OnlineDPO-stage0-1", RANKED[1], "OnlineDPO-sparse-stage0-1")
+    return {name: online_steps(results[1][name]) for name in names}
+
+
+@pytest.mark.parametrize("name", ["OnlineDPO-stage0-1", RANKED[1], "OnlineDPO-sparse-stage0-1"])
+def test_online_dpo_against_the_float64_oracle(
+    results: dict[int, Results], solved: dict[str, OnlineSteps], name: str
+) -> None:
+    outcome = results[1][name]
+    steps, logs, _ = solved[name]
+    assert len(steps) == len(outcome["logs"]) == len(outcome["updates"])
+    for number, (step, expected) in enumerate(zip(steps, logs)):
+        assert_logged(outcome["logs"][number], expected, 1e-4, f"{name} step {number + 1}")
+        if step is not None:
+            update = outcome["updates"][number]
+            assert distance(update, step.update) <= 1e-4
+            assert norm(update) / norm(step.weights) >= 1e-2, "too small a step could hide a wrong one"
+            assert abs(expected["objective/kl"]) > 0.05
+
+
+def test_what_the_pairs_of_the_runs_are_like(results: dict[int, Results]) -> None:
+    """Prompts dropped for each reason, completions that end and that do not, an odd number of pairs."""
+    pairs, metrics = pairs_of(answered(results[1]["OnlineDPO-stage0-1"]["windows"][0], 2))
+    assert len(pairs) == 5
+    assert [metrics[f"pairs/{reason}"] for reason in ("tied", "identical", "unscored")] == [1 / 8] * 3
+    ends = {pair[f"{side}_ids"][-1] == canned.EOS for pair in pairs for side in ("chosen", "rejected")}
+    assert ends == {True, False}
+    ranked = answered(results[1][RANKED[1]]["windows"][0], 3)
+    pairs, metrics = pairs_of(ranked, 0.75)
+    assert len(pairs) == 7 and metrics["rewards/ignored"] == 1 / 24 and metrics["pairs/identical"] == 1 / 8
+    chosen = {tuple(pair["chosen_ids"]) for pair in pairs}
+    assert {place for prompt in ranked for place, one in enumerate(prompt.made) if one.ids in chosen} == {0, 1, 2}
+    assert pairs_of(ranked)[0] != pairs, "the penalty decides nothing"
+
+
+@pytest.mark.parametrize("name", ["sparse-stage0-1", "sparse-stage2-2", "sparse-stage3-2"])
+def test_windows_without_pairs_leave_the_weights_alone(results: dict[int, Results], name: str) -> None:
+    """And with a single pair, of which the second rank has none, the run goes on."""
+    outcome = results[int(name[-1])][f"OnlineDPO-{name}"]
+    assert [len(pairs_of(answered(window, 2))[0]) for window in outcome["windows"]] == [0, 1, 4]
+    first, second, third = outcome["updates"]
+    assert all(not bool(value.any()) for value in first.values()), "bitwise: no weight may have moved"
+    assert norm(second) > 0 and norm(third) > 0
+    logged = outcome["logs"][0]
+    assert logged["grad_norm"] == 0.0 and logged["pairs/dropped"] == 1.0
+    assert not {"loss", "objective/kl", "rewards/chosen", "logps/chosen"} & logged.keys()
+    rates = [entry["learning_rate"] / RATE["OnlineDPO"] for entry in outcome["logs"]]
+    assert rates == pytest.approx([1, 2 / 3, 1 / 3])
+    end = outcome["log"][-1]
+    assert end["windows_without_pairs"] == 1
+    assert end["train_loss"] == pytest.approx(sum(entry["loss"] for entry in outcome["logs"][1:]) / 2, rel=1e-6)
+
+
+def test_online_evaluation_is_the_same_on_two_ranks_and_as_calculated(
+    results: dict[int, Results], solved: dict[str, OnlineSteps]
+) -> None:
+    outcome, (*_, model) = results[1][RANKED[1]], solved[RANKED[1]]
+    run = outcome["run"]
+    expected = {}
+    for name, rows in run["eval"].items():
+        now, start = answered(rows, 3), answered(rows, 1)
+        pairs, metrics = pairs_of(now, 0.75)
+        metrics |= solve(model, pairs, DPOOptions(loss_type="ipo", beta=0.2), run["ref_model"]).metrics
+        metrics |= {**entropies(model, pairs), "beta": 0.2, "win_rate": win_rate(now, start)}
+        expected |= {f"eval_{name}_{key}": value for key, value in metrics.items()}
+    for world in (1, 2):
+        found = results[world][RANKED[world]]["evaluation"]
+        timed = ("runtime", "per_second")
+        assert_logged({n: v for n, v in found.items() if not n.endswith(timed)}, expected, 1e-4, f"{world} ranks")
+        for name, value in outcome["evaluation"].items():
+            if not name.endswith(timed):
+                assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-5), f"{world} ranks: {name}"
+
+
+def win_rate(now: list[Prompt], start: list[Prompt]) -> float:
+    """How often the first completion has a higher score than the start's only one; ties count half."""
+    scores = [(one.made[0].score(0.75), other.made[0].score(0.75)) for one, other in zip(now, start)]
+    known = [(mine, other) for mine, other in scores if mine is not None and other is not None]
+    return sum(1.0 if mine > other else 0.5 * (mine == other) for mine, other in known) / len(known)

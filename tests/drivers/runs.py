@@ -1,7 +1,8 @@
 """Train what a JSON file lists, one run after another in one process per rank; for tests that need real engines.
 
 The file holds ``[{"name", "trainer", "model", "ref_model", "args", "train", "eval", "save"}]``: method, paths, options
-and rows. Each run's log and the plan of its windows go to ``NAME.json`` beside the file.
+and rows. Each run's log and the plan of its windows go to ``NAME.json`` beside the file. Completions of Online DPO are
+not generated: they are those of ``canned.py``.
 """
 
 from __future__ import annotations
@@ -11,20 +12,33 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from drivers.canned import EOS, completion
+
 import alignment
 from alignment.data import batching
 from alignment.engines.guard import guarded
+from alignment.engines.rollout.engine import RolloutEngine
+from alignment.engines.rollout.request import Completion, RolloutRequest
 from alignment.trainers.base import AlignmentTrainer
 
 BLOCK_COST = batching._BLOCK_COST
 
 
+def canned(engine: RolloutEngine, request: RolloutRequest) -> list[list[Completion]]:
+    """In the place of ``RolloutEngine.generate``."""
+    numbers, results = range(request.num_generations), []
+    for prompt in request.prompts:
+        made = [completion(prompt, number, request.num_generations) for number in numbers]
+        results.append([Completion(ids, ids[-1] == EOS) for ids in made])
+    return results
+
+
 def windows(trainer: AlignmentTrainer) -> list[list[dict[str, Any]]]:
-    """The rows of the first epoch's windows, with token ids, and the partner as an index into the window."""
+    """The rows of every window trained on, with token ids, and the partner as an index into the window."""
     assert trainer.sampler is not None and trainer.train_data is not None
     result = []
-    for step in range(trainer.sampler.steps_per_epoch):
-        plan = trainer.sampler.plan(0, step)
+    for number in range(trainer.state.global_step):
+        plan = trainer.sampler.plan(*divmod(number, trainer.sampler.steps_per_epoch))
         pairs = [p for micro in plan.micro_batches for own in micro for p in zip(own.rows, own.partners)]
         place = {row: index for index, (row, _) in enumerate(pairs)}
         rows = []
@@ -60,6 +74,7 @@ def one_run(run: dict[str, Any], folder: Path) -> None:
 
 def main() -> None:
     """Run everything that the file lists."""
+    RolloutEngine.generate = canned  # type: ignore[method-assign]
     spec = Path(sys.argv[1])
     for run in json.loads(spec.read_text()):
         one_run(run, spec.parent)

@@ -1,48 +1,36 @@
-"""A dense float64 computation of one KTO or CPO optimizer step, to check the package's numbers against.
+"""A dense float64 computation of one KTO, CPO or Online DPO optimizer step, to check the package's numbers against.
 
 It imports torch, transformers and the standard library, and nothing of the package: every formula is written down a
 second time, in the plainest form. One sequence at a time, no padding, the whole log-softmax of the model's own logits
 (soft-capping and scales included), the gradient by autograd, one step of plain SGD; no dropout, no balancing loss.
 
-Casting by ``module.double()`` would not do: transformers computes norms, rotary angles and the attention's softmax in
-an explicit float32 whatever the weights are, which *narrows* a float64 model. :class:`WideMaths` turns such requests
-into float64, the modules' constants (rotary frequencies) are computed anew in float64, and :class:`OnlyFloat64` fails
-on any operation that still yields a narrower number.
-
-Run: ``python dense.py --model DIR [--reference DIR] --rows IN.json --json OUT.json --updates OUT.safetensors``, with
-IN.json ``{"method": "kto" | "cpo", "options": {...}, "rows": [...]}``: see the option classes and ``*_window``.
+Run, from ``tests/``: ``python -m oracle.dense --model DIR [--reference DIR] --rows IN.json --json OUT.json --updates
+OUT.safetensors``, with IN.json ``{"method": "kto" | "cpo" | "online_dpo", "options": {...}, "rows": [...]}``: see the
+option classes and ``*_window``.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from oracle.wide import Source, load, token_logps, wide_maths
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 Row = dict[str, Any]
 Scored = dict[str, list[Tensor]]
-Source = str | Path | nn.Module
-_NARROW = (torch.float32, torch.float16, torch.bfloat16)
-_NARROWING = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Shared by both methods: a sequence's cut in tokens, the clipping threshold (None or 0: off), SGD's step."""
+    """Shared by all methods: a sequence's cut in tokens, the clipping threshold (None or 0: off), SGD's step."""
 
     max_length: int | None = None
     max_grad_norm: float | None = None
@@ -81,89 +69,12 @@ class CPOOptions(StepOptions):
         return self.alpha if self.alpha is not None else 0.25 * (self.loss_type == "alphapo")
 
 
-class WideMaths(TorchFunctionMode):
-    """Wherever code asks torch for a 16- or 32-bit floating type, give it float64."""
+@dataclass(frozen=True)
+class DPOOptions(StepOptions):
+    """Online DPO's options under their public names; ``beta`` is the one of the window's epoch."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _NARROWING:
-            return args[0].double()
-        widened = {key: _wide(value) for key, value in (kwargs or {}).items()}
-        return func(*(_wide(arg) for arg in args), **widened)
-
-
-class OnlyFloat64(TorchDispatchMode):
-    """Fail on an operation, forward or backward, whose result is a floating tensor other than float64."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64:
-                raise TypeError(f"{func} gave {leaf.dtype} inside the float64 computation")
-        return out
-
-
-@contextmanager
-def wide_maths() -> Iterator[None]:
-    """Float64 as the default type and in the place of every narrower request, checked operation by operation."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with WideMaths(), OnlyFloat64():
-            yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def widen(module: nn.Module) -> nn.Module:
-    """A float64 copy of a live model in ``eval`` mode; the original is not touched.
-
-    A transformers model is built again from its configuration, so that its constants are float64 from the start, and
-    then given the weights; any other module is copied and cast (its buffers keep the precision they were made with).
-    """
-    if not isinstance(module, PreTrainedModel):
-        return copy.deepcopy(module).double().eval()
-    config = copy.deepcopy(module.config)
-    config._attn_implementation = "eager"
-    with torch.random.fork_rng(devices=[]), wide_maths():
-        fresh = type(module)(config).double()
-    weights = {name: value.double() for name, value in module.state_dict().items()}
-    fresh.load_state_dict(weights)
-    if any(not torch.equal(value, weights[name]) for name, value in fresh.state_dict().items()):
-        raise ValueError(
-            f"{type(module).__name__}: tie_word_embeddings of its configuration is not what its weights are"
-        )
-    trained = dict(module.named_parameters())
-    for name, parameter in fresh.named_parameters():
-        parameter.requires_grad_(trained[name].requires_grad)
-    return fresh.eval()
-
-
-def load(source: Source) -> nn.Module:
-    """The float64 model of a Hugging Face folder, or of a live module (see :func:`widen`)."""
-    if isinstance(source, nn.Module):
-        return widen(source)
-    return widen(AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float64))
-
-
-def _wide(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
-
-
-def token_logps(
-    model: nn.Module, prompt_ids: Sequence[int], completion_ids: Sequence[int], max_length: int | None = None
-) -> Tensor:
-    """Log-probs (n,) of the completion tokens, given everything before each, after cutting the sequence at the end.
-
-    A token without anything before it (empty prompt, no BOS) has no probability and is not counted.
-    """
-    ids = [*prompt_ids, *completion_ids][:max_length]
-    first = max(len(prompt_ids), 1)
-    if first >= len(ids):
-        return torch.zeros(0, dtype=torch.float64)
-    with wide_maths():
-        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-        logps = torch.log_softmax(logits, dim=-1)
-        return torch.stack([logps[place - 1, ids[place]] for place in range(first, len(ids))])
+    loss_type: str = "sigmoid"
+    beta: float = 0.1
 
 
 def kto_objective(
@@ -225,6 +136,36 @@ def cpo_objective(
         "rewards/accuracies": float((good > bad).double().mean()),
         "logps/chosen": float(chosen.detach().mean()),
         "logps/rejected": float(rejected.detach().mean()),
+    }
+
+
+def dpo_objective(
+    policy: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor], options: DPOOptions
+) -> tuple[Tensor, dict[str, float]]:
+    """One window's DPO loss and metrics from summed log-probs, (P,) of the chosen and (P,) of the rejected answers.
+
+    ``objective/*`` are means over all 2P sequences, whichever side they are of; the rest are means over pairs.
+    """
+    if options.loss_type not in ("sigmoid", "ipo"):
+        raise ValueError(f"loss_type {options.loss_type!r} is not sigmoid or ipo")
+    good, bad = (own - base.detach() for own, base in zip(policy, reference, strict=True))
+    terms = []
+    for gap in good - bad:
+        wins = torch.sigmoid(options.beta * gap)
+        terms.append(-torch.log(wins) if options.loss_type == "sigmoid" else (gap - 0.5 / options.beta).square())
+    loss = torch.stack(terms).mean()
+    good, bad = good.detach(), bad.detach()
+    kl = float(torch.cat([good, bad]).mean())
+    return loss, {
+        "loss": float(loss.detach()),
+        "rewards/chosen": float((options.beta * good).mean()),
+        "rewards/rejected": float((options.beta * bad).mean()),
+        "rewards/margins": float((options.beta * (good - bad)).mean()),
+        "rewards/accuracies": float((good > bad).double().mean()),
+        "logps/chosen": float(policy[0].detach().mean()),
+        "logps/rejected": float(policy[1].detach().mean()),
+        "objective/kl": kl,
+        "objective/non_score_reward": -options.beta * kl,
     }
 
 
@@ -294,19 +235,47 @@ def cpo_window(policy: nn.Module, rows: Sequence[Row], options: CPOOptions) -> t
     return loss, metrics, scored
 
 
+def dpo_window(
+    policy: nn.Module, reference: nn.Module | None, rows: Sequence[Row], options: DPOOptions
+) -> tuple[Tensor, dict[str, float], Scored]:
+    """Loss with its graph, metrics and log-probs of rows ``{prompt_ids, chosen_ids, rejected_ids}``.
+
+    Rows may have ``scores``, of the chosen and of the rejected answer: the rewards that the policy is after, less what
+    the distance to the reference costs, are then measured as well. Without a ``reference`` the policy itself is it.
+    """
+    base = policy if reference is None else reference
+    sides = ("chosen", "rejected")
+    scored: Scored = {}
+    for side in sides:
+        pairs = [(row["prompt_ids"], row[f"{side}_ids"]) for row in rows]
+        scored[side] = [token_logps(policy, *pair, options.max_length) for pair in pairs]
+        with torch.no_grad():
+            scored[f"reference_{side}"] = [token_logps(base, *pair, options.max_length) for pair in pairs]
+    own, fixed = ((_sums(scored[f"{who}chosen"]), _sums(scored[f"{who}rejected"])) for who in ("", "reference_"))
+    loss, metrics = dpo_objective(own, fixed, options)
+    if all("scores" in row for row in rows):
+        scores = [score for row in rows for score in row["scores"]]
+        metrics["objective/rlhf_reward"] = sum(scores) / len(scores) + metrics["objective/non_score_reward"]
+    return loss, metrics, scored
+
+
 def _sums(sequences: Sequence[Tensor]) -> Tensor:
     return torch.stack([one.sum() for one in sequences]) if sequences else torch.zeros(0, dtype=torch.float64)
 
 
 def solve(
-    model: Source, rows: Sequence[Row], options: KTOOptions | CPOOptions, reference: Source | None = None
+    model: Source, rows: Sequence[Row], options: KTOOptions | CPOOptions | DPOOptions, reference: Source | None = None
 ) -> Step:
     """One SGD step on one window. Folders are loaded, live modules copied, in float64; a tied weight counts once."""
     policy = load(model)
-    if isinstance(options, KTOOptions):
-        loss, metrics, scored = kto_window(policy, None if reference is None else load(reference), rows, options)
-    else:
+    if isinstance(options, CPOOptions):
         loss, metrics, scored = cpo_window(policy, rows, options)
+    else:
+        base = None if reference is None else load(reference)
+        if isinstance(options, KTOOptions):
+            loss, metrics, scored = kto_window(policy, base, rows, options)
+        else:
+            loss, metrics, scored = dpo_window(policy, base, rows, options)
     trained = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
     with wide_maths():
         found = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
@@ -319,22 +288,25 @@ def solve(
     return Step(metrics["loss"], metrics, norm, clip, logps, gradients, update, weights)
 
 
+METHODS = {"kto": KTOOptions, "cpo": CPOOptions, "online_dpo": DPOOptions}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the rows, take the step, write JSON and safetensors; print the metrics."""
     from safetensors.torch import save_file
 
-    parser = argparse.ArgumentParser(description="Dense float64 KTO or CPO step, independent of the package.")
+    parser = argparse.ArgumentParser(description="A dense float64 optimizer step, independent of the package.")
     parser.add_argument("--model", required=True, help="Hugging Face folder of the policy")
-    parser.add_argument("--reference", help="folder of the reference (KTO); default: the policy before the step")
+    parser.add_argument("--reference", help="folder of the reference (not CPO); default: the policy before the step")
     parser.add_argument("--rows", required=True, type=Path, help="JSON with method, options and rows")
     parser.add_argument("--json", required=True, type=Path, help="where to write loss, metrics and gradient norm")
     parser.add_argument("--updates", required=True, type=Path, help="where to write the updates (safetensors)")
     parser.add_argument("--weights", type=Path, help="where to write the updated weights, if wanted")
     given = parser.parse_args(arguments)
     task = json.loads(given.rows.read_text(encoding="utf-8"))
-    if task["method"] not in ("kto", "cpo"):
-        parser.error(f"{given.rows}: method {task['method']!r} is not kto or cpo")
-    options = (KTOOptions if task["method"] == "kto" else CPOOptions)(**task.get("options", {}))
+    if task["method"] not in METHODS:
+        parser.error(f"{given.rows}: method {task['method']!r} is not one of {', '.join(METHODS)}")
+    options = METHODS[task["method"]](**task.get("options", {}))
     if given.reference and task["method"] == "cpo":
         parser.error("--reference: CPO has no reference; leave it out")
     step = solve(given.model, task["rows"], options, given.reference)

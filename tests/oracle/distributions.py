@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from oracle.dense import wide_maths
+from oracle.wide import wide_maths
 from torch import Tensor, nn
 
 Sequences = Iterable[tuple[Sequence[int], Sequence[int]]]
@@ -23,12 +23,20 @@ def sides_of(rows: Sequence[dict[str, Any]]) -> dict[str, list[tuple[list[int], 
 
 @torch.no_grad()
 def distribution_metrics(model: nn.Module, rows: Sequence[dict[str, Any]], max_length: int | None) -> dict[str, float]:
-    """``entropy`` over all completion tokens, ``logits/chosen`` and ``logits/rejected`` over those of each side."""
+    """``entropy`` over all completion tokens, ``logits/chosen`` and ``logits/rejected`` over those of each side.
+
+    ``objective/entropy`` is the mean over sequences of the sum over each one's tokens.
+    """
     sides = {name: _logits(model, sequences, max_length) for name, sequences in sides_of(rows).items()}
     both = torch.cat(list(sides.values()))
     log_probs = torch.log_softmax(both, dim=-1)
-    entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
-    return {"entropy": float(entropy), **{f"logits/{name}": float(logits.mean()) for name, logits in sides.items()}}
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    sequences = sum(map(len, sides_of(rows).values()))
+    return {
+        "entropy": float(entropy.mean()),
+        "objective/entropy": float(entropy.sum() / sequences),
+        **{f"logits/{name}": float(logits.mean()) for name, logits in sides.items()},
+    }
 
 
 def _logits(model: nn.Module, sequences: Sequences, max_length: int | None) -> Tensor:

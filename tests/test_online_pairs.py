@@ -1,0 +1,236 @@
+"""What Online DPO makes of scored completions: rankings, pairs, micro-batches, wins; and the seeds of its windows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from alignment.config.errors import RewardError
+from alignment.config.online_dpo import OnlineDPOConfig
+from alignment.data.prompt_rows import PromptRow
+from alignment.data.windows import WindowCounts, WindowPlan
+from alignment.engines.rollout.request import Completion
+from alignment.objectives.dpo import dpo_loss
+from alignment.reporting.metrics import MetricSums, means
+from alignment.rewards.combined import Rewards
+from alignment.rewards.functions import FunctionReward
+from alignment.rewards.judges import Judge
+from alignment.trainers import online_window
+from alignment.trainers.critics import JudgeCritic, RewardCritic
+from alignment.trainers.generations import Generated
+from alignment.trainers.online_window import OnlineWindowPass
+from alignment.trainers.pairs import Pair, Ranking, best_and_worst, pair_of, plan_pairs, ranked_batches
+
+WINDOW = WindowPlan(3, 7, (), (), (), WindowCounts(0, 0, 0, 0, 0))
+EOS = 1
+
+
+def group(row: int, *texts: str, ended: Sequence[bool] = (), prompt: str | None = None) -> Generated:
+    """A prompt of which the policy made these texts; ids are those of the letters."""
+    ends = [*ended, *[False] * len(texts)]
+    completions = [
+        Completion((*map(ord, text), EOS) if end else tuple(map(ord, text)), end) for text, end in zip(texts, ends)
+    ]
+    source = PromptRow(row, prompt or f"prompt {row}", {}, {})
+    return Generated(row, source, f"row {row}", (50 + row,) * (row + 1), tuple(completions), texts)
+
+
+@pytest.mark.parametrize(
+    ("scores", "texts", "outcome"),
+    [
+        ((1.0, 2.0), "ab", (1, 0)),
+        ((2.0, 1.0), "ab", (0, 1)),
+        ((0.5, -1.0, 3.0, 1.0), "abcd", (2, 1)),
+        ((3.0, 1.0, 3.0, 1.0), "abcd", (0, 1)),  # the first of the best, the first of the worst
+        ((None, 1.0, 2.0), "abc", (2, 1)),
+        ((-1e-12, 0.0), "ab", (1, 0)),
+        ((2.0, 2.0), "ab", "tied"),
+        ((2.0, 2.0, 2.0), "aab", "tied"),
+        ((2.0, 2.0), "aa", "identical"),
+        ((2.0, 1.0), "aa", "identical"),  # told apart by the penalty for not ending alone
+        ((2.0, 1.5, 1.0), "aba", "identical"),
+        ((2.0, None, 2.0), "aba", "identical"),
+        ((1.0, None), "ab", "unscored"),
+        ((None, None, None), "aaa", "unscored"),
+    ],
+)
+def test_best_and_worst(scores: tuple[float | None, ...], texts: str, outcome: Any) -> None:
+    assert best_and_worst(scores, list(texts)) == Ranking(outcome, scores)
+
+
+def test_a_pair_is_the_ids_as_generated_the_better_side_first() -> None:
+    one = group(2, "ab", "c", "de", ended=(True, False, True))
+    pair = pair_of(one, Ranking((2, 0), (1.0, None, 2.5)))
+    assert pair == Pair(2, (52, 52, 52), (ord("d"), ord("e"), EOS), (ord("a"), ord("b"), EOS), (2.5, 1.0))
+    judged = pair_of(one, Ranking((1, 0)))
+    assert judged == Pair(2, (52, 52, 52), (ord("c"),), (ord("a"), ord("b"), EOS), None)
+    for reason in ("tied", "identical", "unscored", "failed"):
+        assert pair_of(one, Ranking(reason, (1.0, 1.0, 1.0))) is None
+
+
+def pairs(count: int, scored: bool = True) -> list[Pair]:
+    """Pairs of rows 10, 11 … which get shorter and shorter."""
+    return [
+        Pair(
+            row=10 + number,
+            prompt=tuple(range(2 * (count - number))),
+            chosen=tuple(range(100, 101 + number % 3)),
+            rejected=(7,) * (1 + number % 2),
+            scores=(number + 0.5, -float(number)) if scored else None,
+        )
+        for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize("max_tokens", [None, 24])
+@pytest.mark.parametrize(("world", "size"), [(1, 5), (1, 2), (2, 1), (2, 3), (3, 1)])
+def test_pairs_are_dealt_out_once_each(world: int, size: int, max_tokens: int | None) -> None:
+    given = pairs(5)
+    plan = plan_pairs(given, WINDOW, world_size=world, batch_size=size, max_tokens=max_tokens)
+    assert (plan.epoch, plan.step, plan.counts.rows) == (3, 7, 5)
+    assert plan.counts.sequence_tokens == sum(2 * len(p.prompt) + len(p.chosen) + len(p.rejected) for p in given)
+    shares = [ranked_batches(given, plan, rank, 0.25) for rank in range(world)]
+    assert {len(share) for share in shares} == {len(plan.micro_batches)}
+    assert sorted(row for share in shares for batch in share for row in batch.rows) == [10, 11, 12, 13, 14]
+    for micro, batches in enumerate(zip(*shares)):
+        assert plan.longest[micro] == max(int(batch.pairs.lengths.sum()) for batch in batches)
+        for batch in batches:
+            own, chosen = [given[row - 10] for row in batch.rows], len(batch.rows)
+            assert batch.beta == 0.25 and batch.pairs.longest == plan.longest[micro]
+            assert batch.scores is not None and batch.scores.shape == (2 * chosen,)
+            assert batch.scores.tolist() == [p.scores[side] for side in (0, 1) for p in own if p.scores]
+            targets = batch.pairs.targets.split(batch.pairs.lengths.tolist())
+            assert [tuple(part.tolist()) for part in targets] == [p.chosen for p in own] + [p.rejected for p in own]
+            if max_tokens is not None and chosen > 1:
+                assert batch.pairs.input_ids.numel() <= max_tokens
+            elif max_tokens is None:
+                assert chosen <= size
+
+
+def test_the_longest_pairs_come_first_whatever_their_order() -> None:
+    given = pairs(4)
+    plan = plan_pairs(given, WINDOW, world_size=2, batch_size=1, max_tokens=None)
+    assert [[batch.rows for batch in micro] for micro in plan.micro_batches] == [[(0,), (1,)], [(2,), (3,)]]
+    turned = plan_pairs(given[::-1], WINDOW, world_size=2, batch_size=1, max_tokens=None)
+    assert [[batch.rows for batch in micro] for micro in turned.micro_batches] == [[(3,), (2,)], [(1,), (0,)]]
+
+
+def test_a_judged_batch_has_no_scores_and_an_empty_share_is_empty() -> None:
+    given = pairs(1, scored=False)
+    plan = plan_pairs(given, WINDOW, world_size=2, batch_size=2, max_tokens=None)
+    (own,), (empty,) = (ranked_batches(given, plan, rank, 0.1) for rank in (0, 1))
+    assert own.rows == (10,) and own.scores is None
+    assert empty.rows == () and empty.pairs.tokens == 0 and empty.pairs.longest == plan.longest[0] == 2
+    result = dpo_loss(*[torch.zeros(0)] * 4, beta=empty.beta)
+    assert result.losses.shape == (0,)
+    none = plan_pairs([], WINDOW, world_size=2, batch_size=2, max_tokens=None)
+    assert (none.counts.rows, none.micro_batches, ranked_batches([], none, 0, 0.1)) == (0, (), [])
+
+
+# Critics -------------------------------------------------------------------------------------------------------------
+
+
+def length(completions: list[str]) -> list[float | None]:
+    """No score for what begins with n."""
+    return [None if text.startswith("n") else float(len(text)) for text in completions]
+
+
+def sums_of(critic: RewardCritic | JudgeCritic) -> MetricSums:
+    return MetricSums(critic.metrics, torch.device("cpu"), first_rank=True)
+
+
+def test_rewards_rank_every_prompt_by_its_own_completions() -> None:
+    critic = RewardCritic(Rewards([FunctionReward(length)], [0.5], missing_eos_penalty=2.0))
+    groups = [
+        group(0, "ab", "abcd", ended=(True, True)),
+        group(1, "abcd", "abcd", ended=(True, False)),
+        group(2, "n", "abc"),
+        group(3, "ab", "xy", ended=(True, True)),
+        group(4, "abc", "abcdef", ended=(True, False)),
+    ]
+    sums = sums_of(critic)
+    rankings = critic.rank(groups, [], 0, sums)
+    assert rankings == [
+        Ranking((1, 0), (1.0, 2.0)),
+        Ranking("identical", (2.0, 0.0)),
+        Ranking("unscored", (None, -0.5)),
+        Ranking("tied", (1.0, 1.0)),
+        Ranking((0, 1), (1.5, 1.0)),
+    ]
+    assert means(sums.items()) == pytest.approx(
+        {"objective/scores": 9.0 / 9, "rewards/length/mean": 30 / 9, "rewards/ignored": 0.1}
+    )
+    assert critic.rank([], [], 0, sums) == []
+
+
+def test_wins_are_of_first_completions_and_ties_count_half() -> None:
+    critic = RewardCritic(Rewards([FunctionReward(length)]))
+    ours = [group(0, "abc", ""), group(1, "ab", "abcd"), group(2, "ab", "a"), group(3, "n", "a"), group(4, "a", "b")]
+    theirs = [group(0, "ab"), group(1, "abc"), group(2, "xy"), group(3, "a"), group(4, "n")]
+    rankings = [critic.rank(groups, [], 0, None) for groups in (ours, theirs)]
+    assert critic.wins(ours, rankings[0], theirs, rankings[1], 0) == [1.0, 0.0, 0.5, None, None]
+
+
+class Words:
+    """Prefers what comes later in the alphabet; says -1 where a text is ``?`` and records what it is shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[list[str]] = []
+
+    def __call__(self, prompts: list[str], pairs: list[list[str]]) -> list[int]:
+        self.shown += pairs
+        return [-1 if "?" in pair else int(pair[1] > pair[0]) for pair in pairs]
+
+
+def test_a_judge_ranks_pairs_and_may_decline() -> None:
+    words = Words()
+    critic = JudgeCritic(Judge(words))
+    groups = [group(0, "a", "b"), group(1, "b", "a"), group(2, "c", "c"), group(3, "?", "a"), group(4, "a")]
+    for seed in range(20):  # in whichever order the two are shown
+        rankings = critic.rank(groups, [], seed, None)
+        outcomes = [ranking.outcome for ranking in rankings]
+        assert outcomes == [(1, 0), (0, 1), "identical", "failed", "unscored"]
+        assert all(ranking.scores is None for ranking in rankings)
+    assert ["c", "c"] not in words.shown, "nothing to ask"
+    assert ["a", "b"] in words.shown and ["b", "a"] in words.shown
+    assert critic.rank([], [], 0, None) == []
+
+
+def test_a_judge_counts_wins_between_policies() -> None:
+    critic = JudgeCritic(Judge(Words()))
+    ours = [group(0, "b", "z"), group(1, "a", "z"), group(2, "c", "z"), group(3, "?", "z")]
+    theirs = [group(0, "a"), group(1, "b"), group(2, "c"), group(3, "a")]
+    for seed in range(20):
+        assert critic.wins(ours, [], theirs, [], seed) == [1.0, 0.0, 0.5, None]
+
+
+def test_a_judge_that_says_anything_else_is_named() -> None:
+    critic = JudgeCritic(Judge(lambda prompts, pairs: [2 for _ in pairs], name="odd"))
+    with pytest.raises(RewardError, match=r"judge 'odd' returned 2 .* for row 1; return 0"):
+        critic.rank([group(1, "a", "b")], [], 0, None)
+
+
+# Seeds ---------------------------------------------------------------------------------------------------------------
+
+
+def test_every_window_and_rank_has_its_own_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seed(run: int, epoch: int, step: int, rank: int, train: bool = True) -> int:
+        monkeypatch.setattr(online_window, "rank", lambda: rank)
+        window = object.__new__(OnlineWindowPass)
+        window.options = OnlineDPOConfig(output_dir="unused", seed=run)
+        return window._seed(replace(WINDOW, epoch=epoch, step=step), train)
+
+    places = [
+        (run, epoch, step, rank) for run in (0, 1, 42) for epoch in range(3) for step in range(5) for rank in (0, 1)
+    ]
+    seeds = {place: seed(*place) for place in places}
+    assert len(set(seeds.values())) == len(places)
+    assert seeds == {place: seed(*place) for place in places}
+    evaluations = {(run, rank): seed(run, 0, 0, rank, train=False) for run in (0, 1, 42) for rank in (0, 1)}
+    assert len({*evaluations.values(), *seeds.values()}) == len(evaluations) + len(seeds)
+    # Evaluations draw alike whenever they are, so that only the policy makes a difference.
+    assert seed(42, 2, 4, 1, train=False) == evaluations[42, 1]

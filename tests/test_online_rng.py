@@ -1,0 +1,167 @@
+"""Rollouts and scorers draw from randomness of their own: nothing after them is changed by it, and runs repeat."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import STAGES, make_model, options, text
+from transformers import AutoConfig, TrainerCallback
+
+from alignment import OnlineDPOConfig, OnlineDPOTrainer
+from alignment.engines.rollout.engine import RolloutEngine
+from alignment.engines.rollout.request import Completion, RolloutRequest
+from alignment.trainers import online_window
+
+Made = list[list[Completion]]
+TIMES = ("runtime", "per_second")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A policy with dropout: the learn phase draws from torch's generator as it finds it."""
+    folder = make_model(tmp_path_factory.mktemp("models") / "policy", "untied")
+    config = AutoConfig.from_pretrained(folder)
+    config.attention_dropout = 0.2
+    config.save_pretrained(folder)
+    return folder
+
+
+def draw() -> None:
+    """Move every generator on."""
+    random.random(), np.random.rand(), torch.rand(1)
+
+
+def vowels(completions: list[str]) -> list[float]:
+    """A reward, calculated by a function that draws."""
+    draw()
+    return quiet_vowels(completions)
+
+
+def quiet_vowels(completions: list[str]) -> list[float]:
+    """The same reward."""
+    return [float(sum(letter in "aeiou" for letter in text) + 0.01 * len(text)) for text in completions]
+
+
+def judge(prompts: list[str], pairs: list[list[str]]) -> list[int]:
+    """A judge that draws."""
+    draw()
+    return [int(quiet_vowels(pair)[1] > quiet_vowels(pair)[0]) for pair in pairs]
+
+
+quiet_vowels.__name__ = vowels.__name__  # in the log
+
+
+def prompts(count: int, seed: int) -> list[dict[str, Any]]:
+    rng = random.Random(seed)
+    return [{"prompt": text(rng, 2, 12)} for _ in range(count)]
+
+
+class Randomness(TrainerCallback):
+    """What Python, NumPy and torch would draw next, after each step."""
+
+    def __init__(self) -> None:
+        self.states: list[tuple[Any, ...]] = []
+
+    def on_step_end(self, *arguments: Any, **more: Any) -> None:
+        array = np.random.get_state()
+        torch_state = torch.get_rng_state().numpy().tobytes()
+        self.states.append((random.getstate(), array[1].tobytes(), array[2], torch_state))
+
+
+class Drawing(TrainerCallback):
+    """Draws before the first window."""
+
+    def on_train_begin(self, *arguments: Any, **more: Any) -> None:
+        draw()
+
+
+Outcome = tuple[list[dict[str, Any]], list[tuple[Any, ...]]]
+
+
+def outcome(
+    model: str,
+    folder: Path,
+    stage: str,
+    reward: Callable[..., list[float]] | None = vowels,
+    callbacks: tuple[TrainerCallback, ...] = (),
+    **more: Any,
+) -> Outcome:
+    """The log of a run of three windows without its times, and the states of the generators after each of them."""
+    given = options(folder, max_new_tokens=8, max_steps=3, disable_dropout=False, ref_placement="replica", **more)
+    del given["max_prompt_length"]
+    after = Randomness()
+    trainer = OnlineDPOTrainer(
+        model=model,
+        args=OnlineDPOConfig(**{**given, "deepspeed": STAGES[stage]}),
+        reward_funcs=reward,
+        train_dataset=prompts(8, seed=1),
+        eval_dataset=prompts(3, seed=2),
+        judge=judge if reward is None else None,
+        callbacks=[*callbacks, after],
+    )
+    trainer.train()
+    trainer.close()
+    log = [{n: v for n, v in entry.items() if not n.endswith(TIMES)} for entry in trainer.state.log_history]
+    written = [json.loads(line) for line in (folder / "out" / "completions.jsonl").read_text().splitlines()]
+    return [*log, *written], after.states
+
+
+@pytest.mark.parametrize("stage", ["stage0", "stage3"])
+def test_a_window_after_a_rollout_is_unchanged(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """A run whose completions are handed to it is, to the last bit, the run that generated them."""
+    generate, made = RolloutEngine.generate, []
+
+    def recorded(engine: RolloutEngine, request: RolloutRequest) -> Made:
+        made.append(generate(engine, request))
+        return made[-1]
+
+    monkeypatch.setattr(RolloutEngine, "generate", recorded)
+    log, states = outcome(model, tmp_path / "generated", stage, eval_strategy="steps", eval_steps=1)
+    assert len(states) == 3 and len({state[-1] for state in states}) == 3, "dropout draws from torch's generator"
+    assert len(made) == 1 + 2 * 3, "the start policy's answers, then training and evaluation in turn"
+    assert len({tuple(one.ids for group in part for one in group) for part in made}) > 4
+
+    # Here nothing touches a generator between two learn phases.
+    handed = iter(made)
+    with monkeypatch.context() as patched:
+        patched.setattr(RolloutEngine, "generate", lambda engine, request: next(handed))
+        patched.setattr(online_window, "seeded", lambda seed: contextlib.nullcontext())
+        given = outcome(model, tmp_path / "handed", stage, quiet_vowels, eval_strategy="steps", eval_steps=1)
+    assert given == (log, states)
+
+    # Nor do evaluations, with rollouts of their own, change what is trained; and a run repeats.
+    monkeypatch.setattr(RolloutEngine, "generate", generate)
+    alone = outcome(model, tmp_path / "alone", stage)
+    assert alone == ([entry for entry in log if not any(name.startswith("eval_") for name in entry)], states)
+    draw()  # what came before a run is of no consequence
+    assert outcome(model, tmp_path / "again", stage) == alone
+
+
+def test_a_judge_that_draws_changes_nothing_by_it(model: str, tmp_path: Path) -> None:
+    """Also where it compares two policies in an evaluation."""
+    log, states = outcome(model, tmp_path / "evaluated", "stage0", None, eval_strategy="steps", eval_steps=1)
+    alone = outcome(model, tmp_path / "alone", "stage0", None)
+    assert alone == ([entry for entry in log if "eval_loss" not in entry], states)
+    assert "eval_win_rate" in log[1]
+
+
+def test_seed_and_step_alone_decide_what_is_drawn(model: str, tmp_path: Path) -> None:
+    def drawn(name: str, *callbacks: TrainerCallback, **more: Any) -> list[tuple[str, str]]:
+        log, _ = outcome(model, tmp_path / name, "stage0", callbacks=callbacks, data_seed=42, **more)
+        return [(entry["prompt"], entry["chosen"]) for entry in log if "chosen" in entry]
+
+    one, other = drawn("one", seed=42), drawn("other", seed=7)
+    assert len(one) == 12 and [prompt for prompt, _ in one] == [prompt for prompt, _ in other]
+    assert sum(mine == its for mine, its in zip(one, other)) < 3
+    # The windows after the first have other weights, by another dropout.
+    assert drawn("drawing", Drawing(), seed=42)[:4] == one[:4]
