@@ -89,9 +89,7 @@ def test_functions_weights_and_more_generations(paths: dict[str, str], tmp_path:
         model=paths["policy"],
         ref_model=paths["reference"],
         reward_funcs=[letters, brevity],
-        args=arguments(
-            tmp_path, num_generations=4, reward_weights=[1.0, 0.5], missing_eos_penalty=2.0, beta=[0.1, 0.3]
-        ),
+        args=arguments(tmp_path, num_generations=4, beta=[0.1, 0.3], **weights),
         train_dataset=prompts(4),
     )
     trainer.train()
@@ -265,6 +263,52 @@ def test_what_cannot_go_together_is_refused_by_the_trainer(paths: dict[str, str]
         OnlineDPOTrainer(args=arguments(tmp_path, reward_funcs="a.py:f"), reward_funcs=letters, **common)
     with pytest.raises(OptionError, match="missing_eos_penalty=1.0: a judge decides by itself"):
         OnlineDPOTrainer(args=arguments(tmp_path, missing_eos_penalty=1.0), judge=lambda p, q: [0], **common)
+
+
+def test_what_was_learnt_before_a_reward_failed_is_saved(paths: dict[str, str], tmp_path: Path) -> None:
+    calls = iter(range(9))
+
+    def failing(completions: list[str], wanted: list[str]) -> list[float]:
+        if next(calls) == 2:
+            raise ConnectionError("no answer")
+        return letters(completions, wanted)
+
+    args = arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=100)
+    trainer = OnlineDPOTrainer(model=paths["policy"], reward_funcs=failing, args=args, train_dataset=prompts(8))
+    said = r"^step 3: .*ConnectionError: no answer.* The weights of step 2 are in checkpoint-2$"
+    with pytest.raises(RewardError, match=said):
+        trainer.train()
+    assert (tmp_path / "out" / "checkpoint-2" / "model.safetensors").is_file()
+    trainer.close()
+
+
+def test_each_reward_model_has_its_own_tokenizer_and_engine(paths: dict[str, str], tmp_path: Path) -> None:
+    reward = AutoModelForSequenceClassification.from_pretrained(paths["classifier"])
+    policy = AutoModelForCausalLM.from_pretrained(paths["policy"])
+    own = AutoTokenizer.from_pretrained(paths["classifier"])
+    common: dict[str, Any] = {"train_dataset": prompts(4), "processing_class": own}
+    trainer = OnlineDPOTrainer(
+        model=policy,
+        reward_funcs=[letters, reward],
+        reward_processing_classes=[None, own],
+        args=arguments(tmp_path),
+        **common,
+    )
+    assert trainer._online is not None and trainer._online.classifiers[0].rows.tokenizer is own
+    one: dict[str, Any] = {"reward_model": reward, "reward_processing_class": own}
+    for given, said in (
+        ({"reward_funcs": [letters, reward], "reward_processing_classes": [own]}, "1 for 2 sources of rewards"),
+        ({"reward_funcs": [letters, reward], "reward_processing_classes": [own, None]}, "given for a function"),
+        ({"reward_funcs": letters, "reward_processing_class": own}, "given for 0 reward models; leave it out"),
+        ({"judge": lambda p, q: [0], "reward_processing_class": own}, "no effect with a judge"),
+        ({"reward_funcs": [reward, reward], "reward_processing_classes": [own, own]}, "in use already"),
+        ({**one, "reward_model": policy}, "in use already"),
+        ({**one, "reward_model": letters}, "give a function as reward_funcs"),
+    ):
+        with pytest.raises(OptionError, match=said):
+            OnlineDPOTrainer(model=policy, args=arguments(tmp_path), **common, **given)
+    with pytest.raises(OptionError, match="ds3_gather_for_generation=True: has no effect at ZeRO stage 0"):
+        OnlineDPOTrainer(model=policy, args=arguments(tmp_path, ds3_gather_for_generation=True), **common, **one)
 
 
 def test_conversations_and_columns_reach_functions(paths: dict[str, str], tmp_path: Path) -> None:

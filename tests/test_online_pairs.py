@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from alignment.config.errors import RewardError
-from alignment.config.online_dpo import OnlineDPOConfig
 from alignment.data.prompt_rows import PromptRow
 from alignment.data.windows import WindowCounts, WindowPlan
 from alignment.engines.rollout.request import Completion
@@ -19,10 +20,9 @@ from alignment.reporting.metrics import MetricSums, means
 from alignment.rewards.combined import Rewards
 from alignment.rewards.functions import FunctionReward
 from alignment.rewards.judges import Judge
-from alignment.trainers import online_window
 from alignment.trainers.critics import JudgeCritic, RewardCritic
-from alignment.trainers.generations import Generated
-from alignment.trainers.online_window import OnlineWindowPass
+from alignment.trainers.generations import Generated, continuations
+from alignment.trainers.online_window import Seeds, window_seeds
 from alignment.trainers.pairs import Pair, Ranking, best_and_worst, pair_of, plan_pairs, ranked_batches
 
 WINDOW = WindowPlan(3, 7, (), (), (), WindowCounts(0, 0, 0, 0, 0))
@@ -52,7 +52,8 @@ def group(row: int, *texts: str, ended: Sequence[bool] = (), prompt: str | None 
         ((2.0, 2.0, 2.0), "aab", "tied"),
         ((2.0, 2.0), "aa", "identical"),
         ((2.0, 1.0), "aa", "identical"),  # told apart by the penalty for not ending alone
-        ((2.0, 1.5, 1.0), "aba", "identical"),
+        ((2.0, 1.5, 1.0), "aba", (0, 1)),
+        ((2.0, 1.0, 1.5, 0.0), "aaba", (2, 3)),  # the widest gap between two different texts
         ((2.0, None, 2.0), "aba", "identical"),
         ((1.0, None), "ab", "unscored"),
         ((None, None, None), "aaa", "unscored"),
@@ -101,8 +102,8 @@ def test_pairs_are_dealt_out_once_each(world: int, size: int, max_tokens: int | 
         for batch in batches:
             own, chosen = [given[row - 10] for row in batch.rows], len(batch.rows)
             assert batch.beta == 0.25 and batch.pairs.longest == plan.longest[micro]
-            assert batch.scores is not None and batch.scores.shape == (2 * chosen,)
-            assert batch.scores.tolist() == [p.scores[side] for side in (0, 1) for p in own if p.scores]
+            scores = [] if batch.scores is None else batch.scores.tolist()
+            assert scores == [p.scores[side] for side in (0, 1) for p in own if p.scores]
             targets = batch.pairs.targets.split(batch.pairs.lengths.tolist())
             assert [tuple(part.tolist()) for part in targets] == [p.chosen for p in own] + [p.rejected for p in own]
             if max_tokens is not None and chosen > 1:
@@ -124,11 +125,32 @@ def test_a_judged_batch_has_no_scores_and_an_empty_share_is_empty() -> None:
     plan = plan_pairs(given, WINDOW, world_size=2, batch_size=2, max_tokens=None)
     (own,), (empty,) = (ranked_batches(given, plan, rank, 0.1) for rank in (0, 1))
     assert own.rows == (10,) and own.scores is None
+    assert empty.scores is None, "or a judge's run would count scores that there are not"
     assert empty.rows == () and empty.pairs.tokens == 0 and empty.pairs.longest == plan.longest[0] == 2
     result = dpo_loss(*[torch.zeros(0)] * 4, beta=empty.beta)
     assert result.losses.shape == (0,)
     none = plan_pairs([], WINDOW, world_size=2, batch_size=2, max_tokens=None)
     assert (none.counts.rows, none.micro_batches, ranked_batches([], none, 0, 0.1)) == (0, (), [])
+
+
+# Texts ---------------------------------------------------------------------------------------------------------------
+
+
+def spaced_tokenizer() -> PreTrainedTokenizerFast:
+    """Words with their spaces as a mark before them, which decoding drops at the beginning of a text."""
+    words = ["<s>", "</s>", *(f"\u2581{word}" for word in "Lily went to the park".split()), ".", ",", "\u2581,"]
+    core = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<s>"))
+    core.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
+
+
+def test_a_completion_keeps_the_space_that_it_begins_with() -> None:
+    tokenizer = spaced_tokenizer()
+    lily, went, to, the, park, stop, comma, apart = range(2, 10)
+    prompt, made = [0, lily, went, to], [[the, park, stop, 1], [comma, apart, park]]
+    assert continuations(prompt, made, tokenizer) == [" the park.", ", , park"], "nothing is tidied up either"
+    assert continuations([], made, tokenizer) == ["the park.", ", , park"], "a message stands alone"
+    assert continuations(prompt, [], tokenizer) == []
 
 
 # Critics -------------------------------------------------------------------------------------------------------------
@@ -217,18 +239,15 @@ def test_a_judge_that_says_anything_else_is_named() -> None:
 # Seeds ---------------------------------------------------------------------------------------------------------------
 
 
-def test_every_window_and_rank_has_its_own_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seed(run: int, epoch: int, step: int, rank: int, train: bool = True) -> int:
-        monkeypatch.setattr(online_window, "rank", lambda: rank)
-        window = object.__new__(OnlineWindowPass)
-        window.options = OnlineDPOConfig(output_dir="unused", seed=run)
-        return window._seed(replace(WINDOW, epoch=epoch, step=step), train)
+def test_every_window_and_rank_has_its_own_seeds() -> None:
+    def seed(run: int, epoch: int, step: int, rank: int, train: bool = True) -> Seeds:
+        return window_seeds(run, replace(WINDOW, epoch=epoch, step=step), rank, train=train)
 
     places = [
         (run, epoch, step, rank) for run in (0, 1, 42) for epoch in range(3) for step in range(5) for rank in (0, 1)
     ]
     seeds = {place: seed(*place) for place in places}
-    assert len(set(seeds.values())) == len(places)
+    assert len({one for three in seeds.values() for one in three}) == 3 * len(places)
     assert seeds == {place: seed(*place) for place in places}
     evaluations = {(run, rank): seed(run, 0, 0, rank, train=False) for run in (0, 1, 42) for rank in (0, 1)}
     assert len({*evaluations.values(), *seeds.values()}) == len(evaluations) + len(seeds)

@@ -81,7 +81,7 @@ class OnlineDPOConfig(RewardOptions, RolloutOptions, AlignmentConfig):
     def _check_sampling(self) -> None:
         checks.at_least(self, 1, "max_new_tokens", "rollout_batch_size", "reward_batch_size", "num_completions_to_log")
         checks.at_least(self, 2, "num_generations")
-        checks.at_least(self, 0, "top_k", "log_completions")
+        checks.at_least(self, 0, "top_k", "log_completions", "missing_eos_penalty")
         checks.positive(self, "repetition_penalty")
         if not self.temperature > 0:
             raise OptionError(

@@ -35,10 +35,21 @@ class Phases:
     def __init__(self, device: torch.device) -> None:
         self.records: dict[str, PhaseRecord] = {}
         self._cuda = device if device.type == "cuda" else None
+        self._prefix = ""
+
+    @contextlib.contextmanager
+    def of_evaluation(self) -> Iterator[None]:
+        """Within this context phases are recorded apart from those of training, as ``eval rollout`` …"""
+        before, self._prefix = self._prefix, "eval "
+        try:
+            yield
+        finally:
+            self._prefix = before
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[PhaseRecord]:
         """Measure the body as part of phase ``name``, whether it returns or raises; it adds its tokens itself."""
+        name = name if name == "evaluate" else self._prefix + name
         record = self.records.setdefault(name, PhaseRecord())
         self._reset_peak()
         start = time.monotonic()

@@ -47,7 +47,7 @@ from alignment.trainers.sampling import total_steps, window_sampler
 
 
 class AlignmentTrainer(EngineHolder):
-    """Base of the trainers; use :class:`KTOTrainer` or :class:`CPOTrainer`.
+    """Base of the trainers; use that of a method, such as :class:`KTOTrainer`.
 
     Args:
         model: path, hub name or a live transformers model; None takes ``args.model_name_or_path``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from alignment.data.batching import MicroBatches
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from alignment.trainers.data_setup import PreparedData
 
 
-def evaluation_window(
-    trainer: AlignmentTrainer, data: PreparedData, progress: Callable[[], None] | None = None
-) -> tuple[WindowPlan, MicroBatches]:
+def evaluation_window(trainer: AlignmentTrainer, data: PreparedData) -> tuple[WindowPlan, MicroBatches]:
     """A whole dataset as one window: its plan, and this rank's micro-batches of it."""
     args, method = trainer.args, trainer.method
     plan = evaluation_plan(
@@ -31,7 +29,7 @@ def evaluation_window(
         draw_partners=method.draws_partners,
         max_tokens=args.max_tokens_per_batch,
     )
-    return plan, MicroBatches(method.collate, data.dataset, data.table, plan, rank(), progress)
+    return plan, MicroBatches(method.collate, data.dataset, data.table, plan, rank())
 
 
 def evaluation_windows(trainer: AlignmentTrainer) -> Iterator[tuple[WindowPlan, MicroBatches, PreparedData]]:
@@ -48,10 +46,10 @@ def evaluate(trainer: AlignmentTrainer, data: PreparedData, prefix: str) -> dict
     args, method = trainer.args, trainer.method
     start = time.monotonic()
     shown = trainer.is_world_process_zero() and not args.disable_tqdm
-    plan, batches = evaluation_window(trainer, data, lambda: progress.advance())
+    plan, batches = evaluation_window(trainer, data)
     progress = Progress(len(plan.micro_batches) * method.passes, prefix, shown, trainer.window_pass.device)
     try:
-        items, _ = trainer.window_pass(plan, batches, data, train=False)
+        items, _ = trainer.window_pass(plan, batches, data, train=False, progress=progress)
     finally:
         progress.close()
     seconds = time.monotonic() - start

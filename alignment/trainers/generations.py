@@ -43,19 +43,28 @@ def described(
     tokenizer: Any,
 ) -> list[Generated]:
     """Completions, decoded, beside the rows that they are of; the sequences are equally long."""
-    flat = [list(completion.ids) for group in completions for completion in group]
-    texts = iter(tokenizer.batch_decode(flat, skip_special_tokens=True))
-    return [
-        Generated(
-            row=row,
-            source=prompt_row(data.dataset, row),
-            place=data.place(row),
-            prompt=tuple(prompt),
-            completions=tuple(group),
-            texts=tuple(next(texts) for _ in group),
-        )
-        for row, prompt, group in zip(rows, prompts, completions, strict=True)
-    ]
+    found = []
+    for row, prompt, group in zip(rows, prompts, completions, strict=True):
+        source = prompt_row(data.dataset, row)
+        # A message stands alone; a text goes on, and many tokenizers drop the space that a text would begin with.
+        before = list(prompt) if isinstance(source.prompt, str) else []
+        texts = continuations(before, [list(completion.ids) for completion in group], tokenizer)
+        found.append(Generated(row, source, data.place(row), tuple(prompt), tuple(group), tuple(texts)))
+    return found
+
+
+def continuations(prompt: list[int], completions: Sequence[list[int]], tokenizer: Any) -> list[str]:
+    """What the completions add to the prompt's text, without special tokens."""
+
+    def decoded(sequences: Sequence[list[int]]) -> list[str]:
+        # Nothing is tidied up: rewards see what was written.
+        texts = tokenizer.batch_decode(sequences, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return list(texts)
+
+    head, *wholes = decoded([prompt, *([*prompt, *ids] for ids in completions)])
+    if all(whole.startswith(head) for whole in wholes):
+        return [whole[len(head) :] for whole in wholes]
+    return decoded(completions)  # a character that is divided between the two
 
 
 def further_columns(data: PreparedData) -> list[str]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import pickle
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput
 
-from alignment.config.errors import TrainingError
+from alignment.config.errors import RewardError, TrainingError
 from alignment.data.batching import AnyBatch, EpochWindows
 from alignment.data.windows import WindowPlan, WindowSampler
 from alignment.engines.collectives import barrier, from_first_rank
@@ -76,8 +77,9 @@ class TrainingLoop:
                     self._act()
                 if self._stops():
                     break
-        except NonFiniteLoss as error:
-            raise TrainingError(f"step {state.global_step + 1}: {error}{self._rescue()}") from error
+        except (NonFiniteLoss, RewardError) as error:  # both on every rank, with good weights
+            kind = TrainingError if isinstance(error, NonFiniteLoss) else RewardError
+            raise kind(f"step {state.global_step + 1}: {error}{self._rescue()}") from error
         finally:
             self.progress.close()
         return self._finish()
@@ -187,7 +189,9 @@ class TrainingLoop:
 
     def _pass_over(self) -> float:
         """A window that left nothing to learn from: the schedule moves on and no weight does."""
-        self.policy.scheduler.step()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)  # that is meant
+            self.policy.scheduler.step()
         return 0.0
 
     @property
@@ -251,7 +255,7 @@ class TrainingLoop:
             "train_runtime": seconds,
             "train_samples_per_second": self.rows / seconds,
             "train_steps_per_second": steps / seconds,
-            "train_loss": self.loss_sum / max(self.losses, 1),
+            "train_loss": self.loss_sum / self.losses if self.losses else math.nan,
         }
         if self.args.include_tokens_per_second:
             metrics["train_tokens_per_second"] = self.tokens / seconds / world_size()

@@ -125,7 +125,7 @@ class OnlineDPOTrainer(AlignmentTrainer):
             ``file.py:function``, or further reward models; one or several, also beside ``reward_model``.
         judge: in place of rewards, a callable or object with ``judge``: (prompts, pairs) -> 0, 1 or -1 for each pair.
         reward_processing_class: the reward model's tokenizer; None loads the one of its folder.
-        reward_processing_classes: the same for several reward models, in their order.
+        reward_processing_classes: the same for several, one for each source of rewards, None for functions.
         **arguments: as of :class:`~alignment.trainers.base.AlignmentTrainer`.
     """
 
@@ -153,7 +153,9 @@ class OnlineDPOTrainer(AlignmentTrainer):
 
     def _prepare_models(self, *given: Any) -> None:
         super()._prepare_models(*given)
-        self._online = OnlinePlan(self.args, self.engine_plan.dtypes, *self._given)
+        stage = self.engine_plan.policy["zero_optimization"]["stage"]
+        trained = (self.policy_source.live, self.reference_source.live)
+        self._online = OnlinePlan(self.args, self.engine_plan.dtypes, stage, *self._given, trained=trained)
 
     @property
     def metrics(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from transformers.trainer_callback import CallbackHandler
 from alignment.config.dtypes import DtypePlan
 from alignment.config.errors import OptionError
 from alignment.config.online_dpo import OnlineDPOConfig
+from alignment.config.refusals import shown
 from alignment.data.prompt_rows import prompt_row
 from alignment.engines.launch_env import rank
 from alignment.engines.rollout.engine import RolloutEngine
@@ -26,13 +27,20 @@ from alignment.rewards.classifier import ClassifierReward
 from alignment.rewards.combined import Rewards
 from alignment.rewards.functions import FunctionReward
 from alignment.rewards.judges import Judge
-from alignment.rewards.loading import load_callable
 from alignment.rewards.samples import RewardSource
 from alignment.trainers.completion_log import CompletionLog
 from alignment.trainers.critics import Critic, JudgeCritic, RewardCritic
 from alignment.trainers.data_setup import PreparedData
-from alignment.trainers.generations import further_columns
 from alignment.trainers.online_window import Online
+from alignment.trainers.reward_arguments import (
+    check_apart,
+    check_judge_alone,
+    given_once,
+    is_classifier,
+    listed,
+    loaded,
+    tokenizer_of_each,
+)
 
 COMPLETIONS = "completions.jsonl"
 Function: TypeAlias = Callable[..., Any] | PreTrainedModel | str
@@ -44,10 +52,13 @@ class OnlinePlan:
     Args:
         options: the run's.
         dtypes: the run's.
+        stage: ZeRO stage of the policy.
         reward_model: a sequence classifier: path or live model; None takes ``reward_model_path``.
         reward_funcs: callables, ``file.py:function``, or sequence classifiers; None takes the option.
         judge: a callable, an object with ``judge``, or ``file.py:name``; None takes the option.
-        tokenizers: of the classifiers, one or several in their order; None loads each one's own.
+        tokenizers: of the only classifier, or a list with one for each source of rewards, the reward model first, and
+            None for functions; None loads each one's own.
+        trained: live models of the run that no classifier may be.
 
     Raises:
         OptionError: nothing scores, or a judge and rewards both would; or one of them cannot be used.
@@ -58,44 +69,55 @@ class OnlinePlan:
         self,
         options: OnlineDPOConfig,
         dtypes: DtypePlan,
+        stage: int,
         reward_model: str | PreTrainedModel | None = None,
         reward_funcs: Function | Sequence[Function] | None = None,
         judge: Any = None,
         tokenizers: Any = None,
+        trained: Sequence[Any] = (),
     ) -> None:
-        self.options = options
+        self.options, self.dtypes = options, dtypes
         check_generation_kwargs(options.generation_kwargs or {})
-        reward_model = _one("reward_model", reward_model, options.reward_model_path)
-        functions = _listed(_one("reward_funcs", reward_funcs, options.reward_funcs))
-        judge = _one("judge", judge, options.judge)
+        if options.ds3_gather_for_generation is not None and stage != 3:
+            raise OptionError(
+                f"{shown('ds3_gather_for_generation', options.ds3_gather_for_generation)}: has no effect at ZeRO "
+                f"stage {stage}, where every rank has the whole policy; leave it out"
+            )
+        reward_model = given_once("reward_model", reward_model, options.reward_model_path)
+        functions = listed(given_once("reward_funcs", reward_funcs, options.reward_funcs))
+        judge = given_once("judge", judge, options.judge)
         self.classifiers: list[ClassifierReward] = []
         if judge is not None:
-            _alone(judge, options, reward_model, functions)
-            self.critic: Critic = JudgeCritic(Judge(_loaded(judge, "judge", "judge")))
+            check_judge_alone(judge, options, reward_model, functions, tokenizers)
+            self.critic: Critic = JudgeCritic(Judge(loaded(judge, "judge", "judge")))
             return
+        if reward_model is not None and not is_classifier(reward_model):
+            raise OptionError(
+                f"reward_model: {reward_model!r} is no path and no model; give a function as reward_funcs"
+            )
         given = [*([] if reward_model is None else [reward_model]), *functions]
         if not given:
             raise OptionError(
                 "reward_model: nothing scores the completions; pass reward_model, reward_funcs or judge, or set "
                 "reward_model_path, reward_funcs or judge"
             )
-        sources = [self._source(one, dtypes, tokenizers, number == 0) for number, one in enumerate(given)]
+        check_apart([one for one in given if isinstance(one, PreTrainedModel)], trained)
+        owners = [number for number, one in enumerate(given) if is_classifier(one)]
+        own = tokenizer_of_each(tokenizers, len(given), owners)
+        sources = [self._source(one, tokenizer) for one, tokenizer in zip(given, own, strict=True)]
         self._check_used()
         self.critic = RewardCritic(Rewards(sources, options.reward_weights, options.missing_eos_penalty))
 
-    def _source(self, given: Function, dtypes: DtypePlan, tokenizers: Any, first: bool) -> RewardSource:
+    def _source(self, given: Any, tokenizer: Any) -> RewardSource:
         """A classifier for a model or a path, else a function."""
-        if not isinstance(given, (str, PreTrainedModel)) or (isinstance(given, str) and ":" in given):
-            return FunctionReward(_loaded(given, "reward_funcs"))
-        options, number = self.options, len(self.classifiers)
-        own = tokenizers
-        if isinstance(tokenizers, (list, tuple)):
-            own = tokenizers[number] if number < len(tokenizers) else None
+        if not is_classifier(given):
+            return FunctionReward(loaded(given, "reward_funcs"))
+        options = self.options
         classifier = ClassifierReward(
             given,
-            own,
+            tokenizer,
             options=options,
-            dtypes=dtypes,
+            dtypes=self.dtypes,
             placement=options.reward_placement,
             deepspeed=options.reward_deepspeed,
             batch_size=options.reward_batch_size,
@@ -118,10 +140,10 @@ class OnlinePlan:
         """
         if not isinstance(self.critic, RewardCritic):
             return
-        self.critic.rewards.check(further_columns(data))
         first = 0
         for part in data.parts:
             row = prompt_row(data.dataset, first)
+            self.critic.rewards.check(row.columns)
             for classifier in self.classifiers:
                 classifier.check(row.prompt, data.place(first), row.template)
             first += part.report.rows_out
@@ -179,41 +201,6 @@ class OnlinePlan:
     def close(self) -> None:
         """Release the reward models."""
         self.critic.close()
-
-
-def _one(name: str, given: Any, option: Any) -> Any:
-    """What the constructor was given, or else the option says.
-
-    Raises:
-        OptionError: both are there.
-    """
-    if given is not None and option is not None:
-        raise OptionError(f"{name}: given both to the trainer and in its options; leave one out")
-    return option if given is None else given
-
-
-def _listed(given: Any) -> list[Any]:
-    if given is None:
-        return []
-    return list(given) if isinstance(given, (list, tuple)) else [given]
-
-
-def _loaded(given: Any, option: str, method: str | None = None) -> Any:
-    return load_callable(given, option, method) if isinstance(given, str) else given
-
-
-def _alone(judge: Any, options: OnlineDPOConfig, reward_model: Any, functions: Sequence[Any]) -> None:
-    """A judge decides without rewards.
-
-    Raises:
-        OptionError: there are rewards as well, or more completions than it compares.
-    """
-    if reward_model is not None or functions:
-        which = "reward_model" if reward_model is not None else "reward_funcs"
-        raise OptionError(
-            f"judge: given beside {which}, and decides by itself which completion is better; leave one out"
-        )
-    options.check_judge(str(getattr(judge, "__name__", type(judge).__name__)))
 
 
 def _ids(value: int | Sequence[int] | None) -> set[int]:

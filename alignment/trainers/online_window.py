@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +27,25 @@ from alignment.trainers.method import Method, Models
 from alignment.trainers.pairs import REASONS, Ranking, pair_of, plan_pairs, ranked_batches
 from alignment.trainers.window import WindowPass
 
-# Separate random streams; evaluations all use the same one, so that what differs between them is the policy.
+# Separate random streams; evaluations all use the same one.
 _TRAINING, _EVALUATION = 2, 3
+
+
+class Seeds(NamedTuple):
+    """Of one rank's share of a window: for the rollout, for a user's code, for the order in which a judge sees pairs.
+
+    They differ, or code that draws by itself would repeat the draws that its input was made by.
+    """
+
+    rollout: int
+    code: int
+    order: int
+
+
+def window_seeds(seed: int, plan: WindowPlan, rank: int, *, train: bool) -> Seeds:
+    """The seeds of a window: a function of the run's seed, the window and the rank."""
+    stream = (_TRAINING, plan.epoch, plan.step) if train else (_EVALUATION,)
+    return Seeds(*map(int, np.random.SeedSequence([seed, *stream, rank]).generate_state(3)))
 
 
 @dataclass(frozen=True)
@@ -93,9 +110,10 @@ class OnlineWindowPass(WindowPass):
 
     def begin(self, evaluation: Iterable[tuple[WindowPlan, Sequence[AnyBatch], PreparedData]]) -> None:
         """Let the policy, as it is now, answer the prompts of the evaluation sets; wins are counted against that."""
-        for plan, batches, data in evaluation:
-            groups, rankings = self._answered(plan, batches, data, None, count=1, train=False)
-            self._starts.append(_Start(data, groups, rankings))
+        with self.phases.of_evaluation():
+            for plan, batches, data in evaluation:
+                groups, rankings = self._answered(plan, batches, data, None, count=1, train=False)
+                self._starts.append(_Start(data, groups, rankings))
 
     def logged(self, step: int) -> None:
         """Write the newest window's completions, if it is their turn."""
@@ -138,23 +156,17 @@ class OnlineWindowPass(WindowPass):
         own = [batch for batch in batches if isinstance(batch, PromptBatch)]
         rows = [row for batch in own for row in batch.rows]
         prompts = [list(prompt) for batch in own for prompt in batch.prompts]
-        seed = self._seed(plan, train)
+        seeds = window_seeds(self.options.seed, plan, rank(), train=train)
         with self.phases("rollout") as record:
-            request = RolloutRequest(prompts, count, self.online.sampling, seed)
+            request = RolloutRequest(prompts, count, self.online.sampling, seeds.rollout)
             completions = self.online.rollout.generate(request)
             record.tokens += sum(map(len, prompts)) + sum(len(c.ids) for group in completions for c in group)
         # What a user's code draws at random repeats with the run, and disturbs nothing else.
-        with self.phases("score") as record, seeded(seed):
+        with self.phases("score") as record, seeded(seeds.code):
             groups = described(rows, prompts, completions, data, self.online.tokenizer)
-            rankings = self.online.critic.rank(groups, further_columns(data), seed, sums)
+            rankings = self.online.critic.rank(groups, further_columns(data), seeds.order, sums)
             record.tokens += sum(len(c.ids) for group in completions for c in group)
         return groups, rankings
-
-    def _seed(self, plan: WindowPlan, train: bool) -> int:
-        """The seed of this rank's share of a window."""
-        stream = (_TRAINING, plan.epoch, plan.step) if train else (_EVALUATION,)
-        sequence = np.random.SeedSequence([self.options.seed, *stream, rank()])
-        return int(sequence.generate_state(1)[0])
 
     def _measure(self, groups: Sequence[Generated], rankings: Sequence[Ranking], sums: MetricSums) -> None:
         made = [completion for group in groups for completion in group.completions]
@@ -178,8 +190,8 @@ class OnlineWindowPass(WindowPass):
         start = next((start for start in self._starts if start.data is data), None)
         if start is None:
             return
-        seed = self._seed(plan, False)
-        with self.phases("score"), seeded(seed):
-            points = self.online.critic.wins(groups, rankings, start.groups, start.rankings, seed)
+        seeds = window_seeds(self.options.seed, plan, rank(), train=False)
+        with self.phases("score"), seeded(seeds.code):
+            points = self.online.critic.wins(groups, rankings, start.groups, start.rankings, seeds.order)
         known = [point for point in points if point is not None]
         sums.add("win_rate", sum(known), len(known))

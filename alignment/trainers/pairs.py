@@ -44,25 +44,30 @@ class Pair:
 
 @dataclass(frozen=True)
 class RankedBatch(PairedBatch):
-    """A micro-batch of pairs with the scores of its 2P sequences, or None where a judge decided, and its beta."""
+    """A micro-batch of pairs with its beta, and the scores of its 2P sequences; None without pairs or by a judge."""
 
     scores: Tensor | None = None
     beta: float = 0.0
 
 
 def best_and_worst(scores: Sequence[float | None], texts: Sequence[str]) -> Ranking:
-    """The best completion against the worst one, by score."""
+    """The best completion against the worst one, by score; of those with different texts.
+
+    One text may have two scores: for how it ended, or from a source that is not sure of itself.
+    """
     scored = [(score, number) for number, score in enumerate(scores) if score is not None]
     if len(scored) < 2:
         return Ranking(UNSCORED, tuple(scores))
-    high, best = max(scored, key=lambda entry: entry[0])
-    low, worst = min(scored, key=lambda entry: entry[0])
-    outcome: tuple[int, int] | str = (best, worst)
-    if high == low:
-        outcome = TIED if len({texts[number] for _, number in scored}) > 1 else IDENTICAL
-    elif texts[best] == texts[worst]:  # scored apart for how they ended, or by a source that is not sure
-        outcome = IDENTICAL
-    return Ranking(outcome, tuple(scores))
+    gaps = [
+        (high - low, better, worse)
+        for high, better in scored
+        for low, worse in scored
+        if high > low and texts[better] != texts[worse]
+    ]
+    if gaps:
+        _, better, worse = max(gaps, key=lambda entry: entry[0])
+        return Ranking((better, worse), tuple(scores))
+    return Ranking(TIED if len({texts[number] for _, number in scored}) > 1 else IDENTICAL, tuple(scores))
 
 
 def pair_of(group: Generated, ranking: Ranking) -> Pair | None:
@@ -108,13 +113,12 @@ def ranked_batches(pairs: Sequence[Pair], plan: WindowPlan, rank: int, beta: flo
             plan.longest[micro],
         )
         scores = [pair.scores for pair in own if pair.scores is not None]
-        judged = len(scores) < len(own)
-        flat = [score for side in range(2) for score in (pair[side] for pair in scores)]
+        flat = [pair[side] for side in range(2) for pair in scores]
         batches.append(
             RankedBatch(
                 rows=batch.rows,
                 pairs=batch.pairs,
-                scores=None if judged else torch.tensor(flat, dtype=torch.float32),
+                scores=torch.tensor(flat, dtype=torch.float32) if flat else None,
                 beta=beta,
             )
         )

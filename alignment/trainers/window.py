@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from alignment.engines.launch_env import rank
 from alignment.engines.phases import Phases
 from alignment.engines.scoring import PolicyEngine
 from alignment.reporting.metrics import MetricSums
+from alignment.reporting.progress import Progress
 from alignment.trainers.data_setup import PreparedData
 from alignment.trainers.method import Method, Models
 
@@ -82,6 +84,7 @@ class WindowPass:
         *,
         train: bool,
         between: Callable[[], None] = lambda: None,
+        progress: Progress | None = None,
     ) -> Passed:
         """Losses and metrics of the window; with ``train`` its gradient is left in the engine, not yet applied.
 
@@ -91,13 +94,28 @@ class WindowPass:
             data: that the window's rows are of.
             train: accumulate gradients; the policy must then be a :class:`PolicyEngine`.
             between: called after the backward pass of each micro-batch but the last.
+            progress: moves with each micro-batch that is learnt from or evaluated, and not with those of prompts.
 
         Raises:
             NonFiniteLoss: in training, the loss is not finite; on every rank, before any weight has changed.
         """
+        with contextlib.nullcontext() if train else self.phases.of_evaluation():
+            return self._passed(plan, batches, data, train, between, progress)
+
+    def _passed(
+        self,
+        plan: WindowPlan,
+        batches: Sequence[AnyBatch],
+        data: PreparedData,
+        train: bool,
+        between: Callable[[], None],
+        progress: Progress | None,
+    ) -> Passed:
         policy, device = self.models.policy, self.device
         sums = MetricSums(self.names, device, first_rank=rank() == 0)
         plan, batches = self.prepared(plan, batches, data, sums, train=train)
+        if progress is not None:
+            batches = progress.watch(batches, self.method.passes)
         swept = self.method.sweep(batches, plan.counts, self.models, sums, self.phases)
         losses: list[tuple[tuple[int, ...], Tensor]] = []
         with self.phases("learn" if train else "evaluate") as record:

@@ -36,14 +36,17 @@ def best_against_worst(prompt: Prompt, penalty: float) -> dict[str, Any] | str:
     ranked = [(score, candidate) for candidate in prompt.made if (score := candidate.score(penalty)) is not None]
     if len(ranked) < 2:
         return "unscored"
-    scores = [score for score, _ in ranked]
-    best, worst = ranked[scores.index(max(scores))][1], ranked[scores.index(min(scores))][1]
-    if max(scores) == min(scores):
-        return "identical" if len({candidate.text for _, candidate in ranked}) == 1 else "tied"
-    if best.text == worst.text:
+    if len({candidate.text for _, candidate in ranked}) == 1:
         return "identical"
-    ids = {"prompt_ids": prompt.ids, "chosen_ids": list(best.ids), "rejected_ids": list(worst.ids)}
-    return {**ids, "scores": (max(scores), min(scores))}
+    widest = 0.0
+    found: dict[str, Any] | str = "tied"
+    for high, best in ranked:
+        for low, worst in ranked:
+            if best.text != worst.text and high - low > widest:
+                widest = high - low
+                ids = {"prompt_ids": prompt.ids, "chosen_ids": list(best.ids), "rejected_ids": list(worst.ids)}
+                found = {**ids, "scores": (high, low)}
+    return found
 
 
 def pairs_of(window: Sequence[Prompt], penalty: float = 0.0) -> tuple[list[dict[str, Any]], dict[str, float]]:

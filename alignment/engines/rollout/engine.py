@@ -146,18 +146,27 @@ class RolloutEngine:
         sampling = request.sampling
         if part[0].prompt < 0:  # a dummy follows the other ranks, however long they take
             sampling = replace(sampling, max_new_tokens=1, extra={})
+        end = bar.n + request.sampling.max_new_tokens
         completions = generate_padded(
-            self._model, part, sampling, device=self.policy.device, synced=by_layer, logps=request.logps
+            self._model,
+            part,
+            sampling,
+            device=self.policy.device,
+            synced=by_layer,
+            logps=request.logps,
+            stepped=lambda: bar.update(),
         )
-        bar.update(sum(work.count for work in part if work.prompt >= 0))
+        bar.update(end - bar.n)  # it may have ended early
         return completions
 
     @contextlib.contextmanager
     def _bar(self, request: RolloutRequest, parts: int, backend: str) -> Iterator[tqdm[None]]:
-        """A bar over completions, where it would move more than once."""
-        total = len(request.prompts) * request.num_generations
-        shown = self._progress and (parts > 1 or backend == "continuous")
-        with tqdm(total=total, desc="rollout", unit="seq", disable=not shown, leave=False, dynamic_ncols=True) as bar:
+        """A bar over completions, or where they are drawn in lock-step over the tokens of one after another chunk."""
+        total, unit = len(request.prompts) * request.num_generations, "seq"
+        if backend == "generate":
+            total, unit = parts * request.sampling.max_new_tokens, "step"
+        shown = self._progress and total > 0
+        with tqdm(total=total, desc="rollout", unit=unit, disable=not shown, leave=False, dynamic_ncols=True) as bar:
             yield bar
 
 

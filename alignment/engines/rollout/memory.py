@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from alignment.engines.collectives import device, largest_over_ranks
+from alignment.engines.rollout.host import free_host_bytes
 from alignment.engines.rollout.weights import away
 
 _SHARE = 0.8  # of the free memory; the rest is for fragments and the library's small things
@@ -85,6 +85,6 @@ def completion_bytes(model: PreTrainedModel, context: int, scores: int = 0) -> i
 def _free_bytes(where: torch.device) -> int:
     """What this rank may still take: a GPU's free memory and what torch holds unused, or its share of the host's."""
     if where.type != "cuda":
-        return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return free_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     unused = torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
     return int(torch.cuda.mem_get_info(where)[0]) + unused

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from alignment.engines.rollout.padding import padding_unseen
 from alignment.engines.rollout.processors import generation_config
 from alignment.engines.rollout.request import Completion, Sampling, Work
 
@@ -20,6 +22,7 @@ def generate_padded(
     device: torch.device,
     synced: bool,
     logps: bool = False,
+    stepped: Callable[[], object] = lambda: None,
 ) -> list[list[Completion]]:
     """The completions of a chunk, as lists in its order.
 
@@ -30,20 +33,38 @@ def generate_padded(
         device: where the model computes.
         synced: keep computing until every rank has finished, as ZeRO-3 needs where it gathers layer by layer.
         logps: return log-probs; costs the memory of all scores, (rows, max_new_tokens, vocabulary) in fp32.
+        stepped: called when a token has been drawn for every row that has not ended.
     """
     rows = [work.ids for work in chunk for _ in range(work.count)]
     width = max(map(len, rows))
-    ids = torch.tensor([[sampling.pad_token_id] * (width - len(row)) + list(row) for row in rows], device=device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-    output = model.generate(
-        ids, attention_mask=mask, generation_config=generation_config(sampling, logps), synced_gpus=synced
-    )
+    padding = [width - len(row) for row in rows]
+    ids = torch.tensor([[sampling.pad_token_id] * left + list(row) for left, row in zip(padding, rows)], device=device)
+    mask = torch.tensor([[0] * left + [1] * len(row) for left, row in zip(padding, rows)], device=device)
+    with padding_unseen(model, padding, device):
+        output = model.generate(
+            ids,
+            attention_mask=mask,
+            generation_config=generation_config(sampling, logps),
+            stopping_criteria=StoppingCriteriaList([_Steps(stepped)]),
+            synced_gpus=synced,
+        )
     generated = (output.sequences if logps else output)[:, width:]
     likelihoods = _logps(output.scores, generated).tolist() if logps else [None] * len(rows)
     done = iter(
         [Completion.cut(row, sampling, likelihood) for row, likelihood in zip(generated.tolist(), likelihoods)]
     )
     return [[next(done) for _ in range(work.count)] for work in chunk]
+
+
+class _Steps(StoppingCriteria):
+    """Ends nothing: what transformers asks after each token whether a row has ended."""
+
+    def __init__(self, stepped: Callable[[], object]) -> None:
+        self.stepped = stepped
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.stepped()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def _logps(scores: Sequence[Tensor], generated: Tensor) -> Tensor:
