@@ -29,6 +29,9 @@ METHOD: dict[str, dict[str, Any]] = {
         "reward_funcs": f"{Path(__file__).parent / 'drivers' / 'canned.py'}:reward",
     },
 }
+# The judge prefers as the reward function does, so it has to leave the same pairs.
+JUDGED = {"reward_funcs": None, "judge": f"{Path(__file__).parent / 'drivers' / 'canned.py'}:judge"}
+JUDGED_STAGES = ("stage0", "stage3")
 CLIP = 0.05
 HEADS = ("untied", "capped", "scaled")
 # Of the first window of an Online DPO run an odd number of pairs is left, so that two ranks cannot have equally many.
@@ -152,6 +155,9 @@ def online_runs(world: int, models: dict[str, str], folder: str) -> list[dict[st
     many = prompt_rows(13, (Kind.SOME_UNSCORED, Kind.IDENTICAL, None, None, Kind.UNSCORED), seed=9)
     runs[-1] |= {"eval": {"many": many, "one": many[1:2]}}
     runs[-1]["args"]["per_device_eval_batch_size"] = 4 // world
+    for stage in JUDGED_STAGES:  # the 5 pairs of the first window leave the second rank's last micro-batch empty
+        name = f"OnlineDPO-judged-{stage}-{world}"
+        runs.append(run(name, "OnlineDPO", models, stage, 2, 4 // world, folder=folder, **JUDGED))
     for stage in {1: ("stage0",), 2: ("stage2", "stage3")}[world]:
         name, schedule = f"OnlineDPO-sparse-{stage}-{world}", "linear"
         runs.append(run(name, "OnlineDPO", models, stage, 1, 4 // world, folder=folder, lr_scheduler_type=schedule))

@@ -193,8 +193,8 @@ def test_python_objects() -> None:
         ("data.jsonl", "of type str"),
         ([1], "dataset row 1: is 1"),
         ([ROWS[0], {**ROWS[1], "label": 1}], r"dataset row 2: label is 1 \(an integer\), but other rows"),
-        ([{"meta": object()}], "cannot be stored"),
-        ([{"meta": [float("nan")]}], "cannot be stored"),
+        ([{"tools": object()}], "cannot be stored"),
+        ([{"tools": [float("nan")]}], "cannot be stored"),
     ]:
         with pytest.raises(DataError, match=message):
             dataset_from_python(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -213,6 +214,15 @@ def test_a_coroutine_that_fails_is_named_and_none_is_left_behind() -> None:
     def fails_at_once(completions: list[str]) -> list[float]:
         raise ValueError("early")
 
+    def leaves_at_once(completions: list[str]) -> list[float]:
+        sys.exit("no key")
+
+    async def cancelled(completions: list[str]) -> list[float]:
+        raise asyncio.CancelledError
+
+    def cancelled_at_once(completions: list[str]) -> list[float]:
+        raise asyncio.CancelledError
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(RewardError, match=r"'fails' raised ConnectionError: no route \(test_rewards.py line"):
@@ -221,7 +231,14 @@ def test_a_coroutine_that_fails_is_named_and_none_is_left_behind() -> None:
             score_all([FunctionReward(f) for f in (fails_at_once, slow)], samples(["a"]))
         with pytest.raises(RewardError, match="'leaves' raised SystemExit: 3"):
             score_all([FunctionReward(f) for f in (leaves, slow)], samples(["a"]))
-    assert finished == [True, True, True]
+        for function, raised in (
+            (leaves_at_once, "SystemExit: no key"),
+            (cancelled, "CancelledError"),
+            (cancelled_at_once, "CancelledError"),
+        ):
+            with pytest.raises(RewardError, match=f"'{function.__name__}' raised {raised} .*while scoring"):
+                score_all([FunctionReward(function), FunctionReward(slow)], samples(["a"]))
+    assert finished == [True] * 6
 
 
 def test_arguments_are_checked_before() -> None:
@@ -232,11 +249,11 @@ def test_arguments_are_checked_before() -> None:
     with pytest.raises(OptionError) as caught:
         FunctionReward(needs).check({"answer", "source"})
     assert str(caught.value) == (
-        "reward function 'needs' needs 'answers', which the dataset does not have as a column (further columns: "
-        "answer, source); add the column, or give the argument a default"
+        "reward function 'needs' needs 'answers', which the dataset does not have as a column (further columns that "
+        "JSON can hold: answer, source); add the column, or give the argument a default"
     )
-    with pytest.raises(OptionError, match=r"\(further columns: none\)"):
-        Rewards([FunctionReward(lengths), FunctionReward(needs)]).check([])
+    with pytest.raises(OptionError, match=r"which data.jsonl does not have .* hold: none\)"):
+        Rewards([FunctionReward(lengths), FunctionReward(needs)]).check([], "data.jsonl")
     with pytest.raises(OptionError, match="takes 'completions', which is what training hands to it and also a column"):
         FunctionReward(lengths).check(["completions"])
     FunctionReward(lambda prompts: prompts).check(["completions"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from alignment.config.errors import OptionError, RewardError
+from alignment.engines.rollout.seeding import seeded
 from alignment.rewards.judges import Judge
 
 PLACES = [f"rows.jsonl row {number}" for number in range(40)]
@@ -46,6 +48,19 @@ def test_the_order_is_drawn_from_the_seed() -> None:
     # A judge that always takes the first one shown favours neither completion.
     assert all(10 <= sum(answers) <= 30 for answers in found)
     assert found[0] == [int(pair[0].startswith("b")) for pair in shown[0]]
+
+
+def test_a_judge_that_tosses_a_coin_is_not_turned_by_its_own_tosses() -> None:
+    """Not even with the seed that orders the pairs; turned by the same draws, it would always take the first."""
+
+    def tosses(prompts: list[str], pairs: list[list[str]]) -> list[int]:
+        return [int(random.random() < 0.5) for _ in pairs]
+
+    answers = []
+    for seed in range(10):
+        with seeded(seed):
+            answers += verdicts(tosses, [["a", "b"]] * 40, seed)
+    assert 160 <= sum(answers) <= 240
 
 
 def test_what_may_be_a_judge_and_return() -> None:

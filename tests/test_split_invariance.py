@@ -21,12 +21,14 @@ from oracle.dense import DPOOptions, solve
 from oracle.pairs import Prompt, pairs_of
 from safetensors.torch import load_file
 from split_oracle import OnlineSteps, answered, entropies, online_steps, oracle_steps
-from split_runs import CLIP, HEADS, ONLINE_SPLITS, RATE, planned
+from split_runs import CLIP, HEADS, JUDGED_STAGES, ONLINE_SPLITS, RATE, planned
 from torch import Tensor
 
 DRIVER = Path(__file__).parent / "drivers" / "runs.py"
 METRICS = ("loss", "kl", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 METRICS += ("logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected", "nll_loss", "entropy", "grad_norm")
+SCORED = tuple(f"objective/{what}" for what in ("scores", "scores_margin", "rlhf_reward"))
+SCORED += ("rewards/ignored", "rewards/reward/mean")
 COUNTS = ("count/chosen", "count/rejected", "rewards/chosen_sum", "logps/rejected_sum")
 
 
@@ -196,6 +198,23 @@ def test_every_split_of_the_pairs_gives_the_same_update(results: dict[int, Resul
             assert_logged(found, wanted, 1e-5, f"{name} step {step + 1}")
             if norm(expected["updates"][step]):
                 assert distance(outcome["updates"][step], expected["updates"][step]) <= 1e-5, f"{name} {step + 1}"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", JUDGED_STAGES)
+def test_a_judge_gives_the_update_of_rewards_that_prefer_alike(
+    results: dict[int, Results], stage: str, world: int
+) -> None:
+    """For every split, and with nothing logged that only scores can tell."""
+    outcome, reference = results[world][f"OnlineDPO-judged-{stage}-{world}"], results[1]["OnlineDPO-stage0-1"]
+    for step, (found, rewarded) in enumerate(zip(outcome["logs"], reference["logs"], strict=True)):
+        expected = {name: value for name, value in rewarded.items() if name not in SCORED}
+        # What has one score, or none, the judge cannot decide.
+        expected["pairs/failed"] = rewarded["pairs/tied"] + rewarded["pairs/unscored"]
+        expected |= {"pairs/tied": 0.0, "pairs/unscored": 0.0}
+        assert_logged(found, expected, 1e-5, f"{stage} on {world} step {step + 1}")
+        assert distance(outcome["updates"][step], reference["updates"][step]) <= 1e-5
+    assert outcome["logs"][0]["pairs/failed"] == pytest.approx(2 / 8)
 
 
 @pytest.fixture(scope="module")

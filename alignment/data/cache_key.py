@@ -19,7 +19,7 @@ from alignment.data.columns import COLUMNS, MAPPED_COLUMNS
 from alignment.data.formats import Kind
 from alignment.data.truncation import Limits
 
-FORMAT_VERSION = 2  # raise it when the same input would be tokenised or stored in another way
+FORMAT_VERSION = 3  # raise it when the same input would be tokenised or stored in another way
 _ROWS = 1000  # rows hashed at a time; part of the hash
 
 

@@ -9,19 +9,24 @@ from datasets import Dataset
 from alignment.config.columns import COLUMNS, MAPPED_COLUMNS
 from alignment.config.errors import DataError
 from alignment.data.formats import Kind
+from alignment.data.storable import foreign_columns, tell_left_out
 from alignment.data.wording import listing
 
-__all__ = ["COLUMNS", "MAPPED_COLUMNS", "arranged", "check_columns", "extra_columns", "stream_columns"]
+__all__ = [
+    "COLUMNS", "MAPPED_COLUMNS", "PROMPT_COLUMNS",
+    "arranged", "check_columns", "extra_columns", "stream_columns",
+]  # fmt: skip
 
 _METHODS = {"paired": "CPO", "compared": "the reward model", "unpaired": "KTO"}
-_PROMPT_COLUMNS = ("prompt", "tools", "chat_template_kwargs")
+PROMPT_COLUMNS = ("prompt", "tools", "chat_template_kwargs")
 
 
 def arranged(dataset: Dataset, column_map: Mapping[str, str] | None, kind: Kind, where: str) -> Dataset:
     """The columns that rows are made of, by their expected names, and no others unless reward functions get them.
 
     A column that is mapped is known by its new name only, and takes the place of one that has this name already. Rows
-    are made of ``query`` and ``system`` only if they are mapped.
+    are made of ``query`` and ``system`` only if they are mapped. What reward functions would get and JSON cannot hold
+    is left out with a warning.
 
     Raises:
         DataError: a column of the map, or one that ``kind`` needs, is missing.
@@ -36,6 +41,9 @@ def arranged(dataset: Dataset, column_map: Mapping[str, str] | None, kind: Kind,
     own = [name for name in _row_columns(kind) if name in there and name not in mapped]
     check_columns([*own, *column_map], kind, where, there)
     extra = [name for name in there if name not in {*own, *mapped}] if kind == "prompts" else []
+    foreign = [name for name in foreign_columns(dataset.features) if name in extra]
+    tell_left_out(foreign, where)
+    extra = [name for name in extra if name not in foreign]
     dataset = dataset.with_format(None).select_columns([*own, *column_map.values(), *extra])
     new_names = {column: name for name, column in column_map.items() if column != name}
     return dataset.rename_columns(new_names) if new_names else dataset
@@ -45,7 +53,7 @@ def extra_columns(dataset: Dataset, column_map: Mapping[str, str] | None, kind: 
     """The columns of an :func:`arranged` dataset that rows are not made of: they are handed to reward functions."""
     if kind != "prompts":
         return []
-    made_of = {*_PROMPT_COLUMNS, *(name for name in MAPPED_COLUMNS if name in (column_map or {}))}
+    made_of = {*PROMPT_COLUMNS, *(name for name in MAPPED_COLUMNS if name in (column_map or {}))}
     return [name for name in dataset.column_names if name not in made_of]
 
 
@@ -57,7 +65,7 @@ def stream_columns(column_map: Mapping[str, str] | None, kind: Kind) -> set[str]
 def _row_columns(kind: Kind) -> tuple[str, ...]:
     """The columns that rows of a kind may be made of without a map."""
     if kind == "prompts":
-        return _PROMPT_COLUMNS
+        return PROMPT_COLUMNS
     return tuple(name for name in COLUMNS if name != "margin" or kind == "compared")
 
 

@@ -11,6 +11,7 @@ from datasets import Dataset, Features, Value
 
 from alignment.data.formats import Prompted, Text
 from alignment.data.json_text import json_object, json_text
+from alignment.data.storable import finite
 
 STORED = Features({name: Value("string") for name in ("prompt", "template", "columns")})
 
@@ -44,7 +45,7 @@ def stored_prompt(prompted: Prompted, columns: Mapping[str, Any], where: str) ->
 
     Args:
         prompted: the canonical row.
-        columns: the user's other columns.
+        columns: the user's other columns; their numbers that are not finite become null.
         where: names the row in messages.
 
     Raises:
@@ -53,5 +54,5 @@ def stored_prompt(prompted: Prompted, columns: Mapping[str, Any], where: str) ->
     return {
         "prompt": json_text("prompt", prompted.prompt, where),
         "template": json_text("chat_template_kwargs", prompted.template, where),
-        "columns": json_object(columns, where),
+        "columns": json_object(finite(columns), where),
     }

@@ -11,6 +11,7 @@ from typing import Any
 
 HH_TURN = "\n\nAssistant:"  # the turn mark of Anthropic's HH texts
 IDENTICAL = "chosen and rejected are identical"
+CUT_ALIKE = "chosen and rejected are identical once they are cut to length"
 
 Message = dict[str, Any]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from alignment.config.errors import DataError
 from alignment.data.formats import Kind, Text, margin_of, pair_row, prompted_row, single_row, unpaired_rows
 from alignment.data.messages import without_nulls
 from alignment.data.prompt_rows import STORED, stored_prompt
-from alignment.data.prompts import DropRow
+from alignment.data.prompts import CUT_ALIKE, IDENTICAL, DropRow
 from alignment.data.tokenization import RowTokenizer, Source
 from alignment.data.truncation import Fitted, Limits, fit, fit_prompt
 
@@ -102,6 +102,8 @@ class RowMapper:
                     fitted = fit_prompt(ids.prompt, self.limits)
                 else:
                     fitted = fit(ids.prompt, ids.completions, self.limits, self.tokenizer.head_length(ids.prompt))
+                if self.kind == "compared":
+                    fitted = _apart(fitted, ids.completions)
             for record in self._records(job, fitted):
                 for name, values in out.items():
                     values.append(record[name])
@@ -170,3 +172,11 @@ class RowMapper:
             "completions_cut": sum(kept.cut[part]) if kept else 0,
         }
         return record, kept
+
+
+def _apart(fitted: Fitted, whole: Sequence[list[int]]) -> Fitted:
+    """The pair, not to be used where its answers are the same: neither can have the higher score."""
+    chosen, rejected = fitted.completions
+    if any(fitted.reasons) or chosen != rejected:
+        return fitted
+    return replace(fitted, reasons=[IDENTICAL if whole[0] == whole[1] else CUT_ALIKE] * 2)

@@ -15,8 +15,10 @@ import datasets
 from datasets import Dataset
 from datasets.data_files import DataFilesDict, get_data_patterns
 
+from alignment.config.columns import COLUMNS
 from alignment.config.errors import DataError
 from alignment.data.readers import encode, encoded_rows, infer_features, read_rows
+from alignment.data.storable import storable_rows
 from alignment.data.wording import listing, one_line, show
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
@@ -61,6 +63,8 @@ def take(dataset: Dataset, n: int | None) -> Dataset:
 def dataset_from_python(value: object) -> Dataset:
     """The dataset that a user handed over: a ``Dataset``, or a list of dictionaries (stored without type guessing).
 
+    Of a list, columns with other names than the expected ones are left out with a warning if JSON cannot hold them.
+
     Raises:
         DataError: a dictionary of splits, an empty list, or anything else.
     """
@@ -82,6 +86,8 @@ def dataset_from_python(value: object) -> Dataset:
     if not features:
         raise DataError("the rows of the dataset have no columns; give dicts with prompt, completion and label, …")
     try:
+        further = [name for name in features if name not in COLUMNS]
+        value, features = storable_rows(value, features, further, "dataset")
         rows = [encode(row, features) for row in value]
         return Dataset.from_dict({key: [row[key] for row in rows] for key in features}, features=features)
     except (TypeError, ValueError) as error:

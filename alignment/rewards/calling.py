@@ -15,6 +15,8 @@ from alignment.data.wording import show
 from alignment.engines.collectives import gathered
 from alignment.engines.launch_env import world_size
 
+# What a user's code may raise and be named for; SystemExit is what sys.exit() raises.
+FAILURES = (Exception, asyncio.CancelledError, SystemExit)
 _HERE = Path(__file__).parent
 _LONGEST = 300
 

@@ -59,15 +59,19 @@ class Rewards:
             if not math.isfinite(weight):
                 raise OptionError(f"reward_weights: {weight} for {name}; set a finite number")
 
-    def check(self, columns: Collection[str]) -> None:
+    def check(self, columns: Collection[str], where: str | None = None) -> None:
         """Whether the functions can be called with rows that have these further columns.
+
+        Args:
+            columns: their names.
+            where: names the rows in messages, such as a part of a mixture; None where there is but one dataset.
 
         Raises:
             OptionError: as :meth:`FunctionReward.check`.
         """
         for source in self.sources:
             if isinstance(source, FunctionReward):
-                source.check(columns)
+                source.check(columns, where)
 
     def score(self, samples: Samples) -> Scores:
         """The scores of this rank's samples, of which there may be none. Collective.

@@ -11,7 +11,7 @@ from typing import Any
 
 from alignment.config.errors import OptionError, RewardError
 from alignment.data.wording import listing, show
-from alignment.rewards.calling import as_list, name_of, raised, scalar, span, together
+from alignment.rewards.calling import FAILURES, as_list, name_of, raised, scalar, span, together
 from alignment.rewards.samples import Samples
 
 # What every function may ask for, besides the dataset's further columns.
@@ -58,22 +58,27 @@ class FunctionReward:
             if nameless and parameter.default is inspect.Parameter.empty:
                 raise OptionError(f"{self.who} takes {parameter.name!r} by position only; arguments come by keyword")
 
-    def check(self, columns: Collection[str]) -> None:
+    def check(self, columns: Collection[str], where: str | None = None) -> None:
         """Whether the function can be called with rows that have these further columns.
+
+        Args:
+            columns: their names.
+            where: names the rows in messages; None where there is but one dataset.
 
         Raises:
             OptionError: it needs an argument that there is not, or a column has the name of one that there is anyway.
         """
+        where = where or "the dataset"
         for name in self._required:
             if name not in ARGUMENTS and name not in columns:
                 raise OptionError(
-                    f"{self.who} needs {name!r}, which the dataset does not have as a column (further columns: "
-                    f"{listing(sorted(columns))}); add the column, or give the argument a default"
+                    f"{self.who} needs {name!r}, which {where} does not have as a column (further columns "
+                    f"that JSON can hold: {listing(sorted(columns))}); add the column, or give the argument a default"
                 )
         for name in ARGUMENTS:
             if name in columns and (self._takes_all or name in self._taken):
                 raise OptionError(
-                    f"{self.who} takes {name!r}, which is what training hands to it and also a column of the dataset; "
+                    f"{self.who} takes {name!r}, which is what training hands to it and also a column of {where}; "
                     "rename the column"
                 )
 
@@ -144,5 +149,5 @@ def score_all(functions: Sequence[FunctionReward], samples: Samples) -> list[lis
 def _called(function: FunctionReward, samples: Samples) -> Any:
     try:
         return function.call(samples)
-    except Exception as error:  # reported once the others are awaited: none may be left behind
+    except FAILURES as error:  # reported once the others are awaited: none may be left behind
         return error

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import random
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from alignment.config.errors import OptionError, RewardError
 from alignment.data.messages import Text
 from alignment.data.wording import show
-from alignment.rewards.calling import as_list, name_of, raise_together, raised, scalar, span, together
+from alignment.rewards.calling import FAILURES, as_list, name_of, raise_together, raised, scalar, span, together
 
 FAILED = -1
 
@@ -62,8 +62,8 @@ class Judge:
         Raises:
             RewardError: the judge raised or returned what are no verdicts, here or on another rank; the same on every.
         """
-        draw = random.Random(seed)
-        turned = [draw.random() < 0.5 for _ in pairs]
+        # Not Python's generator: a judge that tosses a coin, seeded alike, would toss what turned the pairs.
+        turned = (np.random.default_rng(seed).random(len(pairs)) < 0.5).tolist()
         shown = [list(reversed(pair)) if turn else list(pair) for pair, turn in zip(pairs, turned)]
         failure, answers = None, []
         try:
@@ -80,7 +80,7 @@ class Judge:
                 (returned,) = together([returned])
                 if isinstance(returned, BaseException):
                     raise returned
-        except (Exception, asyncio.CancelledError, SystemExit) as error:
+        except FAILURES as error:
             raise RewardError(
                 f"{self.who} raised {raised(error)} while judging {span(places)}; correct it, or let it return -1 for "
                 "what it cannot judge"

@@ -14,7 +14,7 @@ from typing import Any
 from alignment.config.errors import OptionError
 from alignment.config.refusals import nearest, shown
 from alignment.data.wording import listing, show
-from alignment.rewards.calling import raised
+from alignment.rewards.calling import FAILURES, raised
 
 
 def load_callable(given: str, option: str, method: str | None = None) -> Any:
@@ -67,7 +67,7 @@ def _from_file(path: Path, where: str) -> ModuleType:
     try:
         # Not by the loader, which would write compiled code beside the user's file.
         exec(compile(source, str(path), "exec"), module.__dict__)
-    except (Exception, SystemExit) as error:
+    except FAILURES as error:
         del sys.modules[private]
         raise OptionError(f"{where}: importing {path.name} raised {raised(error)}; correct it") from error
     finally:
@@ -85,14 +85,14 @@ def _from_package(name: str, where: str) -> ModuleType:
                 f"{where}: there is no module {error.name!r}; install it, or name a file as file.py:function"
             ) from error
         raise OptionError(f"{where}: importing {name} raised {raised(error)}; correct it") from error
-    except (Exception, SystemExit) as error:
+    except FAILURES as error:
         raise OptionError(f"{where}: importing {name} raised {raised(error)}; correct it") from error
 
 
 def _instance(kind: type, where: str) -> Any:
     try:
         return kind()
-    except Exception as error:
+    except FAILURES as error:
         raise OptionError(
             f"{where}: making a {kind.__name__} without arguments raised {raised(error)}; give its arguments defaults"
         ) from error

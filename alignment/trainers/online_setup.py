@@ -143,7 +143,7 @@ class OnlinePlan:
         first = 0
         for part in data.parts:
             row = prompt_row(data.dataset, first)
-            self.critic.rewards.check(row.columns)
+            self.critic.rewards.check(row.columns, part.where)
             for classifier in self.classifiers:
                 classifier.check(row.prompt, data.place(first), row.template)
             first += part.report.rows_out

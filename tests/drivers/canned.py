@@ -49,3 +49,12 @@ def score(prompt: str, text: str) -> float | None:
 def reward(prompts: Sequence[str], completions: Sequence[str]) -> list[float | None]:
     """The reward function of the runs."""
     return [score(prompt, text) for prompt, text in zip(prompts, completions)]
+
+
+def judge(prompts: Sequence[str], pairs: Sequence[Sequence[str]]) -> list[int]:
+    """A judge that finds better what :func:`score` does, and cannot say where that is tied or missing."""
+    verdicts = []
+    for prompt, (first, second) in zip(prompts, pairs):
+        one, other = score(prompt, first), score(prompt, second)
+        verdicts.append(-1 if one is None or other is None or one == other else int(other > one))
+    return verdicts
