@@ -15,6 +15,7 @@ README = ROOT / "README.md"
 # 2.14. Upper ends: the next release that may break an interface; for DeepSpeed that is the next minor one, for
 # alignment/engines/ works with its inner parts. Lower ends were set by reading, not by running: transformers 5 and
 # DeepSpeed 0.19 are the interfaces written against; torch binds NCCL groups to a device without hanging since 2.7.1.
+# rollout_backend: continuous needs transformers 5.20, and is refused by name with an older one.
 REQUIRED = [
     "torch>=2.8,<3",
     "deepspeed>=0.19,<0.20",

@@ -188,13 +188,6 @@ def test_nothing_is_printed(policy: PolicyEngine, backend: str, capfd: pytest.Ca
     assert capfd.readouterr() == ("", "") and caught == []
 
 
-def test_a_bar_over_several_chunks(policy: PolicyEngine, capfd: pytest.CaptureFixture[str]) -> None:
-    rollout(policy, progress=True)
-    assert capfd.readouterr().err == ""
-    rollout(policy, progress=True, batch_size=3)
-    assert "rollout" in capfd.readouterr().err
-
-
 @pytest.fixture
 def old_objects_spared() -> Any:
     """DeepSpeed collects garbage with every engine, and looks through every library."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,6 +125,17 @@ def test_continuous_batching_that_is_refused(config: PretrainedConfig, more: dic
     with pytest.raises(OptionError, match=f"rollout_backend='continuous': .*{reason}; set rollout_backend: generate"):
         choose_backend("continuous", model, sampling(**more))
     assert choose_backend("auto", model, sampling(**more)) == "generate"
+
+
+@pytest.mark.parametrize("has", [{}, {"ContinuousBatchingConfig": object}], ids=["none", "another"])
+def test_a_release_of_transformers_whose_continuous_batching_is_too_old(
+    monkeypatch: pytest.MonkeyPatch, has: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(backends, "transformers", SimpleNamespace(__version__="5.0.0", **has))
+    model = bare(tiny_config("tied"))
+    with pytest.raises(OptionError, match=r"'continuous': transformers 5\.0\.0 lacks .* 5\.20 has; set rollout_back"):
+        choose_backend("continuous", model, sampling())
+    assert choose_backend("auto", model, sampling()) == "generate"
 
 
 def test_a_request_is_divided_by_completions_longest_prompts_first() -> None:

@@ -256,7 +256,7 @@ def collate_prompts(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: 
 
 
 class MicroBatches(Sequence[AnyBatch]):
-    """One rank's micro-batches of a plan, collated each time they are asked for; ``progress`` is called with each."""
+    """One rank's micro-batches of a plan, collated each time they are asked for."""
 
     def __init__(
         self,
@@ -265,10 +265,8 @@ class MicroBatches(Sequence[AnyBatch]):
         table: RowTable,
         plan: WindowPlan,
         rank: int,
-        progress: Callable[[], None] | None = None,
     ) -> None:
         self.function, self.dataset, self.table, self.plan, self.rank = function, dataset, table, plan, rank
-        self.progress = progress
 
     def __len__(self) -> int:
         return len(self.plan.micro_batches)
@@ -276,8 +274,6 @@ class MicroBatches(Sequence[AnyBatch]):
     def __getitem__(self, micro: int) -> AnyBatch:  # type: ignore[override]
         if not 0 <= micro < len(self):
             raise IndexError(micro)
-        if self.progress is not None:
-            self.progress()
         return self.function(self.dataset, self.table, self.plan, micro, self.rank)
 
 

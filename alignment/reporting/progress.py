@@ -5,11 +5,13 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from tqdm.auto import tqdm
 
+Item = TypeVar("Item")
 _SHOWN = {"loss": "loss", "rewards/margins": "margin", "kl": "kl", "rewards/accuracies": "acc"}
 
 
@@ -41,6 +43,11 @@ class Progress:
             self._bar.set_postfix(shown, refresh=False)
         self._bar.update()
 
+    def watch(self, items: Sequence[Item], passes: int = 1) -> Sequence[Item]:
+        """The same items, each of which moves the bar when it is taken; they are gone through ``passes`` times."""
+        self._bar.reset(total=len(items) * passes)
+        return _Watched(items, self.advance)
+
     def note(self, text: str) -> None:
         """Print a line above the bar."""
         if not self._bar.disable:
@@ -49,3 +56,18 @@ class Progress:
     def close(self) -> None:
         """Leave the bar as it is."""
         self._bar.close()
+
+
+class _Watched(Sequence[Item]):
+    """A sequence that reports each access to an item."""
+
+    def __init__(self, items: Sequence[Item], taken: Callable[[], None]) -> None:
+        self._items, self._taken = items, taken
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> Item:  # type: ignore[override]
+        item = self._items[index]
+        self._taken()
+        return item

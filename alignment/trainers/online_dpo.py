@@ -53,6 +53,10 @@ class OnlineDPOMethod(Method):
     def needs_reference(self) -> bool:
         return True
 
+    @property
+    def passes(self) -> int:
+        return 2
+
     def check_window(self, counts: WindowCounts) -> str | None:
         if counts.rows == 0:
             return "no prompt gave a pair with a better side (see pairs/…): this window made no update"

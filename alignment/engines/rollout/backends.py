@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import transformers
 from transformers import PreTrainedModel
-from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.utils.generic import is_flash_attention_requested
 
 from alignment.config.errors import OptionError
@@ -45,6 +45,11 @@ def choose_backend(asked: str, model: PreTrainedModel, sampling: Sampling) -> st
 
 def continuous_obstacle(model: PreTrainedModel, sampling: Sampling) -> str | None:
     """Why continuous batching cannot be used, or None."""
+    if not hasattr(getattr(transformers, "ContinuousBatchingConfig", None), "page_size"):
+        return f"transformers {transformers.__version__} lacks the continuous batching that 5.20 has"
+    # Imported here: in older releases there is none.
+    from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
+
     for processor in logits_processors(model, generation_config(sampling)):
         name = type(processor).__name__
         if not getattr(processor, "supports_continuous_batching", False) and name not in _SCORES_ALONE:

@@ -12,14 +12,17 @@ import gc
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import ContinuousBatchingConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from alignment.config.errors import TrainingError
 from alignment.engines.rollout.processors import generation_config
 from alignment.engines.rollout.request import Completion, Sampling, Work
+
+if TYPE_CHECKING:
+    from transformers import ContinuousBatchingConfig
 
 _PAGE_TOKENS = 32
 _LARGEST_BATCH = 2048  # tokens of one forward pass; longer prefills are cut
@@ -120,6 +123,8 @@ def _old_objects_spared() -> Iterator[None]:
 
 def _sizes(chunk: Sequence[Work], sampling: Sampling, logps: bool) -> ContinuousBatchingConfig:
     """Room for every completion of the chunk at its full length, whatever memory there is."""
+    from transformers import ContinuousBatchingConfig  # older releases have none; backends.py refuses them
+
     completions = sum(work.count for work in chunk)
     # One page more for each: layers with a sliding window take memory in larger lots.
     pages = sum(

@@ -1,8 +1,8 @@
 """Logits processors that read tokens, and what stands left of a prompt that is shorter than others of its batch.
 
 Attention masks padding; a processor sees it like any other token. Where the EOS is also the padding, as it often is,
-``no_repeat_ngram_size: 1`` would forbid the shorter prompts to end. No token is a safe one to pad with: each may be part
-of a sequence that a processor looks for.
+``no_repeat_ngram_size: 1`` would forbid the shorter prompts to end. No token is a safe one to pad with: each may be
+part of a sequence that a processor looks for.
 """
 
 from __future__ import annotations
