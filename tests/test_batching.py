@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -250,22 +249,19 @@ def test_row_table() -> None:
     assert chosen.prompt.tolist() == [2, 1] and chosen.completions.tolist() == [[4], [2]]
 
 
-def micro_batches(table: RowTable, plan: WindowPlan, progress: Callable[[], None] | None = None) -> MicroBatches:
-    return MicroBatches(collate_unpaired, UNPAIRED, table, plan, 0, progress)
+def micro_batches(table: RowTable, plan: WindowPlan) -> MicroBatches:
+    return MicroBatches(collate_unpaired, UNPAIRED, table, plan, 0)
 
 
-def test_micro_batches_are_collated_anew_with_progress() -> None:
+def test_micro_batches_are_collated_anew() -> None:
     table = row_table(UNPAIRED, ("completion_ids",), None)
-    calls: list[int] = []
     sampler = WindowSampler(table, world_size=1, batch_size=1, accumulation=3, seed=0, draw_partners=True)
-    batches = micro_batches(table, sampler.plan(0, 0), lambda: calls.append(1))
+    batches = micro_batches(table, sampler.plan(0, 0))
     assert len(batches) == 3
     assert [batch.rows for batch in batches] == [share.rows for (share,) in sampler.plan(0, 0).micro_batches]
-    assert len(calls) == 3
     for wrong in (3, -1):
         with pytest.raises(IndexError):
             batches[wrong]
-    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("rank", [0, 1])
