@@ -1,5 +1,5 @@
 # make test      set up .venv if need be and run the tests (PYTEST_ARGS="-k guard -x" to choose)
-# make demo      a small model from nothing, aligned with KTO and CPO, in minutes (DEMO_ARGS="--fresh --seed 1")
+# make demo      a small model from nothing, aligned with KTO, CPO and Online DPO, in minutes (DEMO_ARGS="--fresh --seed 1")
 # make quality   lint, types and the floors of alignment/
 # make docs      renew the README's tables of options
 # make style     format, and mend what can be mended by itself

@@ -98,10 +98,10 @@ def test_wandb_gets_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     table.write(1, ROWS)  # no run: nothing to log to
     run = wandb.init(project="tests")
     table.write(2, ROWS)
-    logged = run.summary["completions"]
+    logged, folder = run.summary["completions"], Path(run.dir)  # an earlier run of the process may have decided it
     wandb.finish()
     assert (logged["_type"], logged["nrows"], logged["ncols"]) == ("table-file", 2, 5)
-    (file,) = tmp_path.rglob("media/table/completions*.table.json")
+    (file,) = folder.rglob("media/table/completions*.table.json")
     content = json.loads(file.read_text())
     assert content["columns"] == ["step", "prompt", "chosen", "score", "dropped"]
     assert content["data"][1] == [2, "p", "<b>_c_", 0.125, None]
