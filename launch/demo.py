@@ -1,4 +1,4 @@
-"""The demo: `python launch/demo.py`, or `make demo`. A model from nothing, KTO and CPO from it, and a table.
+"""The demo: `python launch/demo.py`, or `make demo`. A model from nothing; KTO, CPO, Online DPO; a table.
 
 The work is in `alignment/demo/`.
 """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -10,20 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT, Launch
 from datasets import enable_progress_bars
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification, set_seed
 from transformers.utils import logging as transformers_logging
 
 from alignment.config.errors import OutputError
 from alignment.demo import grammar, report, rows
-from alignment.demo.folder import keep, kept_seconds, open_folder, start_key
+from alignment.demo.folder import keep, kept_seconds, model_key, open_folder
 from alignment.demo.grammar import Request, all_requests, answer
 from alignment.demo.judge import Rates, answers, manner, rates, sentences
 from alignment.demo.run import main
-from alignment.demo.settings import PreferenceSettings, Settings, StartSettings
-from alignment.demo.stages import MAX_LENGTH
+from alignment.demo.scoring import accuracy, rewards
+from alignment.demo.settings import OnlineSettings, PreferenceSettings, RewardSettings, Settings, StartSettings
 from alignment.demo.tokenizer import train_tokenizer
+from alignment.demo.training import MAX_LENGTH
 from alignment.demo.verdict import Measured, missed
 
 COW = Request("sound", "cow", 0, "Anna", 1)
@@ -38,7 +42,9 @@ def tiny(seed: int = 0) -> Settings:
         held_out=5,
         start=StartSettings(hidden_size=16, layers=1, intermediate_size=16, rows=24, epochs=1, batch=8),
         kto=PreferenceSettings(16, 8, 0.1, 1e-3),
+        reward=RewardSettings(rows=8, batch=4),
         cpo=PreferenceSettings(8, 4, 0.1, 1e-3),
+        online_dpo=OnlineSettings(8, 4, 0.1, 1e-3, completions=2),
         max_new_tokens=4,
     )
 
@@ -118,14 +124,15 @@ def test_held_out_requests_are_new_in_every_row() -> None:
         *(row["messages"][0]["content"] for row in rows.start_rows(world.training, 6400, 3)),
         *(row["prompt"][0]["content"] for row in rows.labelled_rows(world.training, 3200, 3)),
         *(row["prompt"][0]["content"] for row in rows.paired_rows(world.training, 1600, 3)),
+        *(row["prompt"][0]["content"] for row in rows.prompt_rows(world.training, 1600, 3)),
     ]
-    assert len(made) == 11200 and not texts & set(made)
+    assert len(made) == 12800 and not texts & set(made)
 
 
 def test_the_seed_decides_world_and_rows() -> None:
     def made(seed: int) -> tuple[Any, ...]:
         world = rows.make_world(seed, 10)
-        parts = (rows.start_rows, rows.labelled_rows, rows.paired_rows)
+        parts = (rows.start_rows, rows.labelled_rows, rows.paired_rows, rows.prompt_rows)
         return (world.held_out, *(part(world.training, 20, seed) for part in parts))
 
     assert made(1) == made(1)
@@ -145,6 +152,7 @@ def test_rows_hold_both_manners_half_and_half() -> None:
         request = asked[row["prompt"][0]["content"]]
         assert manner(request, row["chosen"][0]["content"]) == "warm"
         assert manner(request, row["rejected"][0]["content"]) == "curt"
+    assert all(set(row) == {"prompt"} for row in rows.prompt_rows(world.training, 100, 0))
 
 
 # The tokenizer ----------------------------------------------------------------------------------------------------
@@ -171,43 +179,112 @@ def test_tokenizer_round_trip_and_template(tmp_path: Path) -> None:
     assert max(map(len, ids)) <= MAX_LENGTH, "rows are never cut"
 
 
+# The reward model -------------------------------------------------------------------------------------------------
+
+
+def test_rewards_are_the_saved_classifiers_of_each_answer_alone(tmp_path: Path) -> None:
+    """In padded batches, with the chat template around them, the end of the answer included."""
+    world = rows.make_world(0, 100)
+    tokenizer = train_tokenizer(rows.start_rows(world.training, 500, 0))
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=16,
+        pad_token_id=tokenizer.pad_token_id,
+        num_labels=1,
+        initializer_range=1.0,
+    )
+    set_seed(0)
+    model = Qwen2ForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+
+    def alone(request: Request, text: str) -> float:
+        ids = tokenizer(f"<|user|>{request.text}<|end|><|assistant|>{text}<|end|>", return_tensors="pt")["input_ids"]
+        return float(model(input_ids=ids).logits[0, 0])
+
+    pairs = rows.paired_rows(world.held_out, 100, 0)
+    asked = {request.text: request for request in world.held_out}
+    requests = [asked[row["prompt"][0]["content"]] for row in pairs]
+    warm, curt = ([row[side][0]["content"] for row in pairs] for side in ("chosen", "rejected"))
+    with torch.no_grad():
+        expected = [[alone(*one) for one in zip(requests, texts)] for texts in (warm, curt)]
+    assert rewards(tmp_path, requests, warm) == pytest.approx(expected[0], abs=1e-5)
+    share = sum(one > other for one, other in zip(*expected)) / 100
+    assert accuracy(tmp_path, pairs) == share and 0 < share < 1 and share != 0.5
+    same = [{**row, "rejected": row["chosen"]} for row in pairs]
+    assert accuracy(tmp_path, same) == 0, "a tie is not ranked rightly"
+
+
 # Promises, report, folder -----------------------------------------------------------------------------------------
 
 
-def measured(warm: float, answered: float, title: str = "after KTO", count: int = 256) -> Measured:
-    return Measured(title, Rates(warm, answered, count), 1.0)
+def measured(
+    warm: float, answered: float, title: str = "after KTO", count: int = 256, reward: float = 3.0
+) -> Measured:
+    return Measured(title, Rates(warm, answered, count), reward, 1.0)
+
+
+def started(warm: float, answered: float, count: int = 256) -> Measured:
+    return measured(warm, answered, "before", count, reward=-0.25)
 
 
 @pytest.mark.parametrize(
     ("start", "trained", "said"),
     [
-        (measured(0.35, 0.97), measured(0.85, 0.92), ""),
-        (measured(0.65, 0.97), measured(1.0, 1.0), ""),
-        (measured(0.34, 0.97, "before"), measured(0.9, 0.97), "before: warm answers 0.340, wanted 0.35 to 0.65"),
-        (measured(0.66, 0.97, "before"), measured(0.9, 0.97), "before: warm answers 0.660, wanted 0.35 to 0.65"),
-        (measured(0.5, 0.97), measured(0.84, 0.97), "after KTO: warm answers 0.840, wanted at least 0.85"),
+        (started(0.35, 0.97), measured(0.85, 0.92, reward=0.75), ""),
+        (started(0.65, 0.97), measured(1.0, 1.0), ""),
+        (started(0.34, 0.97), measured(0.9, 0.97), "before: warm answers 0.340, wanted 0.35 to 0.65"),
+        (started(0.66, 0.97), measured(0.9, 0.97), "before: warm answers 0.660, wanted 0.35 to 0.65"),
+        (started(0.5, 0.97), measured(0.84, 0.97), "after KTO: warm answers 0.840, wanted at least 0.85"),
+        (started(0.5, 0.97), measured(0.9, 0.91), "after KTO: requests answered 0.910, wanted at least 0.920"),
         (
-            measured(0.5, 0.97, "before"),
-            measured(0.9, 0.91),
-            "after KTO: requests answered 0.910, wanted at least 0.920",
+            started(0.5, 0.97),
+            measured(0.9, 0.97, reward=0.7),
+            "after KTO: mean reward 0.70, wanted at least 0.75 (1.0 above before)",
         ),
-        (measured(0.5, 0.97, count=199), measured(0.9, 0.97), "199 held-out prompts, wanted at least 200"),
+        (started(0.5, 0.97), measured(0.9, 0.97, reward=math.nan), "after KTO: mean reward nan, wanted at least 0.75"),
+        (started(0.5, 0.97, count=199), measured(0.9, 0.97), "199 held-out prompts, wanted at least 200"),
     ],
 )
 def test_each_promise_that_is_missed_is_named(start: Measured, trained: Measured, said: str) -> None:
     """Edges are inside, as in decimal figures: 0.97 - 0.05 is 0.92."""
-    faults = missed(start, [measured(0.9, 0.97, "after CPO"), trained])
+    faults = missed(start, [measured(0.9, 0.97, "after CPO"), trained], accuracy=0.9)
     assert len(faults) == bool(said) and (not said or faults[0].startswith(said)), faults
 
 
+def test_a_reward_model_that_ranks_badly_is_named() -> None:
+    faults = missed(started(0.5, 0.97), [measured(0.9, 0.97)], accuracy=0.89)
+    assert faults == ["reward model: 0.890 of the held-out pairs ranked rightly, wanted at least 0.9"]
+
+
 def test_table_and_examples() -> None:
-    lines = report.table([measured(0.5, 0.97265625, "before"), measured(0.9765625, 1.0)]).splitlines()
-    assert lines[2] == "| before    |        0.500 |             0.973 |      1 s |"
-    assert lines[3] == "| after KTO |        0.977 |             1.000 |      1 s |"
+    lines = report.table([started(0.5, 0.97265625), measured(0.9765625, 1.0, reward=3.304)]).splitlines()
+    assert lines[2] == "| before    |        0.500 |             0.973 |       -0.25 |      1 s |"
+    assert lines[3] == "| after KTO |        0.977 |             1.000 |        3.30 |      1 s |"
     assert len({len(line) for line in lines}) == 1
     assert report.examples([COW], {"before": [CURT, "unused"], "after KTO": [WARM, "unused"]}) == (
         f"Hello, Anna here. What does a cow say?\n  before     {CURT}\n  after KTO  {WARM}"
     )
+
+
+def test_every_answer_is_written_with_its_manner_truth_and_reward() -> None:
+    scores = {"after KTO": [2.5], "before": [-0.12345]}
+    before, after = report.judged([COW], {"before": [CURT], "after KTO": [WARM]}, scores)
+    asked = {"request": COW.text, "answers": True}
+    assert before == asked | {"model": "before", "answer": CURT, "manner": "curt", "reward": -0.1235}
+    assert after == asked | {"model": "after KTO", "answer": WARM, "manner": "warm", "reward": 2.5}
+
+
+def test_the_page_says_what_the_reward_means() -> None:
+    """Its two examples are the logistic function at 1 and 3, and it names the run's own figures."""
+    meaning = report.explained(Settings(seed=3), accuracy=0.9961)
+    assert [round(100 / (1 + math.exp(-apart))) for apart in (1, 3)] == [73, 95]
+    assert "1 apart" in meaning and "73 cases of 100; 3 apart, in 95" in meaning
+    assert "seed 3." in meaning and "800 pairs" in meaning and "99.6% of 256 such pairs" in meaning
 
 
 def test_margins_are_read_from_the_log_and_drawn(tmp_path: Path) -> None:
@@ -234,10 +311,16 @@ def test_only_a_folder_of_its_own_is_used_again(tmp_path: Path) -> None:
 
 def test_a_kept_model_is_used_only_for_what_it_was_made_from(tmp_path: Path) -> None:
     some = rows.start_rows(rows.make_world(0, 5).training, 4, 0)
-    key = start_key(some, tiny())
-    assert key == start_key(some, tiny())
+    key = model_key("start", some, tiny(), "")
+    assert key == model_key("start", some, tiny(), "")
+    assert key == model_key("start", some, dataclasses.replace(tiny(), reward=RewardSettings(rows=9)), "")
     other = Settings(start=StartSettings(layers=2))
-    assert len({key, start_key(some[:3], tiny()), start_key(some, tiny(seed=1)), start_key(some, other)}) == 4
+    others = [
+        *(model_key("start", some[:3], tiny(), ""), model_key("start", some, tiny(seed=1), "")),
+        *(model_key("start", some, other, ""), model_key("start", some, tiny(), "another start")),
+        model_key("reward", some, tiny(), ""),
+    ]
+    assert len({key, *others}) == 6
     assert kept_seconds(tmp_path, key) is None
     keep(tmp_path, key, 12.34)
     assert kept_seconds(tmp_path, key) == 12.3 and kept_seconds(tmp_path, "another") is None
@@ -250,8 +333,10 @@ def test_a_kept_model_is_used_only_for_what_it_was_made_from(tmp_path: Path) -> 
 
 @pytest.fixture
 def library_bars() -> Iterator[None]:
-    """The demo turns the libraries' progress bars off; later tests find them as they were."""
+    """The demo turns the libraries' progress bars and warnings off; later tests find them as they were."""
+    verbosity = transformers_logging.get_verbosity()
     yield
+    transformers_logging.set_verbosity(verbosity)
     enable_progress_bars()
     transformers_logging.enable_progress_bar()
 
@@ -274,10 +359,13 @@ def test_the_whole_program(
     assert last.startswith(
         "error: the demo missed: 5 held-out prompts, wanted at least 200; before: warm answers 0.000"
     )
-    assert "after KTO: warm answers 0.000, wanted at least 0.85; after CPO: warm answers" in last
-    assert re.search(r"\| after CPO \| +0\.000 \|", out) and '{"loss"' not in out
+    for title in ("after KTO", "after CPO", "after Online DPO"):
+        assert f"{title}: warm answers 0.000, wanted at least 0.85; {title}: mean reward" in last
+        assert re.search(rf"\| {title} +\| +0\.000 \|", out)
+    assert '{"loss"' not in out and "LOAD REPORT" not in error
+    models = ("start", "reward", "kto", "cpo", "online_dpo")
     assert {path.name for path in folder.iterdir()} == {
-        *("start", "kto", "cpo", "data", "answers.jsonl", "demo.md", "margins.png", "trainers.txt"),
+        *(*models, "data", "answers.jsonl", "demo.md", "margins.png", "trainers.txt"),
         "made_by_demo.json",
     }
     page = (folder / "demo.md").read_text()
@@ -285,24 +373,30 @@ def test_the_whole_program(
         re.search(r"\| before +\| +0\.000 \|", page)
         and "missed: " in page
         and "![reward margins by step](margins.png)" in page
+        and "8 pairs of a warm and a curt answer" in page
     )
     given = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
-    assert [line["model"] for line in given] == ["before"] * 5 + ["after KTO"] * 5 + ["after CPO"] * 5
-    assert {len((folder / "data" / f"{name}.jsonl").read_text().splitlines()) for name in ("start",)} == {24}
+    titles = ("before", "after KTO", "after CPO", "after Online DPO")
+    assert [line["model"] for line in given] == [title for title in titles for _ in range(5)]
+    for title in titles:  # the table's column is the mean of the answers' rewards
+        cell = re.search(rf"\| {title} +\|[^|]+\|[^|]+\| +(\S+) \|", page)
+        mean = sum(line["reward"] for line in given if line["model"] == title) / 5
+        assert cell and float(cell[1]) == pytest.approx(mean, abs=0.006)
+    counts = {name: len((folder / "data" / f"{name}.jsonl").read_text().splitlines()) for name in models}
+    assert counts == {"start": 24, "reward": 8, "kto": 16, "cpo": 8, "online_dpo": 8}
 
     def times() -> dict[str, int]:
-        names = ("start", "kto", "cpo")
-        return {name: (folder / name / "model.safetensors").stat().st_mtime_ns for name in names}
+        return {name: (folder / name / "model.safetensors").stat().st_mtime_ns for name in models}
 
     first = times()
     out, _ = start()
     second = times()
-    assert f"{folder / 'start'} is kept from an earlier run" in out
-    assert second["start"] == first["start"] and second["kto"] > first["kto"] and second["cpo"] > first["cpo"]
+    assert all(f"{folder / name} is kept from an earlier run" in out for name in ("start", "reward"))
+    assert [second[name] > first[name] for name in models] == [False, False, True, True, True]
     again = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     assert again == given, "the same seed gives the same answers"
     start("--fresh")
-    assert times()["start"] > second["start"]
+    assert all(times()[name] > second[name] for name in models)
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""`make demo`: a small world, a model that learns to speak in it, KTO and CPO from there, and a checked table."""
+"""`make demo`: a small world, a model that learns to speak in it, KTO, CPO and Online DPO, and a checked table."""

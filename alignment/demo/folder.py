@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from alignment import __version__
@@ -32,9 +33,16 @@ def open_folder(folder: Path) -> None:
         write_json(folder / _MARK, {"version": __version__})
 
 
-def start_key(rows: list[Row], settings: Settings) -> str:
-    """What a start model depends on, as a hash: the version, its settings, the seed, and its rows to the letter."""
-    content = [__version__, settings.seed, dataclasses.asdict(settings.start), rows]
+def model_key(stage: str, rows: list[Row], settings: Settings, before: str) -> str:
+    """What a model depends on, as a hash: version, seed, its stage's settings, its rows to the letter, earlier keys.
+
+    Args:
+        stage: the model's, a field of ``settings``.
+        rows: that it is trained on.
+        settings: of the run.
+        before: the key of the model that it is trained from, or "" for random weights.
+    """
+    content = [__version__, settings.seed, dataclasses.asdict(getattr(settings, stage)), rows, before]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
@@ -50,6 +58,12 @@ def kept_seconds(folder: Path, key: str) -> float | None:
 def keep(folder: Path, key: str, seconds: float) -> None:
     """Mark a finished model as one that can be used again; the last thing written into its folder."""
     write_json(folder / _KEY, {"key": key, "seconds": round(seconds, 1)})
+
+
+def write_rows(rows: Sequence[Row], path: Path) -> None:
+    """Write rows as JSONL, for the reader and for the command line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def clear(folder: Path) -> None:

@@ -1,10 +1,9 @@
-"""The demo itself: start model, each method from it, samples, table, verdict."""
+"""The demo itself: what the methods need, each method, samples, table, verdict."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,14 +12,15 @@ from transformers.utils import logging as transformers_logging
 
 from alignment.config.errors import AlignmentError
 from alignment.demo import report
-from alignment.demo.folder import clear, keep, kept_seconds, open_folder, start_key
+from alignment.demo.folder import clear, keep, kept_seconds, model_key, open_folder, write_rows
 from alignment.demo.judge import rates
-from alignment.demo.rows import Row, make_world, start_rows
+from alignment.demo.rows import Row, make_world, paired_rows
 from alignment.demo.sampling import sample
+from alignment.demo.scoring import accuracy, rewards
 from alignment.demo.settings import Settings
-from alignment.demo.stages import VARIANTS, Variant, start_trainer, train, write_rows
+from alignment.demo.stages import PREPARED, REWARD, START, VARIANTS, Stage
+from alignment.demo.training import Job, train
 from alignment.demo.verdict import Measured, missed
-from alignment.trainers.base import AlignmentTrainer
 
 EXAMPLES = 3
 TRAINERS_OUTPUT = "trainers.txt"
@@ -33,7 +33,7 @@ class Demo:
     Args:
         settings: sizes, rates and the seed.
         folder: for models, logs and the report.
-        fresh: train the start model again, even if ``folder`` has one that could be used.
+        fresh: train the start and the reward model again, even if ``folder`` has some that could be used.
     """
 
     def __init__(self, settings: Settings, folder: Path, fresh: bool = False) -> None:
@@ -42,6 +42,8 @@ class Demo:
         self.world = make_world(settings.seed, settings.held_out)
         self.measured: list[Measured] = []
         self.answers: dict[str, list[str]] = {}
+        self.rewards: dict[str, list[float]] = {}
+        self.accuracy = 0.0
 
     def run(self) -> None:
         """Run all of it, from an empty or an earlier folder to the table.
@@ -55,13 +57,18 @@ class Demo:
         # The bars of the libraries' loading and saving flash by; the trainers' own stay, on a terminal.
         disable_progress_bars()
         transformers_logging.disable_progress_bar()
+        transformers_logging.set_verbosity_error()  # it warns of the head that a reward model gets, new as it must be
         torch.set_num_threads(_THREADS)
         world, seed = self.world, self.settings.seed
         _say(f"seed {seed}: a world of {len(world.training)} requests to train on, and {len(world.held_out)} held out")
-        self._measure("before", "start", self._start_model())
-        for variant in VARIANTS:
-            self._measure(variant.title, variant.name, self._train_variant(variant))
-        faults = missed(self.measured[0], self.measured[1:])
+        took, key = {}, ""
+        for stage in PREPARED:
+            key, took[stage.name] = self._prepared(stage, key)
+        self._check_reward_model()
+        self._measure(START, took[START.name])
+        for stage in VARIANTS:
+            self._measure(stage, self._train(stage, stage.rows(world, self.settings)))
+        faults = missed(self.measured[0], self.measured[1:], self.accuracy)
         verdict = f"missed: {'; '.join(faults)}" if faults else "Every promise was kept."
         self._report(verdict)
         _say(f"{time.monotonic() - started:.0f} s in all")
@@ -69,43 +76,53 @@ class Demo:
             raise AlignmentError(f"the demo {verdict}; see {self.folder / 'demo.md'}")
         _say(verdict)
 
-    def _start_model(self) -> float:
-        """Make sure that there is a start model; return the seconds that its training took, now or earlier."""
-        settings, folder = self.settings, self.folder / "start"
-        rows = start_rows(self.world.training, settings.start.rows, settings.seed)
-        key = start_key(rows, settings)
+    def _prepared(self, stage: Stage, before: str) -> tuple[str, float]:
+        """Make sure that there is a model that others need.
+
+        Args:
+            stage: the model's.
+            before: the key of the model that it is trained from.
+
+        Returns:
+            Its key, and the seconds that its training took, now or earlier.
+        """
+        folder, rows = self.folder / stage.name, stage.rows(self.world, self.settings)
+        key = model_key(stage.name, rows, self.settings, before)
         seconds = None if self.fresh else kept_seconds(folder, key)
-        if seconds is not None:
-            _say(f"start model: {folder} is kept from an earlier run (--fresh trains it again)")
-            return seconds
-        _say(f"start model: supervised training from random weights, {len(rows)} answers, half warm and half curt")
-        seconds = self._train_model("start", rows, lambda: start_trainer(folder, rows, settings, self.progress))
-        keep(folder, key, seconds)
+        if seconds is None:
+            seconds = self._train(stage, rows)
+            keep(folder, key, seconds)
+        else:
+            _say(f"{stage.name}: {folder} is kept from an earlier run (--fresh trains it again)")
+        return key, seconds
+
+    def _check_reward_model(self) -> None:
+        """How often it ranks a pair of answers to a held-out request rightly."""
+        held_out = self.world.held_out
+        self.accuracy = accuracy(self.folder / REWARD.name, paired_rows(held_out, len(held_out), self.settings.seed))
+        _say(f"{REWARD.title}: ranks {self.accuracy:.3f} of {len(held_out)} held-out pairs rightly")
+
+    def _train(self, stage: Stage, rows: list[Row]) -> float:
+        """Train one model; return the seconds."""
+        job = Job(self.folder, stage.name, rows, self.settings, self.progress)
+        _say(f"{stage.name}: {len(rows)} rows: {stage.about}")
+        clear(job.folder)
+        write_rows(rows, self.folder / "data" / f"{stage.name}.jsonl")
+        seconds = train(stage.trainer, job, self.folder / TRAINERS_OUTPUT)
+        _say(f"{stage.name}: trained in {seconds:.0f} s")
         return seconds
 
-    def _train_variant(self, variant: Variant) -> float:
-        """Train one model from the start model; return the seconds."""
-        rows = variant.rows(self.world, self.settings)
-        start, target = self.folder / "start", self.folder / variant.name
-        _say(f"{variant.name}: {len(rows)} rows, from the start model")
-        return self._train_model(
-            variant.name, rows, lambda: variant.trainer(start, target, rows, self.settings, self.progress)
-        )
-
-    def _train_model(self, name: str, rows: list[Row], build: Callable[[], AlignmentTrainer]) -> float:
-        clear(self.folder / name)
-        write_rows(rows, self.folder / "data" / f"{name}.jsonl")
-        seconds = train(build, self.folder / name, self.folder / TRAINERS_OUTPUT)
-        _say(f"{name}: trained in {seconds:.0f} s")
-        return seconds
-
-    def _measure(self, title: str, name: str, seconds: float) -> None:
+    def _measure(self, stage: Stage, seconds: float) -> None:
         """Sample from a saved model and add its row to the table."""
-        texts = sample(self.folder / name, self.world.held_out, self.settings, self.progress)
-        found = rates(self.world.held_out, texts)
-        self.answers[title] = texts
-        self.measured.append(Measured(title, found, seconds))
-        _say(f"{title}: {found.warm:.3f} of the sampled answers are warm, {found.answered:.3f} answer the request")
+        title, held_out = stage.title, self.world.held_out
+        texts = sample(self.folder / stage.name, held_out, self.settings, self.progress)
+        found, scores = rates(held_out, texts), rewards(self.folder / REWARD.name, held_out, texts)
+        self.answers[title], self.rewards[title] = texts, scores
+        self.measured.append(Measured(title, found, sum(scores) / len(scores), seconds))
+        _say(
+            f"{title}: {found.warm:.3f} of the sampled answers are warm, {found.answered:.3f} answer the request; "
+            f"mean reward {self.measured[-1].reward:.2f}"
+        )
 
     def _report(self, verdict: str) -> None:
         """Print the table and three answers of each model, and write the same and more into the folder."""
@@ -114,10 +131,11 @@ class Demo:
         shown = report.examples(held_out[:EXAMPLES], self.answers)
         print(f"\n{rates_table}\n\n{shown}\n", flush=True)
         report.plot_margins({v.title: folder / v.name / "log.jsonl" for v in VARIANTS}, folder / "margins.png")
-        write_rows(report.judged(held_out, self.answers), folder / "answers.jsonl")
-        report.write_page(folder / "demo.md", self.settings, rates_table, verdict, shown)
+        write_rows(report.judged(held_out, self.answers, self.rewards), folder / "answers.jsonl")
+        meaning = report.explained(self.settings, self.accuracy)
+        report.write_page(folder / "demo.md", meaning, rates_table, verdict, shown)
         _say(f"{folder}/: demo.md, margins.png: this table and the reward margins; answers.jsonl: every answer")
-        models = ", ".join(["start", *(variant.name for variant in VARIANTS)])
+        models = ", ".join(stage.name for stage in (*PREPARED, *VARIANTS))
         _say(f"{folder}/: {models}: models, logs and reports; data: their rows; {TRAINERS_OUTPUT}: what was printed")
         _say(
             "with a model and rows of your own: python launch/train.py kto --model_name_or_path MODEL "

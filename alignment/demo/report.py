@@ -14,12 +14,15 @@ from alignment.demo.settings import Settings
 from alignment.demo.verdict import Measured
 from alignment.reporting.run_report import markdown_table
 
-_HEAD = ("", "warm answers", "requests answered", "training")
+_HEAD = ("", "warm answers", "requests answered", "mean reward", "training")
 
 
 def table(measured: Sequence[Measured]) -> str:
     """One row for each model."""
-    rows = [(m.title, f"{m.rates.warm:.3f}", f"{m.rates.answered:.3f}", f"{m.seconds:.0f} s") for m in measured]
+    rows = [
+        (m.title, f"{m.rates.warm:.3f}", f"{m.rates.answered:.3f}", f"{m.reward:.2f}", f"{m.seconds:.0f} s")
+        for m in measured
+    ]
     return markdown_table(_HEAD, rows)
 
 
@@ -33,8 +36,10 @@ def examples(requests: Sequence[Request], texts: Mapping[str, Sequence[str]]) ->
     return "\n\n".join(blocks)
 
 
-def judged(requests: Sequence[Request], texts: Mapping[str, Sequence[str]]) -> list[Row]:
-    """Every sampled answer with what the rules say of it."""
+def judged(
+    requests: Sequence[Request], texts: Mapping[str, Sequence[str]], rewards: Mapping[str, Sequence[float]]
+) -> list[Row]:
+    """Every sampled answer with what the rules say of it, and its score by the reward model."""
     return [
         {
             "model": title,
@@ -42,9 +47,10 @@ def judged(requests: Sequence[Request], texts: Mapping[str, Sequence[str]]) -> l
             "answer": text,
             "manner": manner(request, text),
             "answers": answers(request, text),
+            "reward": round(reward, 4),
         }
         for title, given in texts.items()
-        for request, text in zip(requests, given, strict=True)
+        for request, text, reward in zip(requests, given, rewards[title], strict=True)
     ]
 
 
@@ -75,17 +81,26 @@ def plot_margins(logs: Mapping[str, Path], path: Path) -> None:
         raise OutputError(f"output_dir: could not write {path}: {error}") from error
 
 
-def write_page(path: Path, settings: Settings, rates: str, verdict: str, samples: str) -> None:
+def explained(settings: Settings, accuracy: float) -> str:
+    """What the table's columns mean; ``accuracy`` is the reward model's on held-out pairs."""
+    return (
+        f"One answer to each of {settings.held_out} held-out requests, sampled from the saved models at temperature "
+        f"{settings.temperature:g}; seed {settings.seed}. Warm is the preferred manner.\n\n"
+        "Mean reward: of the same answers, by the reward model that Online DPO was trained with. It learned from "
+        f"{settings.reward.rows} pairs of a warm and a curt answer, neither of them false, to score the warm one "
+        "higher: so it knows of manner, and nothing of truth. Only differences count: of two answers whose rewards "
+        "are 1 apart, it expects the higher one to be preferred in 73 cases of 100; 3 apart, in 95. It ranks "
+        f"{accuracy:.1%} of {settings.held_out} such pairs of answers to the held-out requests rightly."
+    )
+
+
+def write_page(path: Path, meaning: str, rates: str, verdict: str, samples: str) -> None:
     """Write ``demo.md``: what was measured, the table, the verdict, the answers, and ``margins.png`` beside it.
 
     Raises:
         OutputError: it cannot be written.
     """
-    measured = (
-        f"One answer to each of {settings.held_out} held-out requests, sampled from the saved models at temperature "
-        f"{settings.temperature:g}; seed {settings.seed}. Warm is the preferred manner."
-    )
-    parts = ["# Demo", measured, rates, verdict, "## Sampled answers", f"```\n{samples}\n```"]
+    parts = ["# Demo", meaning, rates, verdict, "## Sampled answers", f"```\n{samples}\n```"]
     parts += ["## Reward margins", "![reward margins by step](margins.png)"]
     try:
         path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")

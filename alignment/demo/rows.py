@@ -34,7 +34,7 @@ def start_rows(requests: Sequence[Request], count: int, seed: int) -> list[Row]:
     """``messages`` rows for the warm start: half of the answers warm, half curt."""
     rng = random.Random(f"start {seed}")
     return [
-        {"messages": [*user_turn(request), *_assistant_turn(answer(request, manner, rng))]}
+        {"messages": [*user_turn(request), *assistant_turn(answer(request, manner, rng))]}
         for request, manner in _dealt(requests, count, rng)
     ]
 
@@ -45,7 +45,7 @@ def labelled_rows(requests: Sequence[Request], count: int, seed: int) -> list[Ro
     return [
         {
             "prompt": user_turn(request),
-            "completion": _assistant_turn(answer(request, manner, rng)),
+            "completion": assistant_turn(answer(request, manner, rng)),
             "label": manner == "warm",
         }
         for request, manner in _dealt(requests, count, rng)
@@ -53,16 +53,22 @@ def labelled_rows(requests: Sequence[Request], count: int, seed: int) -> list[Ro
 
 
 def paired_rows(requests: Sequence[Request], count: int, seed: int) -> list[Row]:
-    """``prompt, chosen, rejected`` rows for CPO: the warm answer is the chosen one."""
+    """``prompt, chosen, rejected`` rows for CPO and the reward model: the warm answer is the chosen one."""
     rng = random.Random(f"pairs {seed}")
     return [
         {
             "prompt": user_turn(request),
-            "chosen": _assistant_turn(answer(request, "warm", rng)),
-            "rejected": _assistant_turn(answer(request, "curt", rng)),
+            "chosen": assistant_turn(answer(request, "warm", rng)),
+            "rejected": assistant_turn(answer(request, "curt", rng)),
         }
         for request, _ in _dealt(requests, count, rng)
     ]
+
+
+def prompt_rows(requests: Sequence[Request], count: int, seed: int) -> list[Row]:
+    """``prompt`` rows for Online DPO: the answers will be the model's own."""
+    rng = random.Random(f"prompts {seed}")
+    return [{"prompt": user_turn(request)} for request in rng.sample(requests, count)]
 
 
 def _dealt(requests: Sequence[Request], count: int, rng: random.Random) -> list[tuple[Request, Manner]]:
@@ -76,5 +82,6 @@ def user_turn(request: Request) -> list[dict[str, str]]:
     return [{"role": "user", "content": request.text}]
 
 
-def _assistant_turn(text: str) -> list[dict[str, str]]:
+def assistant_turn(text: str) -> list[dict[str, str]]:
+    """The answer as the messages of a completion."""
     return [{"role": "assistant", "content": text}]

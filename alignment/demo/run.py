@@ -16,10 +16,11 @@ from alignment.engines.launch_env import hush_libraries, init_distributed, world
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the demo and exit: 0 when every promise was kept, 1 when one was missed or anything failed."""
     parser = argparse.ArgumentParser(
-        prog="demo.py", description="Train a small model from nothing, align it with KTO and with CPO, and compare."
+        prog="demo.py",
+        description="Align a small model, made from nothing, with KTO, CPO and Online DPO; compare.",
     )
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"), help="folder (default: %(default)s)")
-    parser.add_argument("--fresh", action="store_true", help="train the start model again, even if one is kept")
+    parser.add_argument("--fresh", action="store_true", help="train kept models again (start and reward model)")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default: %(default)s)")
     given = parser.parse_args(argv)
     # Before transformers is imported: nothing here comes from the network.

@@ -30,13 +30,32 @@ class PreferenceSettings:
 
 
 @dataclass(frozen=True)
+class OnlineSettings(PreferenceSettings):
+    """``rows`` are requests alone; ``completions`` are sampled for each."""
+
+    completions: int
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """One pass over ``rows`` pairs; any change makes a kept reward model stale."""
+
+    rows: int = 800
+    batch: int = 16
+    learning_rate: float = 2e-4
+    centring: float = 0.01  # without it, warm and curt would lie anywhere, as long as they are apart
+
+
+@dataclass(frozen=True)
 class Settings:
-    """Everything that a run depends on."""
+    """Everything that a run depends on; what belongs to one model is under the name of its stage."""
 
     seed: int = 0
     held_out: int = 256
     start: StartSettings = field(default_factory=StartSettings)
+    reward: RewardSettings = field(default_factory=RewardSettings)
     kto: PreferenceSettings = field(default_factory=lambda: PreferenceSettings(3200, 32, 1.0, 4e-4))
     cpo: PreferenceSettings = field(default_factory=lambda: PreferenceSettings(1600, 16, 1.0, 4e-4))
+    online_dpo: OnlineSettings = field(default_factory=lambda: OnlineSettings(1600, 16, 1.0, 2e-4, completions=4))
     temperature: float = 1.0
     max_new_tokens: int = 40

@@ -9,6 +9,8 @@ from alignment.demo.judge import Rates
 
 START_RANGE = (0.35, 0.65)  # warm answers before: neither manner is the habit
 TRAINED_LEAST = 0.85  # warm answers after each method
+LEAST_GAIN = 1.0  # of the mean reward by each method: log-odds of being preferred
+LEAST_ACCURACY = 0.9  # of the reward model, on pairs of held-out requests
 LARGEST_LOSS = 0.05  # of the share of answers that answer the request
 _EDGE = 1e-9  # a difference of two shares that is 0.05 in decimals may not be one in binary
 FEWEST_PROMPTS = 200
@@ -16,25 +18,48 @@ FEWEST_PROMPTS = 200
 
 @dataclass(frozen=True)
 class Measured:
-    """One row of the table: a model by its title, and what its sampled answers are like."""
+    """One row of the table: a model by its title, and what its sampled answers are like.
+
+    Attributes:
+        title: of the row.
+        rates: what the rules say.
+        reward: mean score of the answers by the reward model.
+        seconds: that training took.
+    """
 
     title: str
     rates: Rates
+    reward: float
     seconds: float
 
 
-def missed(start: Measured, trained: Sequence[Measured]) -> list[str]:
-    """Each promise that was not kept, as one clause with its figures; empty when all were."""
+def missed(start: Measured, trained: Sequence[Measured], accuracy: float) -> list[str]:
+    """Each promise that was not kept, as one clause with its figures; empty when all were.
+
+    Args:
+        start: the start model.
+        trained: every model trained from it.
+        accuracy: share of held-out pairs that the reward model ranks rightly.
+    """
     low, high = START_RANGE
     faults = []
     if start.rates.count < FEWEST_PROMPTS:
         faults.append(f"{start.rates.count} held-out prompts, wanted at least {FEWEST_PROMPTS}")
     if not low <= start.rates.warm <= high:
         faults.append(f"{start.title}: warm answers {start.rates.warm:.3f}, wanted {low} to {high}")
-    least = start.rates.answered - LARGEST_LOSS
+    if accuracy < LEAST_ACCURACY:
+        faults.append(
+            f"reward model: {accuracy:.3f} of the held-out pairs ranked rightly, wanted at least {LEAST_ACCURACY}"
+        )
+    least, reward = start.rates.answered - LARGEST_LOSS, start.reward + LEAST_GAIN
     for model in trained:
         if model.rates.warm < TRAINED_LEAST:
             faults.append(f"{model.title}: warm answers {model.rates.warm:.3f}, wanted at least {TRAINED_LEAST}")
+        if not model.reward >= reward - _EDGE:  # so written, NaN is missed as well
+            faults.append(
+                f"{model.title}: mean reward {model.reward:.2f}, wanted at least {reward:.2f} "
+                f"({LEAST_GAIN} above {start.title})"
+            )
         if model.rates.answered < least - _EDGE:
             faults.append(
                 f"{model.title}: requests answered {model.rates.answered:.3f}, wanted at least {least:.3f} "

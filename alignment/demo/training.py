@@ -1,0 +1,165 @@
+"""The trainers of the demo's models, with their options. They use the package as any user's script would."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import Qwen2Config, Qwen2ForCausalLM, set_seed
+
+from alignment.config.cpo import CPOConfig
+from alignment.config.kto import KTOConfig
+from alignment.config.online_dpo import OnlineDPOConfig
+from alignment.config.reward import RewardConfig
+from alignment.config.sft import SFTConfig
+from alignment.demo.rows import Row
+from alignment.demo.settings import PreferenceSettings, RewardSettings, Settings
+from alignment.demo.tokenizer import train_tokenizer
+from alignment.trainers.base import AlignmentTrainer
+from alignment.trainers.cpo import CPOTrainer
+from alignment.trainers.kto import KTOTrainer
+from alignment.trainers.online_dpo import OnlineDPOTrainer
+from alignment.trainers.reward import RewardTrainer
+from alignment.trainers.sft import SFTTrainer
+
+MAX_LENGTH = 64  # tokens; the longest row of this world has about 45, the longest request 17
+_WHOLE_PROMPTS: dict[str, Any] = {"max_prompt_length": None}  # Online DPO has no such option: it never cuts one
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model to be trained.
+
+    Attributes:
+        demo: folder of the demo; every model lies in it under the name of its stage.
+        name: of the stage.
+        rows: to train on.
+        settings: of the demo.
+        progress: whether it is shown.
+    """
+
+    demo: Path
+    name: str
+    rows: list[Row]
+    settings: Settings
+    progress: bool
+
+    @property
+    def folder(self) -> Path:
+        """Where the model goes."""
+        return self.demo / self.name
+
+    def earlier(self, name: str) -> str:
+        """The folder of an earlier stage's model."""
+        return str(self.demo / name)
+
+
+def start_trainer(job: Job) -> SFTTrainer:
+    """Of the start model: a new tokenizer, a random Qwen2-shaped model, supervised training."""
+    start, tokenizer = job.settings.start, train_tokenizer(job.rows)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=start.hidden_size,
+        num_hidden_layers=start.layers,
+        num_attention_heads=start.heads,
+        num_key_value_heads=start.heads // 2,
+        intermediate_size=start.intermediate_size,
+        max_position_embeddings=2 * MAX_LENGTH,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    set_seed(job.settings.seed)
+    args = SFTConfig(
+        **_shared(job),
+        **_WHOLE_PROMPTS,
+        per_device_train_batch_size=start.batch,
+        num_train_epochs=start.epochs,
+        learning_rate=start.learning_rate,
+        lr_scheduler_type="cosine",
+        adam_beta2=0.95,
+    )
+    return SFTTrainer(model=Qwen2ForCausalLM(config), args=args, processing_class=tokenizer, train_dataset=job.rows)
+
+
+def reward_trainer(job: Job) -> RewardTrainer:
+    """Of the reward model: which of two answers is the warm one."""
+    reward = job.settings.reward
+    args = RewardConfig(
+        **_shared(job), **_WHOLE_PROMPTS, **_one_pass(reward), center_rewards_coefficient=reward.centring
+    )
+    return RewardTrainer(model=job.earlier("start"), args=args, train_dataset=job.rows)
+
+
+def kto_trainer(job: Job) -> KTOTrainer:
+    """Of KTO."""
+    kto = job.settings.kto
+    args = KTOConfig(**_shared(job), **_WHOLE_PROMPTS, **_one_pass(kto), beta=kto.beta, ref_placement="replica")
+    return KTOTrainer(model=job.earlier("start"), args=args, train_dataset=job.rows)
+
+
+def cpo_trainer(job: Job) -> CPOTrainer:
+    """Of CPO."""
+    cpo = job.settings.cpo
+    args = CPOConfig(**_shared(job), **_WHOLE_PROMPTS, **_one_pass(cpo), beta=cpo.beta)
+    return CPOTrainer(model=job.earlier("start"), args=args, train_dataset=job.rows)
+
+
+def online_dpo_trainer(job: Job) -> OnlineDPOTrainer:
+    """Of Online DPO, with the reward model of an earlier stage."""
+    settings, online = job.settings, job.settings.online_dpo
+    args = OnlineDPOConfig(
+        **_shared(job),
+        **_one_pass(online),
+        beta=online.beta,
+        num_generations=online.completions,
+        temperature=settings.temperature,
+        max_new_tokens=settings.max_new_tokens,
+        ref_placement="replica",
+        reward_placement="replica",
+    )
+    return OnlineDPOTrainer(
+        model=job.earlier("start"), reward_model=job.earlier("reward"), args=args, train_dataset=job.rows
+    )
+
+
+def train(build: Callable[[Job], AlignmentTrainer], job: Job, said: Path) -> float:
+    """Train, save the model in the job's folder, release the engines; return the seconds that it took.
+
+    What the trainer prints is appended to ``said``: the demo's own lines are enough on the terminal.
+    """
+    started = time.monotonic()
+    with said.open("a", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+        trainer = build(job)
+        trainer.train()
+        trainer.save_model(job.folder)
+        trainer.close()
+    return time.monotonic() - started
+
+
+def _shared(job: Job) -> dict[str, Any]:
+    return {
+        "output_dir": str(job.folder),
+        "max_length": MAX_LENGTH,
+        "warmup_ratio": 0.1,
+        "seed": job.settings.seed,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "deepspeed": "zero0",
+        "logging_steps": 5,
+        "save_strategy": "no",
+        "disable_tqdm": not job.progress,
+    }
+
+
+def _one_pass(settings: PreferenceSettings | RewardSettings) -> dict[str, Any]:
+    return {
+        "per_device_train_batch_size": settings.batch,
+        "num_train_epochs": 1,
+        "learning_rate": settings.learning_rate,
+    }
