@@ -26,9 +26,10 @@ from alignment.demo.judge import Rates, answers, manner, rates, sentences
 from alignment.demo.run import main
 from alignment.demo.scoring import accuracy, rewards
 from alignment.demo.settings import OnlineSettings, PreferenceSettings, RewardSettings, Settings, StartSettings
+from alignment.demo.stages import VARIANTS
 from alignment.demo.tokenizer import train_tokenizer
 from alignment.demo.training import MAX_LENGTH
-from alignment.demo.verdict import Measured, missed
+from alignment.demo.verdict import ONLINE_PROMISE, Measured, missed
 
 COW = Request("sound", "cow", 0, "Anna", 1)
 WARM = "Gladly, Anna. A cow says moo. I hope that helps."
@@ -256,6 +257,15 @@ def test_each_promise_that_is_missed_is_named(start: Measured, trained: Measured
     assert len(faults) == bool(said) and (not said or faults[0].startswith(said)), faults
 
 
+def test_online_dpo_is_held_to_what_its_reward_model_knows() -> None:
+    start = started(0.5, 0.97)
+    for warm, answered, said in ((0.75, 0.87, ""), (0.74, 0.87, "warm answers 0.740"), (0.9, 0.86, "answered 0.860")):
+        model = dataclasses.replace(measured(warm, answered, "after Online DPO"), promise=ONLINE_PROMISE)
+        faults = missed(start, [model], accuracy=1.0)
+        assert len(faults) == bool(said) and all(said in fault for fault in faults), faults
+    assert [stage.promise == ONLINE_PROMISE for stage in VARIANTS] == [False, False, True]
+
+
 def test_a_reward_model_that_ranks_badly_is_named() -> None:
     faults = missed(started(0.5, 0.97), [measured(0.9, 0.97)], accuracy=0.89)
     assert faults == ["reward model: 0.890 of the held-out pairs ranked rightly, wanted at least 0.9"]
@@ -359,8 +369,8 @@ def test_the_whole_program(
     assert last.startswith(
         "error: the demo missed: 5 held-out prompts, wanted at least 200; before: warm answers 0.000"
     )
-    for title in ("after KTO", "after CPO", "after Online DPO"):
-        assert f"{title}: warm answers 0.000, wanted at least 0.85; {title}: mean reward" in last
+    for title, least in (("after KTO", 0.85), ("after CPO", 0.85), ("after Online DPO", 0.75)):
+        assert f"{title}: warm answers 0.000, wanted at least {least}; {title}: mean reward" in last
         assert re.search(rf"\| {title} +\| +0\.000 \|", out)
     assert '{"loss"' not in out and "LOAD REPORT" not in error
     models = ("start", "reward", "kto", "cpo", "online_dpo")

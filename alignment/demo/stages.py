@@ -18,6 +18,7 @@ from alignment.demo.training import (
     reward_trainer,
     start_trainer,
 )
+from alignment.demo.verdict import ONLINE_PROMISE, Promise
 from alignment.trainers.base import AlignmentTrainer
 
 
@@ -31,6 +32,7 @@ class Stage:
         about: its rows and what is done with them, in a few words.
         rows: makes its training rows.
         trainer: makes its trainer.
+        promise: what it has to reach, if it is compared.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Stage:
     about: str
     rows: Callable[[World, Settings], list[Row]]
     trainer: Callable[[Job], AlignmentTrainer]
+    promise: Promise = Promise()
 
 
 START = Stage(
@@ -76,5 +79,6 @@ VARIANTS = (
         "requests alone, with answers of its own that the reward model ranks; from the start model",
         lambda world, s: prompt_rows(world.training, s.online_dpo.rows, s.seed),
         online_dpo_trainer,
+        ONLINE_PROMISE,
     ),
 )

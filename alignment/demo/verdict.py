@@ -8,12 +8,27 @@ from dataclasses import dataclass
 from alignment.demo.judge import Rates
 
 START_RANGE = (0.35, 0.65)  # warm answers before: neither manner is the habit
-TRAINED_LEAST = 0.85  # warm answers after each method
 LEAST_GAIN = 1.0  # of the mean reward by each method: log-odds of being preferred
 LEAST_ACCURACY = 0.9  # of the reward model, on pairs of held-out requests
-LARGEST_LOSS = 0.05  # of the share of answers that answer the request
 _EDGE = 1e-9  # a difference of two shares that is 0.05 in decimals may not be one in binary
 FEWEST_PROMPTS = 200
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a method has to reach.
+
+    Attributes:
+        warm: least share of warm answers.
+        loss: how far the share of answers that answer the request may lie below the start model's.
+    """
+
+    warm: float = 0.85
+    loss: float = 0.05
+
+
+# Its reward model knows of manner and nothing of truth, so that nothing but the reference holds the truth.
+ONLINE_PROMISE = Promise(warm=0.75, loss=0.1)
 
 
 @dataclass(frozen=True)
@@ -25,12 +40,14 @@ class Measured:
         rates: what the rules say.
         reward: mean score of the answers by the reward model.
         seconds: that training took.
+        promise: what it has to reach.
     """
 
     title: str
     rates: Rates
     reward: float
     seconds: float
+    promise: Promise = Promise()
 
 
 def missed(start: Measured, trained: Sequence[Measured], accuracy: float) -> list[str]:
@@ -51,10 +68,12 @@ def missed(start: Measured, trained: Sequence[Measured], accuracy: float) -> lis
         faults.append(
             f"reward model: {accuracy:.3f} of the held-out pairs ranked rightly, wanted at least {LEAST_ACCURACY}"
         )
-    least, reward = start.rates.answered - LARGEST_LOSS, start.reward + LEAST_GAIN
+    reward = start.reward + LEAST_GAIN
     for model in trained:
-        if model.rates.warm < TRAINED_LEAST:
-            faults.append(f"{model.title}: warm answers {model.rates.warm:.3f}, wanted at least {TRAINED_LEAST}")
+        promise = model.promise
+        least = start.rates.answered - promise.loss
+        if model.rates.warm < promise.warm:
+            faults.append(f"{model.title}: warm answers {model.rates.warm:.3f}, wanted at least {promise.warm}")
         if not model.reward >= reward - _EDGE:  # so written, NaN is missed as well
             faults.append(
                 f"{model.title}: mean reward {model.reward:.2f}, wanted at least {reward:.2f} "
@@ -63,6 +82,6 @@ def missed(start: Measured, trained: Sequence[Measured], accuracy: float) -> lis
         if model.rates.answered < least - _EDGE:
             faults.append(
                 f"{model.title}: requests answered {model.rates.answered:.3f}, wanted at least {least:.3f} "
-                f"({LARGEST_LOSS} below {start.title})"
+                f"({promise.loss} below {start.title})"
             )
     return faults
