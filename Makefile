@@ -1,4 +1,6 @@
-# make test      set up .venv if need be and run the tests (PYTEST_ARGS="-k guard -x" to choose)
+# make test      set up .venv if need be and run the tests (PYTEST_ARGS="-k guard -x" to choose; JOBS=4 workers)
+# make test-ci   the tests in which ranks, launchers and disks fail on purpose
+# make test-slow the rest, half an hour or more; after an interruption it goes on with what has not passed yet
 # make demo      a small model from nothing, aligned with KTO, CPO and Online DPO, in minutes (DEMO_ARGS="--fresh --seed 1")
 # make quality   lint, types and the floors of alignment/
 # make docs      renew the README's tables of options
@@ -9,15 +11,20 @@ VENV ?= .venv
 PYTHON ?= python3
 PYTEST_ARGS ?= -q
 DEMO_ARGS ?=
+JOBS ?= 2
+RECORD ?= outputs/test-slow.jsonl
 BIN := $(VENV)/bin
+PYTEST = $(if $(HAS_GPU),,DS_ACCELERATOR=cpu) $(BIN)/python -m pytest
+# Workers take groups of tests in the order of tests/conftest.py, the longest first.
+WORKERS = -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 READY := $(VENV)/.installed
 TORCH := torch==2.13.0
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
-SOURCES := alignment benchmarks launch tests setup.py
+SOURCES := alignment benchmarks launch tests tools setup.py
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
 
-.PHONY: install test demo quality style docs clean
+.PHONY: install test test-ci test-slow demo quality style docs clean
 
 install: $(READY)
 
@@ -38,7 +45,13 @@ endif
 	@touch $@
 
 test: $(READY)
-	@$(if $(HAS_GPU),,DS_ACCELERATOR=cpu) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(PYTEST) $(WORKERS) --durations=20 $(PYTEST_ARGS)
+
+test-ci: $(READY)
+	@$(PYTEST) $(WORKERS) -m "faults and not slow" --durations=20 $(PYTEST_ARGS)
+
+test-slow: $(READY)
+	@$(PYTEST) $(WORKERS) -m slow --record $(RECORD) --durations=20 $(PYTEST_ARGS)
 
 demo: $(READY)
 	@$(if $(HAS_GPU),,DS_ACCELERATOR=cpu) $(BIN)/python launch/demo.py $(DEMO_ARGS)

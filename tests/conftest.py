@@ -1,32 +1,39 @@
-"""Settings every test runs under, and `launch`, which runs a script on several ranks."""
+"""Settings that every test runs under, how tests are dealt out to workers, and the two ways to run several ranks."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from unittest import mock
 
+import continuing
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-# What a launcher, or an earlier in-process run, leaves in the environment; a launched script must not inherit it.
-LAUNCHER_VARIABLES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT", "ALIGNMENT_SINGLE_PROCESS"),
-)
+from tools.ranks import RankServer
+from tools.ranks.client import LAUNCHER_VARIABLES, environment
+from tools.ranks.process import free_port
 
+ROOT = Path(__file__).resolve().parent.parent
+DRIVERS = ROOT / "tests" / "drivers"
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+_PROCESSES = {"launch", "ranks"}
 
 
 def _has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The option of :mod:`continuing`."""
+    continuing.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,14 +47,30 @@ def pytest_configure(config: pytest.Config) -> None:
     cache = tempfile.TemporaryDirectory(prefix="alignment-tests-")
     config.add_cleanup(cache.cleanup)
     os.environ["HF_DATASETS_CACHE"] = cache.name
+    continuing.register(config)
 
 
-def free_port() -> int:
-    """A port of this machine that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups for pytest-xdist, the longest first: a group runs in one worker.
+
+    Tests that start processes are one group, so that only one of them uses the cores at a time. The others are grouped
+    by file, because they share what its fixtures have made.
+    """
+
+    def group(item: pytest.Item) -> str:
+        return "processes" if _PROCESSES & set(getattr(item, "fixturenames", ())) else item.path.stem
+
+    order = {"processes": 0, "engine": 1, "launch": 2}
+    items.sort(key=lambda item: min(order.get(name, 3) for name in (group(item), item.path.parent.name)))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group(item)))
+
+
+def pytest_collection_finish() -> None:
+    """Hide the libraries from the garbage collector: DeepSpeed collects with every engine, 0.3 s each."""
+    gc.collect()
+    gc.freeze()
 
 
 def launch_command(script: str | Path, nproc: int, launcher: str) -> list[str]:
@@ -77,13 +100,11 @@ def run_launched(
     The repository is on PYTHONPATH. After `timeout` seconds the launcher and its processes are killed and the test
     fails with what was printed.
     """
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    environment.update(PYTHONPATH=os.pathsep.join(filter(None, paths)), OMP_NUM_THREADS="1", **(env or {}))
     command = [*launch_command(script, nproc, launcher), *map(str, args)]
     process = subprocess.Popen(
         command,
-        env=environment,
+        env=environment(PYTHONPATH=os.pathsep.join(filter(None, paths)), OMP_NUM_THREADS="1", **(env or {})),
         cwd=cwd,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -102,7 +123,43 @@ def run_launched(
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def curves_left_out() -> Iterator[None]:
+    """Training runs draw no curves, which takes 0.5 s each; engine/test_run_report.py puts the function back."""
+    if "alignment.trainers.summary" not in sys.modules:  # no test of this session trains
+        yield
+        return
+    with mock.patch("alignment.trainers.summary.draw_history", return_value=False):
+        yield
+
+
+@pytest.fixture(scope="module")
+def own_process_group() -> Iterator[None]:
+    """Leave the process as it was: without a process group, and without the variables of a world of one."""
+    before = {name: os.environ.pop(name, None) for name in LAUNCHER_VARIABLES}
+    yield
+    import deepspeed
+
+    if deepspeed.comm.is_initialized():
+        deepspeed.comm.destroy_process_group()
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
 @pytest.fixture(scope="session")
 def launch() -> Launch:
-    """`launch(script, *args, nproc=1, launcher="deepspeed", timeout=120, env=None, cwd=None)`: see `run_launched`."""
+    """`launch(script, *args, nproc=1, launcher="deepspeed", timeout=120, env=None, cwd=None)`: see `run_launched`.
+
+    For what depends on a launcher or on how a process starts; everything else runs on `ranks`, in a third of the time.
+    """
     return run_launched
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankServer]:
+    """`ranks.run(script, *args, nproc=2, timeout=120)`: ranks forked from a process that imported the libraries."""
+    server = RankServer(ROOT)
+    yield server
+    server.close()

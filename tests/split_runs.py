@@ -1,4 +1,4 @@
-"""The runs of ``test_split_invariance.py``: what each of them trains, and how its windows are split."""
+"""The runs of ``test_split_invariance.py``, and what those of ``split_grid.py`` have in common with them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,13 @@ from helpers import STAGES, paired_rows, text, unpaired_rows
 
 from alignment.data.windows import RowTable, WindowSampler
 
-SPLITS = {1: ((8, 1), (4, 2), (1, 8)), 2: ((4, 1), (2, 2), (1, 4))}
-ONLINE_SPLITS = {
-    1: {"stage0": (8, 1), "stage3": (1, 8)},
-    2: {"stage0": (2, 2), "stage2": (4, 1), "stage3": (1, 4), "stage2-offload": (2, 2), "stage3-offload": (4, 1)},
-}
 ROWS = 15
-RATE = {"KTO": 0.4, "CPO": 0.1, "SFT": 0.2, "OnlineDPO": 0.2}
+RATE = {"KTO": 0.4, "CPO": 0.1, "SFT": 0.2, "OnlineDPO": 0.2, "Reward": 0.1}
 METHOD: dict[str, dict[str, Any]] = {
     "KTO": {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.7},
     "CPO": {"beta": 0.2, "cpo_alpha": 0.8, "label_smoothing": 0.1},
     "SFT": {},
+    "Reward": {"center_rewards_coefficient": 0.05},
     "OnlineDPO": {
         "beta": 0.2,
         "max_new_tokens": LONGEST + 1,
@@ -63,8 +59,9 @@ def prompt_rows(count: int, kinds: tuple[Kind | None, ...], seed: int = 6) -> li
 
 def rows_of(method: str) -> list[dict[str, Any]]:
     """15 rows, labelled so that the first window has 6 desirable and 2 undesirable ones."""
-    if method == "CPO":
-        return paired_rows(ROWS, seed=5)
+    if method in ("CPO", "Reward"):
+        margins = [{"margin": 0.25 * (n % 4)} if method == "Reward" else {} for n in range(ROWS)]
+        return [row | margin for row, margin in zip(paired_rows(ROWS, seed=5), margins)]
     if method == "OnlineDPO":
         return prompt_rows(ROWS, FIRST_KINDS)
     rows = unpaired_rows(ROWS, seed=4)
@@ -74,14 +71,38 @@ def rows_of(method: str) -> list[dict[str, Any]]:
 
 
 def run(
-    name: str, method: str, models: dict[str, str], stage: str, micro: int, steps: int, **more: Any
+    name: str,
+    method: str,
+    models: dict[str, str],
+    stage: str,
+    micro: int,
+    steps: int,
+    *,
+    folder: str,
+    model: str | None = None,
+    rate: float | None = None,
+    **more: Any,
 ) -> dict[str, Any]:
-    """One run as ``drivers/runs.py`` takes it; ``more`` are options."""
+    """One run as ``drivers/runs.py`` takes it: two windows, of 8 and of 7 rows, by plain SGD.
+
+    Args:
+        name: of the run and of its folder.
+        method: what the trainer's class is called without ``Trainer``.
+        models: paths by name.
+        stage: one of ``helpers.STAGES``.
+        micro: rows of a rank's micro-batch.
+        steps: micro-batches of a rank.
+        folder: where the run's own folder is made.
+        model: name of the model; that of the method if None.
+        rate: learning rate; that of the method if None.
+        **more: further options.
+    """
     placements = ("replica", "sharded", "offload")
+    model = model or ("classifier" if method == "Reward" else "tied")
     options = {
-        "output_dir": more.pop("folder") + f"/{name}",
+        "output_dir": f"{folder}/{name}",
         "optim": "sgd",
-        "learning_rate": more.pop("rate", RATE[method]),
+        "learning_rate": RATE[method] if rate is None else rate,
         "lr_scheduler_type": "constant",
         "max_grad_norm": 0.0,
         "num_train_epochs": 1,
@@ -103,7 +124,7 @@ def run(
     return {
         "name": name,
         "trainer": method,
-        "model": models[more.get("run_name", "tied")],
+        "model": models[model],
         "ref_model": models["reference"] if has_reference else None,
         "args": options,
         "train": rows_of(method),
@@ -111,13 +132,11 @@ def run(
 
 
 def planned(world: int, models: dict[str, str], folder: str) -> list[dict[str, Any]]:
-    """Every run of one launch."""
+    """Every run of one job."""
     runs = []
     for method in ("KTO", "CPO"):
-        for micro, steps in SPLITS[world]:
-            for stage in STAGES:
-                name = f"{method}-{stage}-{world}x{micro}x{steps}"
-                runs.append(run(name, method, models, stage, micro, steps, folder=folder))
+        if world == 1:
+            runs.append(run(f"{method}-plain", method, models, "stage0", 8, 1, folder=folder))
         for stage in ("stage0", "stage2", "stage3"):
             name = f"{method}-{stage}-{world}-clipped"
             runs.append(run(name, method, models, stage, 2, 4 // world, folder=folder, max_grad_norm=CLIP, rate=5.0))
@@ -130,24 +149,23 @@ def planned(world: int, models: dict[str, str], folder: str) -> list[dict[str, A
         runs.append(run(name, method, models, "stage2", 4, 2 // world, folder=folder, max_tokens_per_batch=tokens))
         name = f"{method}-stage2-{world}-blocks"
         runs.append(run(name, method, models, "stage2", 4, 2 // world, folder=folder) | {"block_cost": 1})
-    for stage in ("stage0", "stage2", "stage3"):
-        runs.append(run(f"SFT-{stage}-{world}", "SFT", models, stage, 2, 4 // world, folder=folder))
     if world == 2:
         for head in HEADS:
             for stage in ("stage0", "stage2", "stage3"):
                 rate = 0.2 if head == "scaled" else RATE["CPO"]
                 name = f"CPO-{head}-{stage}"
-                runs.append(run(name, "CPO", models, stage, 2, 2, folder=folder, run_name=head, rate=rate))
+                runs.append(run(name, "CPO", models, stage, 2, 2, folder=folder, model=head, rate=rate))
     return runs + online_runs(world, models, folder)
 
 
 def online_runs(world: int, models: dict[str, str], folder: str) -> list[dict[str, Any]]:
-    """Fewer splits than of the other methods: here they differ only in how the pairs are dealt out."""
+    """The pairs of a window, ranked by a reward function and by a judge, dealt out to one and two ranks."""
     runs = []
-    for stage, (micro, steps) in ONLINE_SPLITS[world].items():
-        more = {"max_tokens_per_batch": 128} if stage == "stage2-offload" else {}
-        name = f"OnlineDPO-{stage}-{world}"
-        runs.append(run(name, "OnlineDPO", models, stage, micro, steps, folder=folder, **more))
+    if world == 1:
+        runs.append(run("OnlineDPO-plain", "OnlineDPO", models, "stage0", 8, 1, folder=folder))
+    name = f"OnlineDPO-stage2-{world}-tokens"
+    more = {"max_tokens_per_batch": 128}
+    runs.append(run(name, "OnlineDPO", models, "stage2", 2, 4 // world, folder=folder, **more))
     stage = {1: "stage0", 2: "stage3"}[world]
     name = f"OnlineDPO-ranked-{stage}-{world}"
     runs.append(run(name, "OnlineDPO", models, stage, 2, 4 // world, folder=folder, rate=0.002, **RANKED))

@@ -11,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from drivers.canned import EOS, completion
 
@@ -75,6 +76,7 @@ def one_run(run: dict[str, Any], folder: Path) -> None:
 def main() -> None:
     """Run everything that the file lists."""
     RolloutEngine.generate = canned  # type: ignore[method-assign]
+    mock.patch("alignment.trainers.summary.draw_history", return_value=False).start()
     spec = Path(sys.argv[1])
     for run in json.loads(spec.read_text()):
         one_run(run, spec.parent)

@@ -1,6 +1,6 @@
 """Every option does something: it is read, or refused, or shown here to change what the configuration produces.
 
-The names of all options are in ``data/options.txt``; ``python tests/test_option_walk.py`` writes it anew.
+The names of all options are in ``data/options.txt``; ``python tests/unit/test_option_walk.py`` writes it anew.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
@@ -29,7 +29,7 @@ from alignment.config.option_tables import option_tables, with_tables  # noqa: E
 from alignment.config.options import AlignmentConfig  # noqa: E402
 from alignment.config.refusals import refused_fields  # noqa: E402
 
-GOLDEN = Path(__file__).parent / "data" / "options.txt"
+GOLDEN = ROOT / "tests" / "data" / "options.txt"
 OBJECTS = ("args", "options")  # what the package calls an options object
 
 # Options that act through the configuration, with a value that must change what it produces. Those that nothing
@@ -47,7 +47,7 @@ PROBES: dict[str, Any] = {
     "ref_deepspeed": "ref_sharded",
 }
 WITH_REFERENCE = ("kto", "online_dpo")
-# Read by transformers' DefaultFlowCallback; tests/test_callbacks.py shows the effect.
+# Read by transformers' DefaultFlowCallback; tests/engine/test_callbacks.py shows the effect.
 READ_BY_CALLBACKS = {"logging_first_step"}
 FIELDS = [(cls, field) for cls in METHODS.values() for field in dataclasses.fields(cls)]
 

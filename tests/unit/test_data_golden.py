@@ -1,6 +1,6 @@
 """Golden tokenisations of every accepted row: ``data/tokenisation.txt``, made to be read.
 
-``python tests/test_data_golden.py`` writes the table anew; look at what changed before keeping it.
+``python tests/unit/test_data_golden.py`` writes the table anew; look at what changed before keeping it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data_tokenizers import CHATML, DEFAULT_SYSTEM, PLAIN, THINK, THINK_OPEN, TOOLS, readable_tokenizer  # noqa: E402
 from datasets import Dataset, DatasetDict  # noqa: E402
@@ -26,13 +26,13 @@ from alignment.data.prepare import load_prepared, prepare  # noqa: E402
 from alignment.data.sources import dataset_from_python, load_split  # noqa: E402
 from alignment.data.truncation import Limits  # noqa: E402
 
-GOLDEN = Path(__file__).parent / "data" / "tokenisation.txt"
+GOLDEN = Path(__file__).resolve().parents[1] / "data" / "tokenisation.txt"
 HEAD = """\
 What becomes of a row. Tokens are divided by |, the prompt from the completion by ||; only what is right of || is
 trained on. · is a space, ⏎ a line break. Of a labelled answer the sign says whether it is desirable; of a pair, + is
 the chosen answer and - the rejected one. "no BOS": the tokenizer adds none to plain text; a template may. After ? is
 a prompt alone, from where the policy goes on, and below it what a reward function is told.
-Written by tests/test_data_golden.py.
+Written by tests/unit/test_data_golden.py.
 """
 TOKENIZERS: dict[str, Any] = {
     "no template, no BOS": {},

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Launch
+from conftest import DRIVERS
 from drivers.rollout import PROMPTS, STAGES_AND_WAYS
 from helpers import make_model
 
-DRIVER = Path(__file__).with_name("drivers") / "rollout.py"
+from tools.ranks import RankServer
+
 NAMES = [f"{stage} {way}" for stage, ways in STAGES_AND_WAYS.items() for way in ways]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, launch: Launch) -> list[dict[str, Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory, ranks: RankServer) -> list[dict[str, Any]]:
     """What each rank found."""
     folder = tmp_path_factory.mktemp("rollout")
     spec = folder / "spec.json"
     spec.write_text(json.dumps({"model": make_model(folder / "model", "untied")}))
-    done = launch(DRIVER, spec, nproc=2, launcher="torchrun")
-    assert done.returncode == 0, done.stderr[-3000:]
+    ranks.run(DRIVERS / "rollout.py", spec)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 

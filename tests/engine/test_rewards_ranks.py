@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-DRIVER = Path(__file__).parent / "drivers" / "failing_rewards.py"
+from conftest import DRIVERS
+
+from tools.ranks import RankServer
+
 ADVICE = "correct it, or let it return None for what it cannot score"
 
 
-def test_every_rank_gets_the_same_error(launch: Any, tmp_path: Path) -> None:
-    done = launch(DRIVER, tmp_path / "out.json", nproc=2, launcher="torchrun", timeout=60)
+def test_every_rank_gets_the_same_error(ranks: RankServer, tmp_path: Path) -> None:
+    done = ranks.run(DRIVERS / "failing_rewards.py", tmp_path / "out.json", timeout=60, check=False)
     assert (tmp_path / "out.json").exists(), done.stderr[-3000:]
     said = json.loads((tmp_path / "out.json").read_text())
     raised = "reward function 'length' raised KeyError: 'answer' (failing_rewards.py line "

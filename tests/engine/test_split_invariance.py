@@ -8,28 +8,21 @@ that shares no code with the package (1e-4). What is run is in ``split_runs.py``
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 from drivers import canned
 from helpers import make_model
 from oracle.dense import DPOOptions, solve
 from oracle.pairs import Prompt, pairs_of
-from safetensors.torch import load_file
 from split_oracle import OnlineSteps, answered, entropies, online_steps, oracle_steps
-from split_runs import CLIP, HEADS, JUDGED_STAGES, ONLINE_SPLITS, RATE, planned
-from torch import Tensor
+from split_results import Results, assert_logged, assert_same, distance, norm, train_all
+from split_runs import CLIP, HEADS, JUDGED_STAGES, RATE, planned
 
-DRIVER = Path(__file__).parent / "drivers" / "runs.py"
+from tools.ranks import RankServer
+
 METRICS = ("loss", "kl", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 METRICS += ("logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected", "nll_loss", "entropy", "grad_norm")
 SCORED = tuple(f"objective/{what}" for what in ("scores", "scores_margin", "rlhf_reward"))
 SCORED += ("rewards/ignored", "rewards/reward/mean")
-COUNTS = ("count/chosen", "count/rejected", "rewards/chosen_sum", "logps/rejected_sum")
 
 
 @pytest.fixture(scope="module")
@@ -39,87 +32,25 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return kinds | {"reference": make_model(folder / "reference", "tied", seed=2)}
 
 
-Results = dict[str, dict[str, Any]]
-
-
 @pytest.fixture(scope="module")
-def results(
-    models: dict[str, str], tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., Any]
-) -> dict[int, Results]:
-    """The outcome of all runs by number of ranks and name: two launches for everything in this file."""
-    found: dict[int, Results] = {}
+def results(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory, ranks: RankServer) -> dict[int, Results]:
+    """The outcome of all runs by number of ranks and name: two jobs for everything in this file."""
+    found = {}
     for world in (1, 2):
         folder = tmp_path_factory.mktemp(f"world{world}")
-        spec = folder / "spec.json"
-        runs = planned(world, models, str(folder))
-        spec.write_text(json.dumps(runs))
-        launcher = {1: "python", 2: "torchrun"}[world]
-        done = launch(DRIVER, spec, nproc=world, launcher=launcher, timeout=600)
-        assert done.returncode == 0, done.stderr[-4000:]
-        found[world] = {}
-        for one in runs:
-            outcome = json.loads((folder / f"{one['name']}.json").read_text())
-            before = load_file(Path(one["model"]) / "model.safetensors")
-            logs = [entry for entry in outcome["log"] if "grad_norm" in entry]
-            updates = []
-            for step in range(1, len(logs) + 1):
-                after = load_file(folder / one["name"] / f"checkpoint-{step}" / "model.safetensors")
-                updates.append({key: after[key].double() - before[key].double() for key in after})
-                before = after
-            found[world][one["name"]] = {**outcome, "logs": logs, "updates": updates, "run": one}
+        found[world] = train_all(planned(world, models, str(folder)), world, folder, ranks)
     return found
 
 
-def norm(update: dict[str, Tensor]) -> float:
-    return math.sqrt(sum(float((value**2).sum()) for value in update.values()))
-
-
-def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return norm({key: one[key] - other[key].double() for key in one}) / norm(other)
-
-
-def assert_same(
-    found: dict[str, Any], metrics: dict[str, float], tolerance: float, what: str, names: tuple[str, ...] = METRICS
-) -> None:
-    for name in names:
-        assert (name in found) == (name in metrics), f"{what}: {name}"
-        if name in metrics:
-            # Relative for what is optimised; a margin is a small difference of rewards of order one.
-            relative = name in ("loss", "grad_norm", "learning_rate")
-            scale = abs(metrics[name]) if relative else max(abs(metrics[name]), 1.0)
-            error = abs(found[name] - metrics[name])
-            assert error <= tolerance * scale, f"{what}: {name} {found[name]} {metrics[name]}"
-
-
-@pytest.mark.parametrize("method", ["KTO", "CPO"])
+@pytest.mark.parametrize("how", ["tokens", "blocks"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_every_split_gives_the_same_update(results: dict[int, Results], method: str, world: int) -> None:
-    reference = results[1][f"{method}-stage0-1x8x1"]
-    compared = 0
-    for name, outcome in results[world].items():
-        if not name.startswith(method) or "clipped" in name or any(head in name for head in HEADS):
-            continue
-        for step in (0, 1):
-            expected, update = reference["logs"][step], reference["updates"][step]
-            assert_same(outcome["logs"][step], expected, 1e-5, f"{name} step {step + 1}")
-            assert outcome["logs"][step]["num_tokens"] == expected["num_tokens"]
-            for count in COUNTS if method == "KTO" else ():
-                assert outcome["logs"][step][count] == pytest.approx(expected[count], rel=1e-5)
-            assert distance(outcome["updates"][step], update) <= 1e-5, f"{name} step {step + 1}"
-        compared += 1
-    assert compared == 17
-
-
-@pytest.mark.parametrize("stage", ["stage0", "stage2", "stage3"])
-def test_sft_is_the_same_on_two_ranks(results: dict[int, Results], stage: str) -> None:
-    """What it should be on one is in tests/test_sft.py."""
-    reference, found = results[1]["SFT-stage0-1"], results[2][f"SFT-{stage}-2"]
+@pytest.mark.parametrize("method", ["KTO", "CPO"])
+def test_micro_batches_by_tokens_and_in_blocks(results: dict[int, Results], method: str, world: int, how: str) -> None:
+    """The other splits are those of test_split_grid.py."""
+    reference, outcome = results[1][f"{method}-plain"], results[world][f"{method}-stage2-{world}-{how}"]
     for step in (0, 1):
-        assert_same(found["logs"][step], reference["logs"][step], 1e-5, f"step {step + 1}")
-        accuracies = [one["logs"][step]["mean_token_accuracy"] for one in (found, reference)]
-        assert accuracies[0] == pytest.approx(accuracies[1])
-        assert distance(found["updates"][step], reference["updates"][step]) <= 1e-5
+        assert_logged(outcome["logs"][step], reference["logs"][step], 1e-5, f"step {step + 1}")
+        assert distance(outcome["updates"][step], reference["updates"][step]) <= 1e-5, f"step {step + 1}"
 
 
 @pytest.mark.parametrize("method", ["KTO", "CPO"])
@@ -130,7 +61,7 @@ def test_clipping_is_the_same_for_every_split(results: dict[int, Results], metho
         for stage in ("stage0", "stage2", "stage3"):
             outcome = results[world][f"{method}-{stage}-{world}-clipped"]
             for step in (0, 1):
-                assert_same(outcome["logs"][step], reference["logs"][step], 1e-5, f"{stage} {world} {step}")
+                assert_logged(outcome["logs"][step], reference["logs"][step], 1e-5, f"{stage} {world} {step}")
                 assert distance(outcome["updates"][step], reference["updates"][step]) <= 1e-5
 
 
@@ -149,7 +80,7 @@ def test_evaluation_is_the_same_on_two_ranks(results: dict[int, Results], method
 
 @pytest.mark.parametrize(
     "name",
-    ["KTO-stage0-1x8x1", "CPO-stage0-1x8x1", "KTO-stage0-1-clipped", "CPO-stage0-1-clipped"]
+    ["KTO-plain", "CPO-plain", "KTO-stage0-1-clipped", "CPO-stage0-1-clipped"]
     + [f"CPO-{head}-{stage}" for head in HEADS for stage in ("stage0", "stage2", "stage3")],
 )
 def test_against_the_float64_oracle(results: dict[int, Results], name: str) -> None:
@@ -161,6 +92,7 @@ def test_against_the_float64_oracle(results: dict[int, Results], name: str) -> N
             {**expected.metrics, "loss": expected.loss, "grad_norm": expected.grad_norm},
             1e-4,
             f"{name} step {step + 1}",
+            METRICS,
         )
         assert distance(update, expected.update) <= 1e-4
         assert norm(update) / norm(expected.weights) >= 1e-2, "too small a step could hide a wrong one"
@@ -170,7 +102,7 @@ def test_against_the_float64_oracle(results: dict[int, Results], name: str) -> N
 
 
 def test_labels_of_the_first_window(results: dict[int, Results]) -> None:
-    rows = results[1]["KTO-stage0-1x8x1"]["windows"][0]
+    rows = results[1]["KTO-plain"]["windows"][0]
     assert sorted(row["label"] for row in rows) == [False] * 2 + [True] * 6
     assert len({len(row["completion_ids"]) for row in rows}) > 4
 
@@ -180,15 +112,10 @@ def test_labels_of_the_first_window(results: dict[int, Results]) -> None:
 RANKED = {1: "OnlineDPO-ranked-stage0-1", 2: "OnlineDPO-ranked-stage3-2"}
 
 
-def assert_logged(found: dict[str, float], expected: dict[str, float], tolerance: float, what: str) -> None:
-    names = tuple(sorted((found.keys() | expected.keys()) - {"epoch"}))
-    assert_same(found, expected, tolerance, what, names)
-
-
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_split_of_the_pairs_gives_the_same_update(results: dict[int, Results], world: int) -> None:
-    reference = results[1]["OnlineDPO-stage0-1"]
-    runs = {stage: (results[world][f"OnlineDPO-{stage}-{world}"], reference) for stage in ONLINE_SPLITS[world]}
+    """The splits of plain pairs are those of test_split_grid.py."""
+    runs = {"tokens": (results[world][f"OnlineDPO-stage2-{world}-tokens"], results[1]["OnlineDPO-plain"])}
     runs |= {"ranked": (results[world][RANKED[world]], results[1][RANKED[1]])}
     sparse = [name for name in results[world] if "sparse" in name]
     runs |= {name: (results[world][name], results[1]["OnlineDPO-sparse-stage0-1"]) for name in sparse}
@@ -206,7 +133,7 @@ def test_a_judge_gives_the_update_of_rewards_that_prefer_alike(
     results: dict[int, Results], stage: str, world: int
 ) -> None:
     """For every split, and with nothing logged that only scores can tell."""
-    outcome, reference = results[world][f"OnlineDPO-judged-{stage}-{world}"], results[1]["OnlineDPO-stage0-1"]
+    outcome, reference = results[world][f"OnlineDPO-judged-{stage}-{world}"], results[1]["OnlineDPO-plain"]
     for step, (found, rewarded) in enumerate(zip(outcome["logs"], reference["logs"], strict=True)):
         expected = {name: value for name, value in rewarded.items() if name not in SCORED}
         # What has one score, or none, the judge cannot decide.
@@ -219,11 +146,11 @@ def test_a_judge_gives_the_update_of_rewards_that_prefer_alike(
 
 @pytest.fixture(scope="module")
 def solved(results: dict[int, Results]) -> dict[str, OnlineSteps]:
-    names = ("OnlineDPO-stage0-1", RANKED[1], "OnlineDPO-sparse-stage0-1")
+    names = ("OnlineDPO-plain", RANKED[1], "OnlineDPO-sparse-stage0-1")
     return {name: online_steps(results[1][name]) for name in names}
 
 
-@pytest.mark.parametrize("name", ["OnlineDPO-stage0-1", RANKED[1], "OnlineDPO-sparse-stage0-1"])
+@pytest.mark.parametrize("name", ["OnlineDPO-plain", RANKED[1], "OnlineDPO-sparse-stage0-1"])
 def test_online_dpo_against_the_float64_oracle(
     results: dict[int, Results], solved: dict[str, OnlineSteps], name: str
 ) -> None:
@@ -241,7 +168,7 @@ def test_online_dpo_against_the_float64_oracle(
 
 def test_what_the_pairs_of_the_runs_are_like(results: dict[int, Results]) -> None:
     """Prompts dropped for each reason, completions that end and that do not, an odd number of pairs."""
-    pairs, metrics = pairs_of(answered(results[1]["OnlineDPO-stage0-1"]["windows"][0], 2))
+    pairs, metrics = pairs_of(answered(results[1]["OnlineDPO-plain"]["windows"][0], 2))
     assert len(pairs) == 5
     assert [metrics[f"pairs/{reason}"] for reason in ("tied", "identical", "unscored")] == [1 / 8] * 3
     ends = {pair[f"{side}_ids"][-1] == canned.EOS for pair in pairs for side in ("chosen", "rejected")}

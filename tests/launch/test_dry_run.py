@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LAUNCHER_VARIABLES, ROOT
+from conftest import ROOT
 from helpers import POSITIONS, make_model, paired_rows, unpaired_rows
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from alignment.cli import main
 from alignment.trainers.dry_run import _shortened
+from tools.ranks import RankServer
 
+pytestmark = pytest.mark.usefixtures("own_process_group")
 SAME = {"chosen": "a b", "rejected": "a b"}
 
 
@@ -30,21 +30,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, rows in {"kto": [*unpaired_rows(9), long], "cpo": [*paired_rows(5), SAME]}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
-
-
-@pytest.fixture(autouse=True)
-def own_process_group() -> Iterator[None]:
-    """Leave the process as it was: without a process group, and without the variables of a world of one."""
-    before = {name: os.environ.pop(name, None) for name in LAUNCHER_VARIABLES}
-    yield
-    import deepspeed
-
-    if deepspeed.comm.is_initialized():
-        deepspeed.comm.destroy_process_group()
-    for name, value in before.items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
 
 
 @pytest.fixture
@@ -128,11 +113,8 @@ def test_long_texts_are_cut_in_the_middle() -> None:
     assert _shortened("a" * 400 + "b" * 500) == f"{'a' * 300} … 300 characters … {'b' * 300}"
 
 
-def test_the_command_on_two_ranks_says_it_once(
-    folder: Path, tmp_path: Path, launch: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
-    done = launch(ROOT / "launch" / "train.py", *arguments("kto", folder, tmp_path), nproc=2, launcher="torchrun")
-    assert done.returncode == 0, done.stderr
+def test_the_command_on_two_ranks_says_it_once(folder: Path, tmp_path: Path, ranks: RankServer) -> None:
+    done = ranks.run(ROOT / "launch" / "train.py", *arguments("kto", folder, tmp_path))
     assert done.stdout.count("Options (* is not the default):") == done.stdout.count("Advice:") == 1
     assert "rows per step: 16" in done.stdout
     assert list(tmp_path.iterdir()) == []

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import DRIVERS
 from data_tokenizers import char_tokenizer
 from helpers import STAGES, make_classifier, options, paired_rows
 from safetensors.torch import load_file
@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from alignment import RewardConfig, RewardTrainer
+from tools.ranks import RankServer
 
-DRIVER = Path(__file__).parent / "drivers" / "reward_ranks.py"
 ROWS = [row | {"margin": 0.25 * (n % 4)} for n, row in enumerate(paired_rows(15, seed=5))]
 SAMPLES = [
     [["once ", "upon a time"], ["a", "b" * 30], ["", "cd"], ["long prompt, ", "short"], ["x", "y"]],
@@ -54,8 +54,8 @@ def updates(folder: Path, start: str) -> list[dict[str, Tensor]]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., Any]) -> dict[str, Any]:
-    """One launch on two ranks, and the run on one rank that it is compared with."""
+def results(tmp_path_factory: pytest.TempPathFactory, ranks: RankServer) -> dict[str, Any]:
+    """One job on two ranks, and the run on one rank that it is compared with."""
     folder = tmp_path_factory.mktemp("ranks")
     model = make_classifier(folder / "model", "untied", seed=1)
     runs = [
@@ -71,8 +71,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., Any]
     ]
     spec = {"runs": runs, "reward_model": model, "samples": SAMPLES}
     (folder / "spec.json").write_text(json.dumps(spec))
-    done = launch(DRIVER, folder / "spec.json", nproc=2, launcher="torchrun")
-    assert done.returncode == 0, done.stderr[-4000:]
+    ranks.run(DRIVERS / "reward_ranks.py", folder / "spec.json")
     trainer = RewardTrainer(
         model=model,
         args=RewardConfig(**settings(folder / "one", "stage0", 8, 1)),

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from bad_case import CHAT, Case
 from bad_commands import CASES, command, in_folder, write_models
-from conftest import LAUNCHER_VARIABLES, ROOT
+from conftest import ROOT
 from data_tokenizers import PLAIN, char_tokenizer
 from datasets import IterableDataset
 from helpers import POSITIONS, tiny_config, unpaired_rows
@@ -23,20 +22,7 @@ from alignment import CPOConfig, KTOConfig, KTOTrainer
 from alignment.cli import main
 from alignment.config.errors import AlignmentError
 
-
-@pytest.fixture(scope="module", autouse=True)
-def own_process_group() -> Iterator[None]:
-    """Leave the process as it was: without a process group, and without the variables of a world of one."""
-    before = {name: os.environ.pop(name, None) for name in LAUNCHER_VARIABLES}
-    yield
-    import deepspeed
-
-    if deepspeed.comm.is_initialized():
-        deepspeed.comm.destroy_process_group()
-    for name, value in before.items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
+pytestmark = pytest.mark.usefixtures("own_process_group")
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import DRIVERS
 from helpers import STAGES, make_model, options, paired_rows, unpaired_rows
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback
 from transformers.integrations import INTEGRATION_TO_CALLBACK, TensorBoardCallback
@@ -16,8 +17,7 @@ from transformers.integrations import INTEGRATION_TO_CALLBACK, TensorBoardCallba
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 from alignment.config.checks_output import INTEGRATIONS
 from alignment.config.errors import OptionError
-
-LAUNCHES = Path(__file__).parent / "drivers"
+from tools.ranks import RankServer
 
 
 @pytest.fixture(scope="module")
@@ -346,11 +346,10 @@ def test_the_names_of_integrations_are_transformers() -> None:
     assert set(INTEGRATIONS) == set(INTEGRATION_TO_CALLBACK) - {"trackio"}
 
 
-def test_two_ranks_answer_as_one(model: str, launch: Any, tmp_path: Path) -> None:
+def test_two_ranks_answer_as_one(model: str, ranks: RankServer, tmp_path: Path) -> None:
     """What a callback asks for on one rank, in whatever event, all do; and the best weights come back on ZeRO-3."""
     (tmp_path / "run.json").write_text(json.dumps({"model": model, "out": str(tmp_path / "run")}))
-    done = launch(LAUNCHES / "callbacks.py", str(tmp_path / "run.json"), nproc=2, launcher="torchrun")
-    assert done.returncode == 0, done.stderr
+    ranks.run(DRIVERS / "callbacks.py", tmp_path / "run.json")
     outcome = json.loads((tmp_path / "out.json").read_text())
     assert outcome.pop("best") == {"step": 1, "same_weights": True}
     assert outcome == {

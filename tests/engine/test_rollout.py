@@ -6,6 +6,7 @@ import gc
 import logging
 import random
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,8 +138,16 @@ def test_the_checkpoints_own_generation_config_has_no_say(policy: PolicyEngine, 
         model.generation_config = own
 
 
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """Garbage is collected as in a user's process: conftest.py hides the libraries from it."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
 @BOTH
-def test_the_engine_is_as_before_on_any_exit(policy: PolicyEngine, backend: str) -> None:
+def test_the_engine_is_as_before_on_any_exit(policy: PolicyEngine, backend: str, thawed: None) -> None:
     model = policy.scorer.model
     own, attention, level = model.generation_config, model.config._attn_implementation, _log_level()
 

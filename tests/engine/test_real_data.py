@@ -1,7 +1,7 @@
 """Real preference data and a small trained model, where they are at hand: it learns, and ranks and stages agree.
 
-The folder ``ALIGNMENT_TEST_ASSETS`` (by default ``shared`` beside the repository) holds ``models/stories260k``,
-``data/kto_en.jsonl`` and ``data/preference_en.jsonl``; without it these tests are skipped.
+The folder ``ALIGNMENT_TEST_ASSETS`` holds ``models/stories260k``, ``data/kto_en.jsonl`` and
+``data/preference_en.jsonl``; without it these tests are skipped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer
 from alignment.data.windows import evaluation_plan
 from alignment.trainers.base import AlignmentTrainer
 
-ASSETS = Path(os.environ.get("ALIGNMENT_TEST_ASSETS", ROOT.parent / "shared"))
+ASSETS = Path(os.environ.get("ALIGNMENT_TEST_ASSETS", "ALIGNMENT_TEST_ASSETS is unset"))
 MODEL = ASSETS / "models" / "stories260k"
 FILES = {"kto": ASSETS / "data" / "kto_en.jsonl", "cpo": ASSETS / "data" / "preference_en.jsonl"}
 
@@ -67,11 +67,8 @@ def row_rewards(trainer: AlignmentTrainer, beta: float) -> list[tuple[bool, floa
     return found
 
 
-# One seed in every run of the tests; the other two with `-m slow`.
-SEEDS = [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_kto_learns(tmp_path: Path, seed: int) -> None:
     data = rows("kto")
     chosen = [row for row in data if row["label"]][:16]
@@ -87,7 +84,8 @@ def test_kto_learns(tmp_path: Path, seed: int) -> None:
     trainer.close()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_cpo_learns(tmp_path: Path, seed: int) -> None:
     args = CPOConfig(**learning_options(tmp_path, seed))
     trainer = CPOTrainer(model=str(MODEL), args=args, train_dataset=rows("cpo")[:32])

@@ -375,7 +375,7 @@ def test_nothing_heavy_is_imported() -> None:
         "except OptionError: pass\n"
         "assert not {'torch', 'deepspeed', 'transformers', 'numpy'} & set(sys.modules)"
     )
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=60)
 
 

@@ -1,0 +1,80 @@
+"""`pytest --record FILE`: a long run that was interrupted goes on with the tests that have not passed yet.
+
+Each test that passes is a line of FILE, with a fingerprint of the code. Lines of other code are ignored, so that a
+change makes every test run again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+_CODE = ("alignment", "benchmarks", "ds_configs", "launch", "tests", "tools")
+_SUFFIXES = (".py", ".yaml", ".json", ".txt")
+
+
+def add_option(parser: pytest.Parser) -> None:
+    """Add ``--record``."""
+    parser.addoption("--record", type=Path, help="skip the tests that FILE says have passed with this very code")
+
+
+def register(config: pytest.Config) -> None:
+    """Register the recorder if ``--record`` is given."""
+    if config.getoption("--record") is not None:
+        config.pluginmanager.register(Recorder(config), "recorder")
+
+
+def fingerprint(root: Path = ROOT) -> str:
+    """A hash of every file of code and of the tests' data."""
+    digest = hashlib.sha256()
+    files = (path for name in _CODE for path in (root / name).rglob("*") if path.suffix in _SUFFIXES)
+    for path in sorted(files):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+class Recorder:
+    """Deselects what has passed, and writes down what passes."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.file: Path = config.getoption("--record")
+        self.code = fingerprint()
+        self.writes = not hasattr(config, "workerinput")  # of pytest-xdist's processes, only the one that reports
+        self.failed: set[str] = set()
+        if self.writes:
+            self._end_torn_line()
+
+    def _end_torn_line(self) -> None:
+        """Begin a line of its own where an interruption has cut the last one off."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with self.file.open("a+b") as file:
+            if file.tell() and not self.file.read_bytes().endswith(b"\n"):
+                file.write(b"\n")
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Deselect the tests that have passed."""
+        passed = self._passed()
+        done = [item for item in items if item.nodeid in passed]
+        if done:
+            config.hook.pytest_deselected(items=done)
+            items[:] = [item for item in items if item.nodeid not in passed]
+
+    def _passed(self) -> set[str]:
+        if not self.file.exists():
+            return set()
+        lines = [line for line in self.file.read_text().splitlines() if line.endswith("}")]  # others are torn
+        return {entry["test"] for entry in map(json.loads, lines) if entry["code"] == self.code}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Write a line when a test has passed to its end."""
+        name = re.sub(r"@[\w.-]+$", "", report.nodeid)  # the group that pytest-xdist adds
+        if report.failed:
+            self.failed.add(name)
+        if self.writes and report.when == "teardown" and name not in self.failed:
+            with self.file.open("a") as file:
+                file.write(json.dumps({"test": name, "code": self.code}) + "\n")

@@ -1,0 +1,93 @@
+"""One update, however it is computed: method, ZeRO stage, offload, ranks, dtype, checkpointing, optimizer and split.
+
+Each run is compared with the plainest run of its method and optimizer: one rank, no ZeRO, fp32, one micro-batch, no
+checkpointing. That run itself is compared with float64 in ``test_split_invariance.py``, ``test_sft.py`` and
+``test_reward_training.py``. By default a subset in which every pair of values meets; everything with ``-m slow``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import STAGES, make_classifier, make_model
+from safetensors.torch import load_file
+from split_grid import FACTORS, Combination, grid_run, name_of, part, reference_of, sampled
+from split_results import Results, Update, assert_logged, distance, norm, train_all
+
+from tools.ranks import RankServer
+
+# Of an update's norm; and of the weights' norm: both ends of an update are rounded when bf16 weights are saved.
+BF16, BF16_ROUNDING = 0.05, 2**-8
+# The second step of 8-bit Adam: stages 2 and 3 quantise moments of flattened weights in other blocks than stage 0.
+QUANTISED = 0.05
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "tied": make_model(folder / "tied", "tied", seed=1),
+        "reference": make_model(folder / "reference", "tied", seed=2),
+        "classifier": make_classifier(folder / "classifier", "untied", seed=1),
+    }
+
+
+def outcomes(cases: list[Combination], models: dict[str, str], folder: Path, ranks: RankServer) -> Results:
+    """The cases and the runs that they are compared with, by name: one job for each number of ranks."""
+    wanted = {name_of(case): case for case in [*map(reference_of, cases), *cases]}
+    found: Results = {}
+    for world in (1, 2):
+        place = folder / str(world)
+        place.mkdir()
+        runs = [grid_run(case, models, str(place)) for case in wanted.values() if case["engine"][1] == world]
+        if runs:
+            found |= train_all(runs, world, place, ranks)
+    return found
+
+
+def check(case: Combination, found: Results) -> None:
+    """Both steps of a run: what was logged, and what the weights were changed by."""
+    outcome, reference = found[name_of(case)], found[name_of(reference_of(case))]
+    start = norm({name: value.double() for name, value in load_weights(outcome).items()})
+    assert len(outcome["logs"]) == len(reference["logs"]) == 2
+    for step in (0, 1):
+        update, expected = outcome["updates"][step], reference["updates"][step]
+        size = norm(expected) / start
+        assert size >= 1e-2, "too small a step could hide a wrong one"
+        tolerance = logged = 1e-5
+        if case["optimizer"] == "adamw_8bit" and step == 1:
+            tolerance = QUANTISED
+        if case["dtype"] == "bf16":
+            tolerance, logged = BF16 + BF16_ROUNDING / size, BF16
+        assert_logged(outcome["logs"][step], reference["logs"][step], logged, f"step {step + 1}")
+        assert distance(update, expected) <= tolerance, f"step {step + 1}"
+
+
+def load_weights(outcome: dict[str, Any]) -> Update:
+    """The weights that a run began with."""
+    return load_file(Path(outcome["run"]["model"]) / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def found(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory, ranks: RankServer) -> Results:
+    return outcomes(sampled(), models, tmp_path_factory.mktemp("sampled"), ranks)
+
+
+@pytest.mark.parametrize("case", sampled(), ids=name_of)
+def test_the_update_is_that_of_the_plainest_run(case: Combination, found: Results) -> None:
+    check(case, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranked", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("method", FACTORS["method"])
+def test_every_combination(
+    models: dict[str, str], tmp_path: Path, ranks: RankServer, method: str, stage: str, ranked: int
+) -> None:
+    cases = part(method, (stage, ranked))
+    found = outcomes(cases, models, tmp_path, ranks)
+    for case in cases:
+        check(case, found)

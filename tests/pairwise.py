@@ -1,0 +1,50 @@
+"""Covering arrays: few combinations of options in which every pair of values meets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Combination = dict[str, Any]
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+def everything(
+    factors: Mapping[str, Sequence[Any]], allowed: Callable[[Combination], bool] = lambda combination: True
+) -> list[Combination]:
+    """Every allowed combination of one value of each factor."""
+    made = (dict(zip(factors, values)) for values in itertools.product(*factors.values()))
+    return [combination for combination in made if allowed(combination)]
+
+
+def pairs(combination: Combination) -> set[Pair]:
+    """The pairs of values that meet in a combination."""
+    return set(itertools.combinations(combination.items(), 2))
+
+
+def pairwise(
+    factors: Mapping[str, Sequence[Any]], allowed: Callable[[Combination], bool] = lambda combination: True
+) -> list[Combination]:
+    """A small subset of :func:`everything` in which every pair of values meets that meets anywhere in it.
+
+    Greedy: each combination taken is the one that adds the most pairs, the first of equally good ones, so the same
+    factors always give the same subset.
+
+    Raises:
+        AssertionError: a pair is missing from the result.
+    """
+    candidates = everything(factors, allowed)
+    numbers: dict[Pair, int] = {}
+    for combination in candidates:
+        for pair in sorted(pairs(combination), key=repr):
+            numbers.setdefault(pair, len(numbers))
+    masks = [sum(1 << numbers[pair] for pair in pairs(combination)) for combination in candidates]
+    missing, taken = (1 << len(numbers)) - 1, []
+    while missing:
+        best = max(range(len(masks)), key=lambda place: (masks[place] & missing).bit_count())
+        missing &= ~masks[best]
+        taken.append(candidates[best])
+    covered = set().union(*map(pairs, taken))
+    assert covered == numbers.keys(), f"not covered: {numbers.keys() - covered}"
+    return taken

@@ -1,0 +1,1 @@
+"""Instruments of development: what runs, measures and compares the project, and is no part of it."""

@@ -1,0 +1,110 @@
+"""What a process does to become a rank: its own session, environment, port, output and ``__main__``."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import os
+import resource
+import runpy
+import signal
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from tools.ranks.job import Job
+
+STACKS = signal.SIGUSR2
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def free_port() -> int:
+    """A port of this machine that was free a moment ago; the kernel hands out another one at each call."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def die_with_parent(parent: int, number: signal.Signals) -> None:
+    """Have the kernel send ``number`` to this process when ``parent``, which forked it, ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parent has ended, so that it can find and end them."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def become_rank(job: Job, rank: int, port: int, folder: Path) -> None:
+    """Turn a freshly forked process into ``rank`` of ``job``; its output goes to files in ``folder``."""
+    os.setsid()
+    _redirect(folder, rank)
+    os.environ.clear()
+    os.environ.update(job.environment)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(job.ranks),
+        LOCAL_WORLD_SIZE=str(job.ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.chdir(job.folder)
+
+
+def _redirect(folder: Path, rank: int) -> None:
+    targets = {0: os.devnull, 1: str(folder / f"{rank}.out"), 2: str(folder / f"{rank}.err")}
+    for descriptor, path in targets.items():
+        flags = os.O_RDONLY if descriptor == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        opened = os.open(path, flags, 0o600)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    # Before the keeper kills a rank that hangs, it asks for the stacks of all threads as the end of its log.
+    faulthandler.register(STACKS, file=2, all_threads=True, chain=False)
+
+
+def run_as_main(job: Job) -> NoReturn:
+    """Run the job's script as Python would run it from a shell, then end this process with its status."""
+    paths = [str(Path(job.script).parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path[:] = [*paths, *(path for path in sys.path if path not in ("", *paths))]
+    sys.path_importer_cache.clear()
+    sys.argv[:] = [job.script, *job.arguments]
+    _renew_import_time_settings()
+    code = 0
+    try:
+        runpy.run_path(job.script, run_name="__main__")
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    _exit(code)
+
+
+def _renew_import_time_settings() -> None:
+    """Settings that a library reads from the environment when it is imported, and the runs change."""
+    import datasets
+
+    if "HF_DATASETS_CACHE" in os.environ:
+        datasets.config.HF_DATASETS_CACHE = Path(os.environ["HF_DATASETS_CACHE"])
+
+
+def _exit(code: int) -> NoReturn:
+    """End as a child of multiprocessing does: taking thousands of modules apart, as Python does, takes 0.4 s."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

@@ -1,0 +1,90 @@
+"""The server: imports the libraries once, then forks a keeper for each job, which forks and watches its ranks.
+
+Usage: ``python -m tools.ranks.server SOCKET``; :class:`tools.ranks.client.RankServer` starts it. It ends when its
+standard input is closed, and no process that it forked outlives it. It imports nothing of `alignment`: a rank imports
+the tree that its job names, so one server can run several versions of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+from multiprocessing.connection import Connection
+
+from tools.ranks.job import Job
+from tools.ranks.keeper import keep
+from tools.ranks.process import die_with_parent, run_as_main
+
+# What the runs of the tests import. A module that is missing here costs each rank its time and changes nothing else.
+LIBRARIES = (
+    *("numpy", "pandas", "yaml", "pydantic", "psutil", "safetensors.torch", "tqdm.auto", "matplotlib.pyplot"),
+    *("torch", "torch.utils.data", "torch.utils.checkpoint", "torch.utils.cpp_extension"),
+    *("datasets", "transformers", "transformers.trainer_callback", "transformers.integrations"),
+    *("transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.mixtral.modeling_mixtral"),
+    *("transformers.models.gemma2.modeling_gemma2", "transformers.models.cohere.modeling_cohere"),
+    *("transformers.generation.utils", "transformers.generation.continuous_batching", "transformers.trainer_pt_utils"),
+    *("peft", "bitsandbytes", "bitsandbytes.optim", "deepspeed", "deepspeed.ops.adam"),
+    *("deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.stage_1_and_2", "pytest"),
+)
+
+
+def import_libraries() -> None:
+    """Import :data:`LIBRARIES`, and hide what they made from the garbage collector.
+
+    DeepSpeed collects garbage with every engine, which takes 0.3 s where every library is looked through.
+    """
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+def serve(address: str) -> Job:
+    """Accept jobs until standard input is closed. Returns in a forked rank, with its job; never in the server."""
+    door = socket.socket(socket.AF_UNIX)
+    door.bind(address)
+    door.listen()
+    print("ready", flush=True)
+    while True:
+        ready, _, _ = select.select([door, sys.stdin.fileno()], [], [])
+        if sys.stdin.fileno() in ready and not os.read(sys.stdin.fileno(), 1):
+            sys.exit()
+        if door in ready:
+            accepted, _ = door.accept()
+            with Connection(accepted.detach()) as connection:
+                job = _fork_keeper(connection)
+            if job is not None:
+                return job
+        with contextlib.suppress(ChildProcessError):  # there is none
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def _fork_keeper(connection: Connection) -> Job | None:
+    """Fork the keeper of a job. Returns None in the server, and its job in each rank."""
+    server = os.getpid()
+    if os.fork():
+        return None
+    die_with_parent(server, signal.SIGTERM)
+    job = keep(connection)
+    if job is None:
+        os._exit(0)
+    return job
+
+
+def main() -> None:
+    """Import, then serve; a forked rank goes on from here as the script that it runs."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import_libraries()
+    run_as_main(serve(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()
