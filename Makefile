@@ -1,6 +1,8 @@
 # make test      set up .venv if need be and run the tests (PYTEST_ARGS="-k guard -x" to choose; JOBS=4 workers)
 # make test-ci   the tests in which ranks, launchers and disks fail on purpose
 # make test-slow the rest, half an hour or more; after an interruption it goes on with what has not passed yet
+# make mutations  apply every mutation of tests/mutations/ to a copy; its test has to fail (MUTATIONS="kto head")
+# make mutants    a random sample of small changes, each against the tests that run its line (MUTANTS="--seed 1")
 # make demo      a small model from nothing, aligned with KTO, CPO and Online DPO, in minutes (DEMO_ARGS="--fresh --seed 1")
 # make quality   lint, types and the floors of alignment/
 # make docs      renew the README's tables of options
@@ -14,7 +16,8 @@ DEMO_ARGS ?=
 JOBS ?= 2
 RECORD ?= outputs/test-slow.jsonl
 BIN := $(VENV)/bin
-PYTEST = $(if $(HAS_GPU),,DS_ACCELERATOR=cpu) $(BIN)/python -m pytest
+CPU = $(if $(HAS_GPU),,DS_ACCELERATOR=cpu)
+PYTEST = $(CPU) $(BIN)/python -m pytest
 # Workers take groups of tests in the order of tests/conftest.py, the longest first.
 WORKERS = -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
@@ -24,7 +27,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 SOURCES := alignment benchmarks launch tests tools setup.py
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
 
-.PHONY: install test test-ci test-slow demo quality style docs clean
+.PHONY: install test test-ci test-slow mutations mutants demo quality style docs clean
 
 install: $(READY)
 
@@ -53,8 +56,15 @@ test-ci: $(READY)
 test-slow: $(READY)
 	@$(PYTEST) $(WORKERS) -m slow --record $(RECORD) --durations=20 $(PYTEST_ARGS)
 
+mutations: $(READY)
+	@$(CPU) $(BIN)/python -m tools.mutations --jobs $(JOBS) $(MUTATIONS)
+
+mutants: $(READY)
+	@$(PIP) -e ".[mutants]"
+	@$(CPU) $(BIN)/python -m tools.mutants --jobs $(JOBS) $(MUTANTS)
+
 demo: $(READY)
-	@$(if $(HAS_GPU),,DS_ACCELERATOR=cpu) $(BIN)/python launch/demo.py $(DEMO_ARGS)
+	@$(CPU) $(BIN)/python launch/demo.py $(DEMO_ARGS)
 
 quality: $(READY)
 	@$(BIN)/ruff check --quiet $(SOURCES)

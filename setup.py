@@ -42,6 +42,8 @@ EXTRAS = {
         "import-linter>=2.3,<3",
         "types-PyYAML",
     ],
+    # For `make mutants`: mutmut's operators on syntax trees, and which tests run which lines.
+    "mutants": ["mutmut==3.8.*", "pytest-cov>=7,<8"],
     # For benchmarks/side_by_side.py: the release whose trainers it was written against.
     "bench": ["trl==1.16.*", "accelerate>=1.10,<2"],
 }

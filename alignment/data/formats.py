@@ -153,7 +153,7 @@ def single_row(row: Mapping[str, Any], where: str) -> Single:
     for key in ("messages", "text"):
         if row.get(key) is not None:
             return (
-                Single("", row[key], template)
+                Single("", row[key])  # a text has no chat template
                 if isinstance(row[key], str)
                 else Single(*_conversation(row, where, key), template)
             )

@@ -29,6 +29,5 @@ def train_tokenizer(rows: Iterable[Row]) -> Any:
         texts, _VOCABULARY, new_special_tokens=[END, *_ROLES], show_progress=False
     )
     tokenizer.add_special_tokens({"eos_token": END, "additional_special_tokens": list(_ROLES)})
-    tokenizer.padding_side = "left"
     tokenizer.chat_template = TEMPLATE
     return tokenizer

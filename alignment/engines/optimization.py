@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -80,7 +81,7 @@ def build_scheduler(optimizer: Optimizer, options: AlignmentConfig, steps: int) 
     Raises:
         OptionError: ``lr_scheduler_kwargs`` does not suit the schedule.
     """
-    warmup = options.warmup_steps or round(steps * options.warmup_ratio)
+    warmup = options.warmup_steps or math.ceil(steps * options.warmup_ratio)
     try:
         return get_scheduler(
             options.lr_scheduler_type,

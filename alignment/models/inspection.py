@@ -40,6 +40,11 @@ def read_config(
             path, trust_remote_code=trust_remote_code, return_unused_kwargs=True, **(init_kwargs or {})
         )
     except Exception as error:  # each library has its own classes for one broken file
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{key}: {path!r} comes with Python code of its own, which is not run; set trust_remote_code: true if "
+                "you trust it"
+            ) from error
         raise ModelError(f"{key}: {path!r} has no usable configuration: {first_line(error)}") from error
     if config.is_encoder_decoder:
         raise ModelError(f"{key}: {path!r} is an encoder-decoder model; only decoder-only ones are supported")

@@ -7,6 +7,7 @@ output with a graph halves ZeRO-1/2 gradients without a word.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -181,6 +182,11 @@ def check_agreement(model: PreTrainedModel, what: str, ours: Tensor, theirs: Ten
     """
     tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 0.15
     difference = float((ours - theirs).abs().max())
+    if not math.isfinite(difference):
+        raise ModelError(
+            f"model {type(model).__name__}: its {what} of ordinary tokens are not finite, so its weights are broken or "
+            "too large for the dtype; start from another checkpoint, or set dtype: float32"
+        )
     if not difference <= tolerance * max(1.0, float(theirs.abs().max())):
         raise ModelError(
             f"model {type(model).__name__} computes its {what} in a way that this project does not know: its own "

@@ -16,6 +16,7 @@ from alignment import CPOConfig, CPOTrainer
 from alignment.engines.collectives import gathered
 from alignment.engines.guard import guarded
 from alignment.engines.launch_env import rank
+from alignment.engines.saving import gathered_state_dict
 
 # Event, what is asked for, on which rank; always at step 2.
 ASKED = [
@@ -25,6 +26,7 @@ ASKED = [
     ("on_evaluate", "should_training_stop", 1),
     ("on_save", "should_training_stop", 0),
     ("on_epoch_begin", "should_epoch_stop", 1),
+    ("on_step_end", "should_epoch_stop", 1),
 ]
 
 
@@ -83,18 +85,21 @@ def one_that_asks(model: str, folder: Path, event: str, flag: str, on_rank: int)
     return {"steps": steps, "saved": sorted(path.name for path in folder.glob("checkpoint-*"))}
 
 
-def the_best(model: str, folder: Path) -> dict[str, Any]:
-    """Whether the weights of the best step came back on ZeRO-3."""
+def the_best(model: str, folder: Path, stage: str) -> dict[str, Any]:
+    """Whether the weights of the best step came back, on every rank."""
     evaluated = {"eval_strategy": "steps", "load_best_model_at_end": True, "save_strategy": "no"}
-    trainer = train(model, folder, [GetsWorse], max_steps=3, deepspeed=STAGES["stage3"], **evaluated)
+    trainer = train(model, folder, [GetsWorse], max_steps=3, deepspeed=STAGES[stage], **evaluated)
     trainer.save_model(folder / "saved")
+    assert trainer.model is not None
+    own = gathered_state_dict(trainer.model, keep=True)
+    everyones = gathered({name: value.double().sum().item() for name, value in own.items()})
     trainer.close()
     if rank():
         return {}
     names = ("saved", "checkpoint-1")
     saved, best = (AutoModelForCausalLM.from_pretrained(folder / name).state_dict() for name in names)
     same = all(torch.equal(saved[name], best[name]) for name in best)
-    return {"step": trainer.state.best_global_step, "same_weights": same}
+    return {"step": trainer.state.best_global_step, "same_weights": same, "on_both": everyones[0] == everyones[1]}
 
 
 def main() -> None:
@@ -103,7 +108,7 @@ def main() -> None:
     spec = Path(sys.argv[1])
     given = json.loads(spec.read_text())
     out = Path(given["out"])
-    outcome: dict[str, Any] = {"best": the_best(given["model"], out / "best")}
+    outcome: dict[str, Any] = {"best": [the_best(given["model"], out / s, s) for s in ("stage2", "stage3")]}
     for event, flag, on_rank in ASKED:
         outcome[f"{event} {flag}"] = one_that_asks(given["model"], out / f"{event}-{flag}", event, flag, on_rank)
     if rank() == 0:

@@ -23,6 +23,8 @@ def fail(kind: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/full/model.safetensors")
     if kind == "defect":
         raise RuntimeError("tensor shapes differ")
+    if kind == "interrupted":
+        raise KeyboardInterrupt
     if kind == "killed":
         os.kill(os.getpid(), 9)
 

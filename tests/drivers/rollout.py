@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from deepspeed.runtime.zero import parameter_offload
@@ -23,6 +24,7 @@ from alignment.data.batching import collate
 from alignment.engines.collectives import gathered
 from alignment.engines.guard import guarded
 from alignment.engines.launch_env import init_distributed, rank, world_size
+from alignment.engines.rollout import memory
 from alignment.engines.rollout.engine import RolloutEngine
 from alignment.engines.rollout.request import RolloutRequest, Sampling
 from alignment.engines.saving import gathered_state_dict
@@ -142,6 +144,14 @@ def unequal(policy: PolicyEngine, backend: str, gather: bool) -> dict[str, Any]:
     return found | {"described": rollout.describe(), "whole": whole(policy)}
 
 
+def fitting(policy: PolicyEngine) -> int:
+    """How many completions fit where the first rank's device has room for 40, and the second's for 5."""
+    each = memory.completion_bytes(policy.scorer.model, 64)
+    free = int((5 if rank() else 40) * each / 0.8) + 1
+    with mock.patch.object(memory, "_free_bytes", lambda where: free):
+        return memory.measure_room(policy.scorer.model, 64, gather=False, batch_size=None, generations=2).batch_size
+
+
 def trained(model: str) -> dict[str, bool]:
     """Whether training after rollouts equals training without, to the bit."""
 
@@ -180,6 +190,7 @@ def main() -> None:
         for way in ways:
             gather = way != "by layer"
             found[f"{stage} {way}"] = unequal(policy, way if gather else "auto", gather)
+        found["fits"] = fitting(policy)
         policy.close()
     found["trained"] = trained(model)
     assert all(gathered(True))

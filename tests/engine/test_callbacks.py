@@ -199,6 +199,18 @@ def test_the_best_checkpoint_comes_back(model: str, tmp_path: Path, stage: str) 
     assert any(not torch.equal(start[name], best[name]) for name in best)
 
 
+def test_the_best_checkpoint_outlives_newer_ones(model: str, tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "load_best_model_at_end": True}
+    args = CPOConfig(**options(tmp_path, num_train_epochs=1, eval_strategy="steps", eval_steps=1, **saving))
+    decides = [Decides([5.0, 2.0, 4.0, 3.0, 6.0])]
+    data = {"train_dataset": paired_rows(20), "eval_dataset": paired_rows(2)}
+    trainer = CPOTrainer(model=model, args=args, callbacks=decides, **data)
+    trainer.train()
+    trainer.close()
+    left = sorted(path.name for path in Path(args.output_dir or "").glob("checkpoint-*"))
+    assert left == ["checkpoint-2", "checkpoint-5"]
+
+
 class OwnControl(TrainerCallback):
     """Hands back a control of its own, as transformers allows."""
 
@@ -347,11 +359,11 @@ def test_the_names_of_integrations_are_transformers() -> None:
 
 
 def test_two_ranks_answer_as_one(model: str, ranks: RankServer, tmp_path: Path) -> None:
-    """What a callback asks for on one rank, in whatever event, all do; and the best weights come back on ZeRO-3."""
+    """What a callback asks for on one rank, in whatever event, all do; and the best weights come back on both."""
     (tmp_path / "run.json").write_text(json.dumps({"model": model, "out": str(tmp_path / "run")}))
     ranks.run(DRIVERS / "callbacks.py", tmp_path / "run.json")
     outcome = json.loads((tmp_path / "out.json").read_text())
-    assert outcome.pop("best") == {"step": 1, "same_weights": True}
+    assert outcome.pop("best") == [{"step": 1, "same_weights": True, "on_both": True}] * 2
     assert outcome == {
         "on_step_end should_training_stop": {"steps": [[2, 0.4]] * 2, "saved": []},
         "on_log should_training_stop": {"steps": [[2, 0.4]] * 2, "saved": []},
@@ -359,4 +371,6 @@ def test_two_ranks_answer_as_one(model: str, ranks: RankServer, tmp_path: Path) 
         "on_evaluate should_training_stop": {"steps": [[2, 0.4]] * 2, "saved": []},
         "on_save should_training_stop": {"steps": [[2, 0.4]] * 2, "saved": ["checkpoint-2"]},
         "on_epoch_begin should_epoch_stop": {"steps": [[4, 0.8]] * 2, "saved": []},
+        # From step 2 on every step ends an epoch.
+        "on_step_end should_epoch_stop": {"steps": [[4, 2.2]] * 2, "saved": []},
     }

@@ -112,8 +112,8 @@ def test_long_sequences_are_cut_on_the_right_and_counted(tmp_path: Path) -> None
         expected = own_scores(path, [text[:longest], "cde</s>"], tokenizer)
         assert reward.score(samples([text[:7], "c"], [text[7:], "de"])) == pytest.approx(expected, rel=1e-4)
         assert reward.truncated == 1 and reward.tokens == longest + 4
-        reward.score(samples(["c"], ["de"]))
-        assert reward.truncated == 0
+        reward.score(samples(["c"], [text[: longest - 2]]))
+        assert reward.truncated == 0 and reward.tokens == longest
         reward.close()
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad
-from helpers import make_model, paired_rows, zero
+from helpers import make_model, paired_rows, unpaired_rows, zero
 from oracle.dense import load, token_logps
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer
 from alignment.data.batching import collate
@@ -52,6 +52,34 @@ def test_logps_and_gradients(tmp_path: Path, kind: str, stage: int) -> None:
         else:
             assert float((whole - gradient).norm() / gradient.norm()) <= 1e-5, name
     trainer.close()
+
+
+def test_what_is_only_asked_has_no_dropout(tmp_path: Path) -> None:
+    """With dropout left on the policy learns with it; reference, sweeps and evaluations are without."""
+    path = make_model(tmp_path / "model", "untied", seed=3)
+    config = AutoConfig.from_pretrained(path)
+    config.attention_dropout = 0.5
+    config.save_pretrained(path)
+    args = {"max_length": 64, "max_prompt_length": None, "disable_tqdm": True, "deepspeed": zero(2)}
+    batch = collate(SEQUENCES, 20)
+    for disabled in (False, True):
+        options = KTOConfig(str(tmp_path / f"{disabled}"), disable_dropout=disabled, **args)
+        trainer = KTOTrainer(model=path, args=options, train_dataset=unpaired_rows(8), eval_dataset=unpaired_rows(4))
+        trainer._build(10)
+        policy, reference = trainer.window_pass.models.policy, trainer.window_pass.models.reference
+        assert reference is not None
+        torch.manual_seed(0)
+        learning = [policy.forward(batch).logps.detach() for _ in range(2)]
+        assert torch.equal(*learning) is disabled
+        with policy.sweep():
+            asked = policy.sequence_logps(batch)
+        for _ in range(2):
+            assert torch.equal(reference.sequence_logps(batch), asked)
+        # The policy is its own reference still, so that no reward is anything but 0.
+        found = trainer.evaluate()
+        assert found["eval_rewards/chosen"] == found["eval_rewards/rejected"] == found["eval_kl"] == 0.0
+        assert policy.engine.module.training
+        trainer.close()
 
 
 def test_a_live_16_bit_model_is_widened_with_its_reference(tmp_path: Path) -> None:

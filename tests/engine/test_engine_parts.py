@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, TrainingArguments
 
 from alignment import CPOConfig
 from alignment.config.errors import OptionError
@@ -43,16 +44,18 @@ def test_biases_and_norms_do_not_decay() -> None:
     ],
 )
 def test_the_optimizer_is_the_one_that_was_named(optim: str, kind: type, fused: bool | None) -> None:
-    adam = {} if optim == "sgd" else {"adam_beta2": 0.9}
+    adam = {} if optim == "sgd" else {"adam_beta2": 0.95, "adam_epsilon": 1e-3}
     made = build_optimizer(nn.Linear(2, 2), options(optim=optim, learning_rate=0.5, weight_decay=0.1, **adam))
     assert type(made) is kind and made.defaults["fused"] is fused and made.defaults["lr"] == 0.5
     assert [group["weight_decay"] for group in made.param_groups] == [0.1, 0.0]
-    assert optim == "sgd" or made.defaults["betas"] == (0.9, 0.9)
+    assert optim == "sgd" or (made.defaults["betas"], made.defaults["eps"]) == ((0.9, 0.95), 1e-3)
 
 
 def test_optim_args() -> None:
     made = build_optimizer(nn.Linear(2, 2), options(optim="sgd", optim_args="momentum=0.5,nesterov=true"))
     assert made.defaults["momentum"] == 0.5 and made.defaults["nesterov"] is True
+    made = build_optimizer(nn.Linear(2, 2), options(optim_args="betas=(0.8, 0.9),fused=false"))
+    assert (made.defaults["betas"], made.defaults["eps"], made.defaults["fused"]) == ((0.8, 0.9), 1e-8, False)
     for wrong in ("moment=0.5", "weight_decay=0.1", "lr=0.1", "momentum=-1"):
         with pytest.raises(OptionError, match="^optim_args: "):
             build_optimizer(nn.Linear(2, 2), options(optim="sgd", optim_args=wrong))
@@ -75,6 +78,22 @@ def test_the_schedule_rises_and_falls(more: dict[str, Any]) -> None:
         optimizer.step()
         scheduler.step()
     assert rates == [0.0, 4.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("ratio", [0.03, 0.1, 0.25, 0.5])
+@pytest.mark.parametrize("steps", [1, 7, 11, 15, 30, 100])
+def test_warmup_steps_follow_from_a_ratio_as_in_transformers(tmp_path: Path, steps: int, ratio: float) -> None:
+    """Rounded up: the first step that has the whole rate is the same."""
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=8.0)
+    scheduler = build_scheduler(optimizer, options(warmup_ratio=ratio), steps=steps)
+    theirs = TrainingArguments(output_dir=str(tmp_path), warmup_steps=ratio, use_cpu=True).get_warmup_steps(steps)
+    rates = []
+    for _ in range(steps):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert theirs >= 1 and 8.0 not in rates[:theirs]
+    assert theirs >= steps or rates[theirs] == 8.0
 
 
 def test_a_schedule_with_wrong_arguments() -> None:
@@ -127,3 +146,17 @@ def test_summaries_of_several_ranks() -> None:
         "learn": {"seconds": 2.0, "tokens": 11, "peak_bytes": 9, "entries": 1},
         "save": {"seconds": 3.0, "tokens": 0},
     }
+
+
+def test_a_short_peak_of_memory_is_seen() -> None:
+    """Sampled every 10 ms: 64 MiB that live for a fifth of a second count."""
+    phases = Phases(torch.device("cpu"))
+    with phases("before"):
+        pass
+    with phases("peak"):
+        block = bytearray(b"\1" * 2**26)
+        time.sleep(0.2)
+        del block
+        time.sleep(0.05)
+    records = phases.records
+    assert records["peak"].peak_bytes - records["before"].peak_bytes > 2**25

@@ -109,6 +109,24 @@ def test_functions_weights_and_more_generations(paths: dict[str, str], tmp_path:
     trainer.close()
 
 
+def test_a_completion_ends_with_any_eos_of_tokenizer_and_model(paths: dict[str, str], tmp_path: Path) -> None:
+    """Chat models often have two: the tokenizer's, and another one in their generation config."""
+    model = AutoModelForCausalLM.from_pretrained(paths["policy"])
+    own = AutoTokenizer.from_pretrained(paths["policy"])
+    model.generation_config.eos_token_id = [token for token in range(len(own)) if token != own.eos_token_id]
+    trainer = OnlineDPOTrainer(
+        model=model,
+        reward_funcs=lambda completion_ids: [float(ids[0]) for ids in completion_ids],
+        args=arguments(tmp_path, max_steps=1),
+        processing_class=own,
+        train_dataset=prompts(4),
+    )
+    trainer.train()
+    trainer.close()
+    (log,) = logs(trainer)
+    assert log["completions/mean_length"] == 1.0 == log["val/contain_eos_token"]
+
+
 def test_a_judge_that_fails_and_favours_a_side(paths: dict[str, str], tmp_path: Path) -> None:
     shown: list[list[str]] = []
 
@@ -158,6 +176,10 @@ def test_evaluation_counts_wins_against_the_start_policy(paths: dict[str, str], 
     assert len(evaluations) == 2 and evaluations[-1]["eval_win_rate"] > 0.7
     assert ("eval_objective/scores" in evaluations[-1]) is not judged
     assert {"eval_rewards/margins", "eval_completions/mean_length"} <= evaluations[-1].keys()
+    entries = {name: record.entries for name, record in trainer.phases.records.items()}
+    # The start policy's answers, and those of two evaluations, apart from the twelve steps of training.
+    assert (entries["rollout"], entries["eval rollout"]) == (12, 3)
+    assert (entries["reference"], entries["eval reference"], entries["evaluate"]) == (12, 2, 2)
     again = trainer.evaluate()
     same = [name for name in again if not name.endswith(("runtime", "per_second"))]
     assert {name: again[name] for name in same} == {name: evaluations[-1][name] for name in same}
@@ -168,6 +190,38 @@ def test_evaluation_counts_wins_against_the_start_policy(paths: dict[str, str], 
     for phase in ("rollout", "score", "reference", "learn", "step"):
         assert f"| {phase} " in report
     assert "generate, up to " in report
+
+
+def test_a_window_without_pairs_moves_the_schedule_and_no_weight(paths: dict[str, str], tmp_path: Path) -> None:
+    """Nor do weights decay, or go on by Adam's momentum; and means of the run leave the window out."""
+    calls = iter(range(9))
+
+    def silent_at_second(prompts: list[str], pairs: list[list[str]]) -> list[int]:
+        call = next(calls)
+        return [-1 if call == 1 else 0 for _ in pairs]
+
+    steps = {"max_steps": 4, "lr_scheduler_type": "linear", "weight_decay": 0.5, "learning_rate": 1e-2}
+    saved = {"save_strategy": "steps", "save_steps": 1}
+    trainer = OnlineDPOTrainer(
+        model=paths["policy"],
+        judge=silent_at_second,
+        args=arguments(tmp_path, **steps, **saved),
+        train_dataset=prompts(8),
+    )
+    output = trainer.train()
+    trainer.close()
+    found = logs(trainer)
+    assert [entry["pairs/failed"] for entry in found] == [0.0, 1.0, 0.0, 0.0]
+    assert [entry["learning_rate"] for entry in found] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
+    assert [entry["grad_norm"] == 0.0 for entry in found] == [False, True, False, False]
+    folders = [tmp_path / "out" / f"checkpoint-{step}" for step in (1, 2, 3, 4)]
+    weights = [AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in folders]
+    same = [all(torch.equal(one[name], other[name]) for name in one) for one, other in zip(weights, weights[1:])]
+    assert same == [True, False, False]
+    assert output.metrics["windows_without_pairs"] == 1
+    assert output.training_loss == pytest.approx(sum(entry["loss"] for entry in found if "loss" in entry) / 3)
+    tokens = [entry["num_tokens"] for entry in found]
+    assert tokens[0] == tokens[1] < tokens[2] < tokens[3] == trainer.phases.records["learn"].tokens
 
 
 def _alive() -> dict[str, int]:
@@ -253,6 +307,7 @@ def test_what_cannot_go_together_is_refused_by_the_trainer(paths: dict[str, str]
     for given, said in (
         ({}, "nothing scores the completions"),
         ({"reward_funcs": letters, "judge": lambda prompts, pairs: [0]}, "judge: given beside reward_funcs"),
+        ({"reward_model": "nowhere", "judge": lambda prompts, pairs: [0]}, "judge: given beside reward_model"),
         ({"reward_funcs": lambda completions, answer: [0.0]}, "needs 'answer'"),
         ({"judge": 3}, "judge"),
         ({"peft_config": object(), "reward_funcs": letters}, "adapters are not supported yet"),

@@ -163,3 +163,11 @@ def test_compiled_adam_is_adam(model: str, tmp_path: Path, optim: str, stages: t
         exact = losses(model, tmp_path / f"{stage}-exact", deepspeed=STAGES[stage], weight_decay=0.1)
         found = losses(model, tmp_path / f"{stage}-found", deepspeed=STAGES[stage], weight_decay=0.1, optim=optim)
         assert found == pytest.approx(exact, rel=1e-4)
+
+
+def test_the_fused_adam_of_a_gpu_needs_the_cuda_toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(optimizers, "uses_cuda", lambda options: True)
+    monkeypatch.setattr(optimizers.cpp_extension, "CUDA_HOME", None)
+    kind, note = optimizers.optimizer_kind(CPOConfig(**options(tmp_path, optim="deepspeed_fused_adam")))
+    assert kind is KINDS["adamw_torch"]
+    assert note is not None and "the CUDA toolkit (nvcc)" in note and "taking adamw_torch" in note

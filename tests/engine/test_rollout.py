@@ -75,18 +75,20 @@ def test_logps_are_those_of_the_learn_phase(policy: PolicyEngine, backend: str) 
 
 @BOTH
 def test_logps_are_those_of_the_processed_distribution(policy: PolicyEngine, backend: str) -> None:
-    answers = rollout(policy, backend, temperature=0.7, top_k=5, min_p=0.05, logps=True)
+    answers, narrowed = rollout(policy, backend, temperature=0.7, top_k=5, min_p=0.6, logps=True), 0
     for prompt, completion in rows(answers):
         ids = torch.tensor([prompt + completion])
         with policy.sweep():
             scores = policy.scorer.model(ids).logits[0, len(prompt) - 1 : -1] / 0.7
         kept = scores >= scores.topk(5).values[:, -1:]
-        kept &= scores.softmax(-1).mul(kept) >= 0.05 * scores.softmax(-1).max(-1, keepdim=True).values
+        kept &= scores.softmax(-1).mul(kept) >= 0.6 * scores.softmax(-1).max(-1, keepdim=True).values
+        narrowed += int((kept.sum(-1) < 5).sum())
         logps = scores.masked_fill(~kept, -torch.inf).log_softmax(-1)
         expected = logps.gather(1, torch.tensor(completion)[:, None])[:, 0]
         assert len(set(completion)) > 1 and torch.isfinite(expected).all()
         found = next(c for cs in answers for c in cs if list(c.ids) == completion)
         assert torch.tensor(found.logps) == pytest.approx(expected, abs=1e-5)
+    assert narrowed, "min_p cuts nothing that top_k has left"
 
 
 @BOTH
@@ -289,11 +291,21 @@ def test_what_fits_is_measured(policy: PolicyEngine, model: str, monkeypatch: py
 
     assert room(weights + 2 * each) == (True, 2)
     assert room(weights + 9 * each) == (True, 8)
+    assert room(weights + 7.9 * each) == (True, 4) and weights > 0.1 * each, "beside the weights"
     assert room(weights + 1.9 * each) == (False, 1 << int((weights + 1.9 * each) // each).bit_length() - 1)
     assert room(weights + 2 * each, batch_size=3) == (False, 3)
     assert room(0, gather=True) == (True, 1)
     assert room(2**40, gather=False, batch_size=7) == (False, 7)
     divided.close()
+
+
+def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: 1000)
+    for ranks_here, share in ((None, 1000), ("1", 1000), ("4", 250)):
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        if ranks_here is not None:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
+        assert memory._free_bytes(torch.device("cpu")) == share
 
 
 def test_errors(policy: PolicyEngine, model: str) -> None:

@@ -46,8 +46,9 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def rollout(policy: PolicyEngine, batch_size: int, **more: Any) -> list[list[Completion]]:
     """At so low a temperature that nothing is left to chance."""
     engine = RolloutEngine(policy, "generate", batch_size=batch_size, longest_context=64)
+    prompts = more.pop("prompts", PROMPTS)
     given = sampling(**{"temperature": 1e-3, "pad_token_id": EOS, **more})
-    return engine.generate(RolloutRequest(PROMPTS, 2, given, 5, True))
+    return engine.generate(RolloutRequest(prompts, 2, given, 5, True))
 
 
 @pytest.mark.parametrize("name", READ)
@@ -58,6 +59,14 @@ def test_a_batch_is_answered_as_its_prompts_alone_are(policy: PolicyEngine, name
         assert one.logps == pytest.approx(other.logps, abs=1e-4)
     assert together != rollout(policy, 8), "the processor should matter"
     assert "_get_logits_processor" not in vars(policy.scorer.model)
+
+
+def test_prompts_of_one_length_keep_their_own_scores(policy: PolicyEngine) -> None:
+    """A processor is given the rows of equal padding together."""
+    more = {"prompts": [[0, 5], [0, 9], [0, 31], [0, 7, 8, 9]], "extra": {"no_repeat_ngram_size": 1}}
+    together, alone = (rollout(policy, size, **more) for size in (8, 1))
+    assert [[one.ids for one in both] for both in together] == [[one.ids for one in both] for both in alone]
+    assert len({one.ids for both in together for one in both}) == 4
 
 
 def test_the_end_may_be_drawn_once(policy: PolicyEngine) -> None:

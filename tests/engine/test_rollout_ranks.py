@@ -39,6 +39,10 @@ def test_ranks_that_stop_at_very_different_lengths(found: list[dict[str, Any]], 
     assert first["described"].startswith("continuous" if name.endswith("continuous") else "generate")
 
 
+def test_what_fits_on_the_fuller_device_is_for_both(found: list[dict[str, Any]]) -> None:
+    assert [one["fits"] for one in found] == [4, 4]
+
+
 def test_training_after_rollouts_is_what_it_would_have_been(found: list[dict[str, Any]]) -> None:
     expected = {"by layer": True, "one rank fails": True}
     assert found[0]["trained"] == found[1]["trained"] == expected

@@ -15,7 +15,7 @@ from alignment.config.errors import OptionError
 from alignment.engines.rollout import backends
 from alignment.engines.rollout.backends import choose_backend
 from alignment.engines.rollout.engine import RolloutEngine
-from alignment.engines.rollout.processors import ACCEPTED, check_generation_kwargs
+from alignment.engines.rollout.processors import ACCEPTED, check_generation_kwargs, generation_config
 from alignment.engines.rollout.request import Completion, RolloutRequest, Work, chunks
 
 REFUSED = [
@@ -155,3 +155,23 @@ def test_a_completion_ends_with_its_first_eos() -> None:
     )
     assert Completion.cut([5, 2], several) == Completion((5, 2), False, None)
     assert Completion.cut([5, 1], sampling(eos_token_ids=())).ended is False
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_new_tokens", 3), ("temperature", 0.7), ("top_p", 0.6), ("top_k", 5), ("min_p", 0.2)]
+    + [("repetition_penalty", 1.3), ("pad_token_id", 7)],
+)
+def test_sampling_reaches_transformers(name: str, value: float) -> None:
+    """Every field under transformers' name for it; one that is misnamed would silently keep its neutral value."""
+    neutral = getattr(generation_config(sampling()), name)
+    assert getattr(generation_config(sampling(**{name: value})), name) == value != neutral
+
+
+def test_prompts_that_share_a_page_of_the_cache(policy: Any) -> None:
+    """32 tokens are one page: a prompt with one token more than another's page still generates."""
+    page = list(range(3, 35))
+    engine = RolloutEngine(policy, "continuous", longest_context=64)
+    answers = engine.generate(RolloutRequest([[*page, 40], [*page, 41], page], 2, sampling(), 3))
+    assert [len(completions) for completions in answers] == [2, 2, 2]
+    assert all(one.ids for completions in answers for one in completions)

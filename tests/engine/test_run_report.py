@@ -79,6 +79,8 @@ def test_curves_have_a_panel_for_what_was_logged(tmp_path: Path) -> None:
     assert (wide, high) == (3 * width, 2 * height)
     assert not draw_history([{"step": 1, "train_runtime": 2.0}], tmp_path / "none.png", "none")
     assert not (tmp_path / "none.png").exists()
+    assert draw_history(history, tmp_path / "other.png", "another title")
+    assert (tmp_path / "other.png").read_bytes() != (tmp_path / "one.png").read_bytes()
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="could not write"):
         draw_history(history, tmp_path / "file" / "x.png", "x")

@@ -19,7 +19,7 @@ import alignment.trainers.cpo
 import alignment.trainers.kto
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer
 from alignment.config.errors import OptionError, OutputError, TrainingError
-from alignment.data.batching import Batch, collate
+from alignment.data.batching import Batch, MicroBatches, UnpairedBatch, collate
 from alignment.engines.scoring import ScoringEngine
 from alignment.trainers import data_setup
 from alignment.trainers.base import AlignmentTrainer
@@ -78,6 +78,47 @@ def test_evaluation_does_not_depend_on_the_batch_size(paths: dict[str, str], tmp
             for name, value in found[0].items():
                 assert other[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
     assert not (tmp_path / "out").exists(), "evaluation alone writes nothing"
+
+
+def test_a_kl_below_0_counts_as_0(paths: dict[str, str], tmp_path: Path) -> None:
+    """With policy and reference swapped every log-ratio is the opposite, and with it the estimate."""
+    found = []
+    for policy, reference in (("policy", "reference"), ("reference", "policy")):
+        args = KTOConfig(**options(tmp_path))
+        trainer = KTOTrainer(
+            model=paths[policy], ref_model=paths[reference], args=args, eval_dataset=unpaired_rows(12, seed=3)
+        )
+        found.append(trainer.evaluate()["eval_kl"])
+        trainer.close()
+    assert min(found) == 0.0 and max(found) > 0.01
+
+
+def test_no_sequence_is_longer_than_max_length(paths: dict[str, str], tmp_path: Path) -> None:
+    """Nor is a partner's answer behind a row's prompt."""
+    rows = [{"prompt": "a" * n, "completion": "b" * (20 - n), "label": n % 2 == 0} for n in range(2, 18)]
+    args = KTOConfig(**options(tmp_path, max_length=24, per_device_train_batch_size=16))
+    trainer = KTOTrainer(model=paths["policy"], args=args, train_dataset=rows)
+    data, sampler = trainer.train_data, trainer.sampler
+    assert data is not None and sampler is not None
+    (batch,) = MicroBatches(trainer.method.collate, data.dataset, data.table, sampler.plan(0, 0), 0)
+    assert isinstance(batch, UnpairedBatch)
+    whole = data.table.prompt + data.table.completions[:, 0]
+    assert whole.max() == batch.matched.input_ids.shape[1] < 24 == batch.mismatched.input_ids.shape[1]
+
+
+def test_log_probs_of_a_loss_of_means_are_per_token(paths: dict[str, str], tmp_path: Path) -> None:
+    found = {}
+    for loss_type in ("sigmoid", "simpo"):
+        args = CPOConfig(**options(tmp_path, loss_type=loss_type))
+        trainer = CPOTrainer(model=paths["policy"], args=args, eval_dataset=paired_rows(1))
+        found[loss_type] = trainer.evaluate()
+        row = trainer.eval_data[""].dataset[0]
+        trainer.close()
+    for side in ("chosen", "rejected"):
+        tokens = len(row[f"{side}_ids"])
+        assert tokens > 1 and found["simpo"][f"eval_logps/{side}"] == pytest.approx(
+            found["sigmoid"][f"eval_logps/{side}"] / tokens
+        )
 
 
 def test_evaluate_between_and_after_training(paths: dict[str, str], tmp_path: Path) -> None:
@@ -335,7 +376,11 @@ def test_schedule_and_log_cadence(paths: dict[str, str], tmp_path: Path) -> None
         schedule.step()
     assert [entry["learning_rate"] for entry in logs] == pytest.approx([rates[i] for i in (0, 3, 7, 9)])
     assert logs[-1]["epoch"] == 2.5 and logs[-1]["num_tokens"] == trainer.state.num_input_tokens_seen > 0
-    assert output.metrics["train_tokens_per_second"] > 0 and math.isfinite(output.training_loss)
+    assert math.isfinite(output.training_loss)
+    done = {"train_samples": 2.5 * 16, "train_steps": 10, "train_tokens": logs[-1]["num_tokens"]}
+    for what, count in done.items():
+        rate = output.metrics[f"{what}_per_second"]
+        assert rate * output.metrics["train_runtime"] == pytest.approx(count), what
 
 
 def test_the_mean_of_a_log_is_over_its_windows(paths: dict[str, str], tmp_path: Path) -> None:
@@ -462,19 +507,25 @@ def test_other_ranks_read_what_the_first_has_tokenised(
 
 
 def test_own_optimizer_and_schedule(paths: dict[str, str], tmp_path: Path) -> None:
-    model = load(paths["policy"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    trainer = CPOTrainer(
-        model=model,
-        args=CPOConfig(**options(tmp_path, max_steps=2, deepspeed=STAGES["stage2"])),
-        processing_class=AutoTokenizer.from_pretrained(paths["policy"]),
-        train_dataset=paired_rows(8),
-        optimizers=(optimizer, schedule),
-    )
-    trainer.train()
-    trainer.close()
-    assert [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry] == [0.5, 0.5]
+    """They make the steps of the same optimizer by name."""
+    found = []
+    for own, named in ((True, {}), (False, {"optim": "sgd", "learning_rate": 0.5})):
+        model = load(paths["policy"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        trainer = CPOTrainer(
+            model=model,
+            args=CPOConfig(**options(tmp_path / f"{own}", max_steps=2, deepspeed=STAGES["stage2"], **named)),
+            processing_class=AutoTokenizer.from_pretrained(paths["policy"]),
+            train_dataset=paired_rows(8),
+            optimizers=(optimizer, schedule) if own else (None, None),
+        )
+        trainer.train()
+        trainer.close()
+        assert [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry] == [0.5, 0.5]
+        found.append(model.state_dict())
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
 
 
 def test_a_schedule_needs_its_optimizer(paths: dict[str, str], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import random
 import re
 from collections.abc import Iterator
@@ -59,6 +60,14 @@ def test_every_sentence_of_the_world_is_cut_as_one() -> None:
     for text in statements + said:
         assert text[-1] in ".!?" and not set(text[:-1]) & set(".!?"), text
     assert sentences(WARM) == ["Gladly, Anna.", "A cow says moo.", "I hope that helps."]
+
+
+def test_subjects_and_answers_are_written_as_in_a_sentence() -> None:
+    """Lower case but for names of days, and nothing that a sentence could end with."""
+    for name, kind in grammar.KINDS.items():
+        for text in (*kind.facts, *kind.facts.values()):
+            assert re.fullmatch(r"[A-Z]?[a-z]+( [a-z]+)*", text), text
+            assert text[0].islower() or name in ("day", "month", "capital"), text
 
 
 def test_the_rules_agree_with_the_grammar_on_every_request() -> None:
@@ -385,6 +394,7 @@ def test_the_whole_program(
         and "![reward margins by step](margins.png)" in page
         and "8 pairs of a warm and a curt answer" in page
     )
+    assert "\n\n## Sampled answers\n\n```\n" in page and page.count("  after KTO ") == 3, "three requests"
     given = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     titles = ("before", "after KTO", "after CPO", "after Online DPO")
     assert [line["model"] for line in given] == [title for title in titles for _ in range(5)]
@@ -414,3 +424,16 @@ def test_the_demo_keeps_its_promises(launch: Launch, tmp_path: Path) -> None:
     done = launch(ROOT / "launch" / "demo.py", "--output_dir", tmp_path, launcher="python", timeout=900)
     assert done.returncode == 0, done.stderr
     assert "Every promise was kept." in done.stdout
+
+
+def test_where_the_demo_goes_and_what_it_may_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default into outputs/demo with seed 0, and never to the network."""
+    for name in ("HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.delenv(name, raising=False)
+    given: list[Any] = []
+    monkeypatch.setattr("alignment.demo.run._run", given.append)
+    with pytest.raises(SystemExit) as leaving:
+        main([])
+    assert leaving.value.code == 0
+    assert (given[0].output_dir, given[0].seed, given[0].fresh) == (Path("outputs/demo"), 0, False)
+    assert (os.environ["HF_HUB_OFFLINE"], os.environ["TOKENIZERS_PARALLELISM"]) == ("1", "false")

@@ -110,6 +110,7 @@ def test_cpo(dry_run: Callable[..., str]) -> None:
 
 def test_long_texts_are_cut_in_the_middle() -> None:
     assert _shortened("a" * 600) == "a" * 600
+    assert _shortened("a" * 601) == f"{'a' * 300} … 1 characters … {'a' * 300}"
     assert _shortened("a" * 400 + "b" * 500) == f"{'a' * 300} … 300 characters … {'b' * 300}"
 
 

@@ -165,6 +165,15 @@ def test_when_both_ranks_fail_one_of_them_speaks(ranks: RankServer) -> None:
     assert len(error_lines(done.stderr)) == 1
 
 
+def test_an_interruption_of_both_ranks_keeps_its_exit_status(ranks: RankServer) -> None:
+    done = ranks.run(DRIVER, "everyone-interrupted", "sleep", timeout=60, check=False)
+    assert sorted(rank.code for rank in done.ranks) == [1, 130], "130 from the one that speaks"
+    assert [line.partition(": ")[2] for line in error_lines(done.stderr)] in (
+        ["rank 0: interrupted by the user"],
+        ["rank 1: interrupted by the user"],
+    )
+
+
 def test_ranks_that_finish_at_different_times_succeed(ranks: RankServer) -> None:
     done = ranks.run(DRIVER, "none", "uneven", timeout=60)
     assert done.stderr == ""

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -108,6 +109,15 @@ def test_srun(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
+def test_older_names_of_sruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a job's number the port follows from the step alone."""
+    older = {name: value for name, value in SRUN.items() if name not in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID")}
+    set_all(monkeypatch, {**older, "SLURM_TASKS_PER_NODE": "2(x3)"})
+    prepare_environment()
+    assert os.environ["LOCAL_WORLD_SIZE"] == "2"
+    assert os.environ["MASTER_PORT"] == str(15000 + 202)
+
+
 def test_srun_keeps_a_given_address_and_refuses_another_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, {**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29600"})
     prepare_environment()
@@ -155,6 +165,17 @@ def test_an_unusable_environment_is_named(
 )
 def test_first_host_without_scontrol(nodelist: str, host: str) -> None:
     assert first_host(nodelist) == host
+
+
+def test_first_host_by_scontrol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is asked for the names of just this list; where it fails, the brackets are read."""
+    script = tmp_path / "scontrol"
+    script.write_text('#!/bin/sh\n[ "$1 $2 $3" = "show hostnames a[7-8]" ] && printf "a7.cluster\\na8.cluster\\n"\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(launch_env.shutil, "which", lambda name: str(script))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert first_host("a[7-8]") == "a7.cluster"
+    assert first_host("b[1-2]") == "b1"
 
 
 def test_tasks_on_node() -> None:

@@ -74,8 +74,7 @@ def test_a_rank_imports_the_checkout_of_its_job(ranks: RankServer, tmp_path: Pat
     script.write_text("import alignment; print(alignment.__file__)")
     (tmp_path / "alignment").mkdir()
     (tmp_path / "alignment" / "__init__.py").write_text("")
-    with_own = RankServer(tmp_path)
-    with_own._address = ranks.address
+    with_own = RankServer(tmp_path, ranks.address)
     assert ranks.run(script, nproc=1).stdout == f"{ROOT / 'alignment' / '__init__.py'}\n"
     assert with_own.run(script, nproc=1).stdout == f"{tmp_path / 'alignment' / '__init__.py'}\n"
 

@@ -12,7 +12,12 @@ from transformers.integrations import TensorBoardCallback, WandbCallback
 
 from alignment import KTOConfig
 from alignment.config.errors import OutputError
+from alignment.data.prompt_rows import PromptRow
+from alignment.engines.rollout.request import Completion
 from alignment.reporting.completions import CompletionTable, as_text, markdown
+from alignment.trainers.completion_log import CompletionLog
+from alignment.trainers.generations import Generated
+from alignment.trainers.pairs import Ranking
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\nthere"}]
 TEXT = "system: Be brief.\nuser: Hi\nthere"
@@ -40,6 +45,26 @@ def test_the_file_has_a_line_for_each_row(tmp_path: Path) -> None:
         {"step": 3, "prompt": "p", "chosen": "<b>_c_", "score": 0.125, "dropped": None},
         {"step": 4, "prompt": "p", "chosen": "c", "score": None, "dropped": None},
     ]
+
+
+def test_tables_are_written_at_every_so_many_th_log(tmp_path: Path) -> None:
+    """Of the newest window's first prompts; at other logs and where there is no pair yet nothing is."""
+    source = PromptRow(0, "p", {}, {})
+    made = tuple(Completion((number,), True) for number in range(3))
+    group, ranking = Generated(0, source, "row 1", (0,), made, ("a", "b", "c")), Ranking((2, 0), (0.5, None, 1.5))
+    for every, steps in ((1, [2, 3, 4, 5]), (2, [2, 4]), (3, [3]), (0, [])):
+        path = tmp_path / f"{every}.jsonl"
+        log = CompletionLog(CompletionTable(path), every, prompts=2)
+        log.write(1)
+        for step in range(2, 6):
+            log.keep([group] * 3, [ranking, Ranking("tied", (1.0, 1.0, 1.0)), ranking])
+            log.write(step)
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if steps else []
+        assert [line["step"] for line in lines] == [step for step in steps for _ in range(2)]
+        for pair, dropped in zip(lines[::2], lines[1::2], strict=True):
+            assert (pair["chosen"], pair["rejected"], pair["dropped"]) == ("c", "a", None)
+            assert (pair["chosen_score"], pair["rejected_score"]) == (1.5, 0.5)
+            assert (dropped["chosen"], dropped["rejected"], dropped["dropped"]) == ("a", "b", "tied")
 
 
 def test_other_ranks_write_nothing_and_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -301,6 +301,8 @@ def test_placement_of_the_reference() -> None:
     assert reference_placement(KTOConfig("out", ref_placement="sharded")) == "sharded"
     assert reference_placement(KTOConfig("out", ref_deepspeed="ref_offload")) == "offload"
     assert reference_placement(KTOConfig("out", ref_deepspeed={"zero_optimization": {"stage": 3}})) == "sharded"
+    on_the_device = {"zero_optimization": {"stage": 3, "offload_param": {"device": "none"}}}
+    assert reference_placement(KTOConfig("out", ref_deepspeed=on_the_device)) == "sharded"
 
 
 @pytest.mark.parametrize(

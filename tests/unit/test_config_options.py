@@ -283,6 +283,17 @@ def test_alpha_by_loss(given: dict[str, Any], alpha: float, cpo_alpha: float) ->
     assert (options.alpha, options.cpo_alpha) == (alpha, cpo_alpha)
 
 
+@pytest.mark.parametrize("name", ["seed", "data_seed", "router_aux_loss_coef", "learning_rate", "weight_decay"])
+def test_numbers_that_must_not_be_negative(name: str) -> None:
+    with pytest.raises(OptionError, match=f"^{name}=-1.*: must be at least 0; set it to 0 or more"):
+        KTOConfig("out", **{name: -1})
+
+
+def test_a_wrong_value_is_told_the_default() -> None:
+    with pytest.raises(OptionError, match="beta='high': expected a number; set it to a value such as '0.1'"):
+        KTOConfig("out", beta="high")
+
+
 def test_window_of_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert KTOConfig("out", per_device_train_batch_size=1, gradient_accumulation_steps=2).window_size == 2
     assert KTOConfig("out", per_device_train_batch_size=1, loss_type="apo_zero_unpaired").window_size == 1

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import alignment
 from alignment.config.cpo import CPOConfig
 from alignment.config.errors import OptionError
 from alignment.config.kto import KTOConfig
@@ -210,3 +211,9 @@ def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
         for name in option_names(cls):
             assert f"--{name} " in text, name
     assert "(--method kto)" in text and "(--method cpo)" in text and "[1e-06]" in text
+
+
+def test_every_public_name_is_there() -> None:
+    assert sorted(alignment.__all__) == alignment.__all__
+    for name in alignment.__all__:
+        assert getattr(alignment, name) is not None and name in dir(alignment)

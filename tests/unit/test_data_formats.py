@@ -21,6 +21,7 @@ S = {"role": "system", "content": "be brief"}
     [
         ("say it well", "say it badly", ("say it", " well", " badly")),
         ("say it wellness", "say it welled", ("say it", " wellness", " welled")),  # no word is cut in two
+        ("say so well", "say sooner", ("say", " so well", " sooner")),  # nor where one answer alone goes on with it
         ("Q: why?\n\nA", "Q: why?\n\nB", ("Q: why?", "\n\nA", "\n\nB")),  # a run of whitespace goes to the completions
         ("one two", "one two three", ("one", " two", " two three")),  # one answer is a prefix of the other
         ("one two three", "one two", ("one", " two three", " two")),

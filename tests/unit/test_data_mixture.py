@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from datasets import Dataset
 from helpers import make_model, paired_rows, unpaired_rows
 
 from alignment import CPOConfig, KTOConfig, KTOTrainer
 from alignment.config.checks import check_command_line
 from alignment.config.errors import DataError, OptionError
 from alignment.config.mixture import MixturePart, mixture_parts
-from alignment.data.mixture import draw, shares
+from alignment.data.mixture import draw, mixed, shares
+from alignment.data.prepare import Prepared
 from alignment.data.report import NOT_DRAWN, DataReport, joined
 from alignment.trainers.run import build_trainer
 
@@ -65,6 +68,15 @@ def test_rows_of_one_source_row_are_drawn_together() -> None:
     assert draw(rows, 20, (43, 0)).tolist() != drawn.tolist() != draw(rows, 20, (42, 1)).tolist()
     assert draw(rows, 21, (42, 0)).tolist() != drawn.tolist() and len(draw(rows, 21, (42, 0))) == 21
     assert sorted(draw(rows, 100, (1, 1)).tolist()) == list(range(100))
+
+
+def test_parts_of_one_size_draw_different_rows() -> None:
+    """Else the rows of two parts that correspond to each other would be drawn or left out together."""
+    rows = Dataset.from_dict({"prompt_ids": [[number] for number in range(40)], "row": range(40)})
+    part = Prepared(rows, DataReport(40, 40))
+    dataset, _ = mixed([("a", part, 1.0), ("b", part, 1.0)], 40, seed=42)
+    drawn = dataset["row"][:]
+    assert len(drawn) == 40 and drawn[:20] != drawn[20:]
 
 
 def test_every_row_is_drawn_equally_often() -> None:
@@ -216,3 +228,10 @@ def test_faults_name_the_part_and_its_row(folder: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=said):
             trainer_of(folder, dataset_mixture=[str(folder / "labelled.jsonl"), part])
+
+
+def test_what_a_part_leaves_out_is_unset() -> None:
+    """Not empty: an empty name would be asked of the hub."""
+    (part,) = mixture_parts(["a.jsonl"])
+    values = dataclasses.asdict(part)
+    assert values.pop("dataset_name") == "a.jsonl" and set(values.values()) == {None}

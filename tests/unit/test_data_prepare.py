@@ -166,6 +166,16 @@ def test_the_name_follows_the_content_of_a_file(tmp_path: Path) -> None:
     assert names[0] == names[2] != names[1]
 
 
+def test_the_name_follows_every_row() -> None:
+    """Rows are hashed a thousand at a time."""
+    rows = [{"prompt": str(number), "completion": "c", "label": True} for number in range(1500)]
+    names = {
+        cache_name(Dataset.from_list(given), "unpaired", char_tokenizer(), Limits())
+        for given in (rows, rows[:1400], [*rows[:-1], {**rows[-1], "label": False}])
+    }
+    assert len(names) == 3
+
+
 def test_dataset_formats_and_selections(tmp_path: Path) -> None:
     plain = Dataset.from_list(KTO)
     formatted = plain.with_format("numpy", columns=["label"])

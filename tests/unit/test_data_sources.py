@@ -207,3 +207,19 @@ def test_nothing_is_said_about_a_hub_split_but_its_error(monkeypatch: pytest.Mon
     monkeypatch.setattr(datasets, "load_dataset", fail)
     message = refused("owner/name", "x", "en")
     assert message.startswith('dataset owner/name (config en), split x: cannot be loaded: Unknown split "x".')
+
+
+def test_files_of_two_kinds_in_one_split(tmp_path: Path) -> None:
+    (tmp_path / "train-1.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "train-2.csv").write_text("a\n1\n")
+    with pytest.raises(DataError, match=r"mixes \.csv, \.jsonl files in one split; keep one kind"):
+        load_split(str(tmp_path), None, "train")
+
+
+def test_plain_columns_keep_their_types(tmp_path: Path) -> None:
+    """A column of one plain type is stored as that, so that nothing has to be decoded."""
+    row = {"text": "a", "bool": True, "int": 1, "float": 0.5}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    loaded = load_split(str(tmp_path / "rows.jsonl"), None, "train")
+    types = {name: feature.dtype for name, feature in loaded.features.items()}
+    assert types == {"text": "string", "bool": "bool", "int": "int64", "float": "float64"}

@@ -231,6 +231,14 @@ def test_check_finds_an_unknown_scale() -> None:
         check_scorer(scorer, torch.device("cpu"))
 
 
+def test_check_finds_what_is_no_number() -> None:
+    """Broken weights make both sides nan, and nan is neither above nor below any tolerance."""
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES["llama-untied"])
+    model.lm_head.weight.data[7].fill_(float("nan"))
+    with pytest.raises(ModelError, match="are not finite, so its weights are broken"):
+        check_scorer(CompletionScorer(model), torch.device("cpu"))
+
+
 def test_head_still_generates_and_is_installed_once() -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(ARCHITECTURES["llama-tied"]).eval()
@@ -274,3 +282,14 @@ def test_fallback_for_an_unknown_head(longest: int) -> None:
     assert wide_hidden.grad is not None and wide_weight.grad is not None
     assert float((hidden.grad - wide_hidden.grad).norm() / wide_hidden.grad.norm()) < 1e-5
     assert float((head.weight.grad - wide_weight.grad).norm() / wide_weight.grad.norm()) < 1e-5
+
+
+def test_what_is_kept_for_backward_has_the_dtype_of_the_hidden_states() -> None:
+    """One (N, H) tensor; in fp32 it would take twice the memory of the states that it stands for."""
+    hidden = torch.randn(40, 16, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(50, 16, dtype=torch.bfloat16)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        token_logprobs(hidden, weight, None, torch.zeros(40, dtype=torch.long))
+    wide = [tensor for tensor in kept if tensor.shape == (40, 16)]
+    assert wide and all(tensor.dtype == torch.bfloat16 for tensor in wide)

@@ -17,7 +17,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from alignment.config.errors import ModelError, OptionError
 from alignment.engines.launch_env import init_distributed
 from alignment.engines.saving import gathered_state_dict
-from alignment.models.inspection import check_positions, check_weights, read_config
+from alignment.models.inspection import check_positions, check_weights, first_line, read_config
 from alignment.models.loading import disable_dropout, enable_checkpointing, load_model, loading, snapshot
 
 STAGE3 = {"train_micro_batch_size_per_gpu": 1, **zero(3)}
@@ -244,3 +244,33 @@ def test_a_partitioned_model_is_copied_and_gathered_whole(tmp_path: Path, kind: 
     ids = torch.arange(10)[None]
     assert torch.allclose(twin(input_ids=ids).logits, whole(input_ids=ids).logits, atol=1e-5)
     assert (twin.lm_head.weight is twin.model.embed_tokens.weight) == (kind != "untied")
+
+
+def test_code_of_a_model_runs_only_with_trust_remote_code(tmp_path: Path) -> None:
+    (tmp_path / "configuration_own.py").write_text(
+        "from transformers import LlamaConfig\n\n\nclass OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+    )
+    (tmp_path / "modeling_own.py").write_text(
+        "from transformers import LlamaForCausalLM\n\n\nclass OwnModel(LlamaForCausalLM):\n    pass\n"
+    )
+    own = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": own, "vocab_size": 9}))
+    make_model(tmp_path / "weights")
+    (tmp_path / "weights" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="code of its own, which is not run; set trust_remote_code: true"):
+        read_config(str(tmp_path), key="model_name_or_path", trust_remote_code=False, init_kwargs={})
+    config = read_config(str(tmp_path), key="model_name_or_path", trust_remote_code=True, init_kwargs={})
+    assert type(config).__name__ == "OwnConfig" and config.vocab_size == 9
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("one\ntwo\nthree", "one"),
+        ("it says:\n\n  two\nthree", "it says: two"),
+        ("", "KeyError"),
+    ],
+)
+def test_the_first_line_of_a_librarys_message(message: str, line: str) -> None:
+    error = type("KeyError", (Exception,), {})(message)
+    assert first_line(error) == line

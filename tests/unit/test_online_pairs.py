@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from alignment.config.errors import RewardError
 from alignment.data.prompt_rows import PromptRow
-from alignment.data.windows import WindowCounts, WindowPlan
+from alignment.data.report import DataReport
+from alignment.data.windows import RowTable, WindowCounts, WindowPlan
 from alignment.engines.rollout.request import Completion
 from alignment.objectives.dpo import dpo_loss
 from alignment.reporting.metrics import MetricSums, means
@@ -21,7 +25,8 @@ from alignment.rewards.combined import Rewards
 from alignment.rewards.functions import FunctionReward
 from alignment.rewards.judges import Judge
 from alignment.trainers.critics import JudgeCritic, RewardCritic
-from alignment.trainers.generations import Generated, continuations
+from alignment.trainers.data_setup import PreparedData, PreparedPart
+from alignment.trainers.generations import Generated, continuations, described, further_columns, samples_of
 from alignment.trainers.online_window import Seeds, window_seeds
 from alignment.trainers.pairs import Pair, Ranking, best_and_worst, pair_of, plan_pairs, ranked_batches
 
@@ -151,6 +156,35 @@ def test_a_completion_keeps_the_space_that_it_begins_with() -> None:
     assert continuations(prompt, made, tokenizer) == [" the park.", ", , park"], "nothing is tidied up either"
     assert continuations([], made, tokenizer) == ["the park.", ", , park"], "a message stands alone"
     assert continuations(prompt, [], tokenizer) == []
+
+
+def described_data(prompts: Sequence[Any], columns: Sequence[dict[str, Any]]) -> PreparedData:
+    """A mixture of which every part has one row: a prompt and further columns."""
+    stored = {"prompt": [*map(json.dumps, prompts)], "template": ["{}"] * len(prompts)}
+    dataset = Dataset.from_dict({**stored, "columns": [*map(json.dumps, columns)], "row": [0] * len(prompts)})
+    lengths = np.ones(len(prompts), dtype=np.int64)
+    parts = tuple(PreparedPart(f"part {number}", DataReport(1, 1)) for number in range(len(prompts)))
+    return PreparedData("data", dataset, RowTable(lengths, lengths[:, None]), DataReport(len(prompts), 1), parts)
+
+
+def test_a_text_goes_on_where_its_prompt_ends_and_a_message_stands_alone() -> None:
+    tokenizer = spaced_tokenizer()
+    lily, went, to, the, park = range(2, 7)
+    data = described_data(["Lily went to", [{"role": "user", "content": "Lily went to"}]], [{}, {}])
+    made = [[Completion((the, park, EOS), True)]] * 2
+    groups = described([0, 1], [[0, lily, went, to]] * 2, made, data, tokenizer)
+    assert [group.texts for group in groups] == [(" the park",), ("the park",)]
+    assert [group.place for group in groups] == ["part 0 row 1", "part 1 row 1"]
+    assert samples_of(groups, []).completions == [" the park", [{"role": "assistant", "content": "the park"}]]
+
+
+def test_columns_are_those_of_every_part_of_a_mixture() -> None:
+    data = described_data(["Lily", "went", "to"], [{"answer": 1}, {"answer": 2, "tag": "x"}, {"level": 0.5}])
+    columns = further_columns(data)
+    assert columns == ["answer", "tag", "level"]
+    groups = described([0, 1, 2], [[2], [3], [4]], [[Completion((5,), False)]] * 3, data, spaced_tokenizer())
+    found = samples_of(groups, columns).columns
+    assert found == {"answer": [1, 2, None], "tag": [None, "x", None], "level": [None, None, 0.5]}
 
 
 # Critics -------------------------------------------------------------------------------------------------------------

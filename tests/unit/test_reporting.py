@@ -66,8 +66,8 @@ def test_history_weights_windows_by_their_counts() -> None:
     history.add({"loss": (1.0, 1), "rewards/chosen": (6.0, 3), "rewards/rejected": (0.0, 0)})
     assert "rewards/margins" not in means({"rewards/chosen": (6.0, 3), "rewards/rejected": (0.0, 0)})
     history.add({"loss": (2.0, 1), "rewards/chosen": (0.0, 0), "rewards/rejected": (-8.0, 4)})
-    history.add({"loss": (6.0, 1), "rewards/chosen": (2.0, 1), "rewards/rejected": (2.0, 4)})
-    expected = {"loss": 3.0, "rewards/chosen": 2.0, "rewards/rejected": -0.75, "rewards/margins": 2.75}
+    history.add({"loss": (6.0, 1), "rewards/chosen": (4.0, 1), "rewards/rejected": (1.0, 3)})
+    expected = {"loss": 3.0, "rewards/chosen": 2.5, "rewards/rejected": -1.0, "rewards/margins": 3.5}
     assert history.pop() == expected
     assert history.pop() == {}, "a log starts anew"
     history.add({"loss": (4.0, 1)})
@@ -144,3 +144,14 @@ def test_a_disabled_bar_prints_nothing(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_memory_on_a_cpu_is_the_process() -> None:
     assert 0.05 < memory_gib(CPU) < 500
+
+
+def test_the_rate_is_that_of_the_time_that_has_passed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter([10.0, 10.25])
+    monkeypatch.setattr("alignment.reporting.progress.time.monotonic", lambda: next(clock))
+    bar = Progress(2, "kto", True, CPU)
+    bar.advance({"loss": 0.5}, tokens=50)
+    bar.close()
+    assert "tok/s=200" in capsys.readouterr().err

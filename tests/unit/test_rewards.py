@@ -125,6 +125,8 @@ SPAN = "rows.jsonl row 1 to rows.jsonl row 2"
         (torch.tensor([1.0, -math.inf, 0.0]), "returned -inf for rows.jsonl row 1; return a finite number"),
         ([10**400, 1, 1], "returned inf for rows.jsonl row 1"),
         ([1.0, 2.0, 1j], "returned 1j (of type complex) for rows.jsonl row 2"),
+        # One element, but of a list that a function may have forgotten to reduce.
+        ([1.0, 2.0, torch.ones(1)], "for rows.jsonl row 2; return a number, or None for no score"),
     ],
 )
 def test_what_is_no_score(returned: Any, said: str) -> None:

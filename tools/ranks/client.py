@@ -11,9 +11,11 @@ from multiprocessing.connection import Client
 from pathlib import Path
 
 from tools.ranks.job import Job, Outcome
+from tools.ranks.process import COVERAGE
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ADDRESS = "ALIGNMENT_RANK_SERVER"  # the socket of a server that is running already
+_MEASURED_TIMES = 4  # longer timeouts where coverage is measured
 # What a launcher, or an earlier run in this process, leaves in the environment; a rank must not inherit it.
 LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"),
@@ -34,13 +36,14 @@ class RankServer:
 
     Args:
         root: the checkout whose packages the ranks import.
+        address: of a server that is running already; None: what the environment says.
     """
 
-    def __init__(self, root: Path = ROOT) -> None:
+    def __init__(self, root: Path = ROOT, address: str | None = None) -> None:
         self.root = root
         self._process: subprocess.Popen[str] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._address = os.environ.get(ADDRESS)
+        self._address = address or os.environ.get(ADDRESS)
 
     @property
     def address(self) -> str:
@@ -55,7 +58,7 @@ class RankServer:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tools.ranks.server", address],
             cwd=ROOT,
-            env=environment(OMP_NUM_THREADS="1"),
+            env=environment(OMP_NUM_THREADS="1", COVERAGE_PROCESS_START=""),  # ranks are measured, not what forks them
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -101,7 +104,7 @@ class RankServer:
                 PYTHONPATH=os.pathsep.join(filter(None, paths)), OMP_NUM_THREADS="1", **(env or {})
             ),
             folder=str(cwd or os.getcwd()),
-            timeout=timeout,
+            timeout=timeout * (_MEASURED_TIMES if COVERAGE in os.environ else 1),
             grace=grace,
         )
         with Client(self.address, family="AF_UNIX") as connection:

@@ -20,6 +20,7 @@ from typing import NoReturn
 from tools.ranks.job import Job
 
 STACKS = signal.SIGUSR2
+COVERAGE = "ALIGNMENT_RANK_COVERAGE"  # a configuration file of coverage.py: measure what the script runs
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -79,6 +80,7 @@ def run_as_main(job: Job) -> NoReturn:
     sys.path_importer_cache.clear()
     sys.argv[:] = [job.script, *job.arguments]
     _renew_import_time_settings()
+    _measure_coverage()
     code = 0
     try:
         runpy.run_path(job.script, run_name="__main__")
@@ -96,8 +98,20 @@ def _renew_import_time_settings() -> None:
     """Settings that a library reads from the environment when it is imported, and the runs change."""
     import datasets
 
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     if "HF_DATASETS_CACHE" in os.environ:
         datasets.config.HF_DATASETS_CACHE = Path(os.environ["HF_DATASETS_CACHE"])
+
+
+def _measure_coverage() -> None:
+    """Measure what the script runs, until the process ends in whatever way the script chooses."""
+    if COVERAGE in os.environ:
+        import coverage
+
+        measurement = coverage.Coverage(config_file=os.environ[COVERAGE])
+        measurement.start()
+        atexit.register(measurement.save)
+        atexit.register(measurement.stop)
 
 
 def _exit(code: int) -> NoReturn:

@@ -1,0 +1,84 @@
+"""``tools/same_numbers.py`` on real runs: two equal versions are the same, and a change of one line is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from tools.same_numbers import main
+from tools.trial import Tree
+
+# Name, file, what is changed, into what, the run that is made, and a key that has to be reported.
+CHANGES = {
+    "a sum in another order": (
+        "alignment/engines/scoring.py",
+        "zeros.index_add(0, batch.segments, part) for part in",
+        "zeros.index_add(0, batch.segments.flip(0), part.flip(0)) for part in",
+        "cpo-stage0-1",
+        "loss",
+    ),
+    "a seed": (
+        "alignment/trainers/data_setup.py",
+        "return options.seed if options.data_seed is None",
+        "return options.seed + 1 if options.data_seed is None",
+        "sft-stage2-1",
+        "loss",
+    ),
+    "a metric that is left out": (
+        "alignment/trainers/cpo.py",
+        '            ("entropy", scores.entropy.sum(), lengths.sum()),\n',
+        "",
+        "cpo-stage0-1",
+        "entropy",
+    ),
+    "a schedule that is a step late": (
+        "alignment/engines/optimization.py",
+        "num_warmup_steps=warmup,",
+        "num_warmup_steps=warmup + 1,",
+        "reward-stage0-1",
+        "learning_rate",
+    ),
+    "another KL partner": (
+        "alignment/data/windows.py",
+        "partners[order] = np.roll(order, -(shift if shift < count else 1))",
+        "partners[order] = np.roll(order, -(shift + 1 if shift + 1 < count else 1))",
+        "kto-stage2-2",
+        "kl",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
+    return Tree(tmp_path_factory.mktemp("copy") / "code")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("launch")
+def test_equal_versions_are_the_same(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["kto-stage2-2", "online_dpo-model-stage3-1"]
+    assert main([str(ROOT), str(tree.folder), "--only", *names]) == 0
+    out = capsys.readouterr().out
+    assert all(f"{name}: 0 differences" in out for name in names) and "2 of 2 runs are the same" in out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("launch")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_one_line_is_found(tree: Tree, capsys: pytest.CaptureFixture[str], change: str) -> None:
+    file, old, new, run, key = CHANGES[change]
+    text = (ROOT / file).read_text()
+    assert text.count(old) == 1
+    with tree.changed(file, text.replace(old, new)):
+        assert main([str(ROOT), str(tree.folder), "--only", run]) == 1
+    lines: list[str] = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"  {run}: ")]
+    assert any(f" (step {step}): {key}: " in line for line in lines for step in (1, 2, 3)), lines
+    assert all(" | " in line for line in lines)
+
+
+@pytest.mark.slow
+def test_what_is_no_version_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="neither a commit nor a folder with a checkout"):
+        main([str(tmp_path / "nothing"), str(ROOT)])

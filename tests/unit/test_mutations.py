@@ -1,0 +1,80 @@
+"""The mutations of ``tests/mutations/`` apply to the code as it is; ``make mutations`` shows that tests notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from tools.mutants.ledger import equivalents
+from tools.mutations import Mutation, load
+
+ENTRY = """\
+- name: a name
+  file: alignment/__init__.py
+  original: '__version__ = "0.'
+  replacement: '__version__ = "1.'
+  tests: [tests/unit/test_mutations.py]
+"""
+
+
+@pytest.mark.parametrize("mutation", load(), ids=lambda mutation: mutation.name)
+def test_a_mutation_applies_and_names_its_tests(mutation: Mutation) -> None:
+    compile(mutation.mutated(), mutation.file, "exec")
+    assert mutation.tests
+    for tests in mutation.tests:
+        file, _, name = tests.partition(" ")[0].partition("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text() if name else (ROOT / file).is_file()
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(load()) >= 100
+
+
+def write(folder: Path, text: str) -> Path:
+    (folder / "area.yaml").write_text(text)
+    return folder
+
+
+def test_an_entry(tmp_path: Path) -> None:
+    (mutation,) = load(write(tmp_path, ENTRY))
+    assert (mutation.area, mutation.name) == ("area", "a name")
+    assert mutation.mutated() == (ROOT / "alignment" / "__init__.py").read_text().replace('"0.', '"1.', 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (ENTRY.replace("original: '__version__ = ", "original: 'no such text"), "0 times in alignment/__init__.py"),
+        (
+            ENTRY.replace("original: '__version__ = \"0.", "original: 'alignment"),
+            "times in alignment/__init__.py, not",
+        ),
+        (ENTRY.replace("__init__.py", "nowhere.py"), "alignment/nowhere.py does not exist"),
+    ],
+)
+def test_a_mutation_that_does_not_apply(tmp_path: Path, text: str, said: str) -> None:
+    (mutation,) = load(write(tmp_path, text))
+    with pytest.raises(ValueError, match=said):
+        mutation.mutated()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (ENTRY + ENTRY, "several mutations are called a name"),
+        (ENTRY.replace("replacement", "replaced"), "area.yaml: a name: keys must be"),
+        (ENTRY.replace("'__version__ = \"1.'", "1"), "area.yaml: a name: every value but tests must be text"),
+    ],
+)
+def test_a_file_that_is_wrong(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        load(write(tmp_path, text))
+
+
+def test_every_equivalent_mutant_has_its_reason() -> None:
+    """And is of code that still exists: an entry of code that has gone would hide nothing and mislead."""
+    for (file, old, _), why in equivalents().items():
+        lines = {line.strip() for line in (ROOT / file).read_text().splitlines()}
+        assert len(why) > 10 and set(old.split(" ⏎ ")) <= lines, (file, old)

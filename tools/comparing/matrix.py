@@ -1,0 +1,148 @@
+"""Short seeded runs that between them go through every method, every ZeRO stage, and one and two ranks.
+
+Models, rows, reward functions and judges are made once and are the same for both sides; the runs are recipes for
+``launch/train.py``, which is the interface that a refactoring has to keep.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.ranks.client import ROOT
+
+_CODE = '''
+import random
+
+
+def letters(completions):
+    """A reward that depends on every letter."""
+    return [sum(map(ord, text)) % 17 / 4 for text in completions]
+
+
+def tossed(prompts, pairs):
+    """A judge that tosses a coin: what it draws must repeat with the run."""
+    return [random.choice((0, 1, 1, -1)) for _ in pairs]
+'''
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recipe and the number of ranks that it runs on; the name says what it is."""
+
+    name: str
+    ranks: int
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class World:
+    """The folder with models, rows and code that every run reads."""
+
+    folder: Path
+
+    @classmethod
+    def made(cls, folder: Path) -> World:
+        """Write everything; the makers of tiny models are those of the tests."""
+        sys.path.insert(0, str(ROOT / "tests"))
+        from helpers import make_classifier, make_model, paired_rows, unpaired_rows
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        for kind, name, seed in (("tied", "policy", 1), ("tied", "reference", 2), ("moe", "moe", 3)):
+            make_model(folder / name, kind, seed=seed)
+        make_classifier(folder / "classifier", "untied", seed=4)
+        (folder / "code.py").write_text(_CODE)
+        pairs = [row | {"margin": 0.25 * (n % 4)} for n, row in enumerate(paired_rows(30, seed=5))]
+        for name, rows in {"labelled": unpaired_rows(30, seed=4), "pairs": pairs}.items():
+            for split, part in (("train", rows[:22]), ("test", rows[22:])):
+                (folder / name).mkdir(exist_ok=True)
+                (folder / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+        return cls(folder)
+
+    def path(self, name: str) -> str:
+        """The path of something in the folder, as recipes name it."""
+        return str(self.folder / name)
+
+
+# A window of 8 rows whatever the ranks, 22 rows and 5 steps: three windows an epoch, the last one of 6 rows.
+_COMMON: dict[str, Any] = {
+    "max_steps": 5,
+    "learning_rate": 1e-3,
+    "warmup_ratio": 0.4,
+    "weight_decay": 0.1,
+    "max_length": 64,
+    "logging_steps": 2,
+    "logging_first_step": True,
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "per_device_eval_batch_size": 2,
+    "dataset_test_split": "test",
+    "save_strategy": "steps",
+    "save_steps": 4,
+    "disable_tqdm": True,
+    "seed": 3,
+}
+
+
+def _methods(world: World) -> dict[str, dict[str, Any]]:
+    """The options of each method, by the name that the runs have."""
+    policy, labelled, pairs = (world.path(name) for name in ("policy", "labelled", "pairs"))
+    reference = {"ref_model_name_or_path": world.path("reference")}
+    online = {
+        **{"method": "online_dpo", "model_name_or_path": policy, "dataset_name": pairs, **reference},
+        **{"max_new_tokens": 8, "rollout_batch_size": 4, "missing_eos_penalty": 0.5, "beta": 0.3},
+    }
+    kto = {"method": "kto", "dataset_name": labelled, "max_prompt_length": None, "beta": 0.3}
+    cpo = {"method": "cpo", "dataset_name": pairs, "max_prompt_length": None, "beta": 0.2}
+    moe = {"model_name_or_path": world.path("moe"), "router_aux_loss_coef": 0.02}
+    return {
+        "kto": {**kto, "model_name_or_path": policy, "desirable_weight": 1.3, "stratify_labels": True},
+        "kto-other-reference": {**kto, "model_name_or_path": policy, **reference, "max_grad_norm": 0.1},
+        "kto-moe": {**kto, **moe},
+        "cpo": {**cpo, "model_name_or_path": policy, "label_smoothing": 0.1, "max_tokens_per_batch": 128},
+        "cpo-moe": {**cpo, **moe, "loss_type": "simpo", "optim": "sgd"},
+        "online_dpo-function": {**online, "reward_funcs": f"{world.path('code.py')}:letters", "num_generations": 3},
+        "online_dpo-model": {**online, "reward_model_path": world.path("classifier"), "loss_type": "ipo"},
+        "online_dpo-judge": {**online, "judge": f"{world.path('code.py')}:tossed", "missing_eos_penalty": None},
+        "sft": {
+            **{"method": "sft", "model_name_or_path": policy, "dataset_name": pairs, "max_prompt_length": None},
+            **{"column_map": {"completion": "chosen"}, "disable_dropout": False, "full_determinism": True},
+        },
+        "reward": {
+            **{"method": "reward", "model_name_or_path": policy, "dataset_name": pairs, "max_prompt_length": None},
+            **{"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_steps": 3},
+        },
+    }
+
+
+def _engines() -> list[tuple[str, int, dict[str, Any]]]:
+    """Every stage, with and without offload, on one and two ranks."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from helpers import STAGES
+
+    return [(stage, ranks, settings) for stage, settings in STAGES.items() for ranks in (1, 2)]
+
+
+def runs(world: World, quick: bool) -> list[Run]:
+    """Every method on every engine, or with ``quick`` each on two, so that each engine has two methods as well."""
+    engines, found = _engines(), []
+    for number, (name, options) in enumerate(_methods(world).items()):
+        for place, (stage, ranks, settings) in enumerate(engines):
+            if quick and place not in (number % len(engines), (number + 3) % len(engines)):
+                continue
+            found.append(Run(f"{name}-{stage}-{ranks}", ranks, _recipe(options, stage, ranks, settings)))
+    return found
+
+
+def _recipe(options: dict[str, Any], stage: str, ranks: int, settings: dict[str, Any]) -> dict[str, Any]:
+    more: dict[str, Any] = {"deepspeed": settings, "per_device_train_batch_size": 2}
+    more["gradient_accumulation_steps"] = 4 // ranks
+    if options["method"] in ("kto", "online_dpo"):
+        more["ref_placement"] = ("replica", "sharded", "offload")[(len(stage) + ranks) % 3]
+    if options["method"] == "online_dpo" and stage.startswith("stage3"):
+        more["ds3_gather_for_generation"] = ranks == 1  # otherwise it follows free memory, as the batch size does
+    return {**_COMMON, **more, **options}

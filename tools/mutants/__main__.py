@@ -1,0 +1,162 @@
+"""``make mutants``: a seeded sample of random mutants of the package, each against the tests that run its line.
+
+The tests of a mutant are chosen by coverage and run from the cheapest to the dearest, until one fails or until about
+three minutes have gone: unit tests, then those with engines, then those that start ranks. A run that was interrupted
+goes on; after a change of the tests, only what they missed is tried again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import shutil
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.continuing import fingerprint
+from tools.mutants.candidates import Mutant, Source, sample
+from tools.mutants.covered import Covered, measured
+from tools.mutants.ledger import Entry, Ledger, change_of, equivalents, survivors, table
+from tools.ranks import RankServer
+from tools.ranks.client import ROOT
+from tools.trial import Tree, Verdict, workspace
+
+_BUDGETS_S = {"unit": 60.0, "engine": 90.0, "processes": 60.0}  # of the tests of one kind
+_MANY = 400  # tests by name: beyond, whole files are faster to collect
+
+
+def kind_of(test: str) -> str:
+    """The stage of a trial that a test belongs to."""
+    if "/unit/" in test:
+        return "unit"
+    slow = ("_ranks.py", "test_split", "test_rank_failure", "test_guard", "/launch/", "two_ranks")
+    return "processes" if any(part in test for part in slow) else "engine"
+
+
+def stages(tests: Sequence[str], seconds: dict[str, float]) -> Iterator[list[str]]:
+    """The tests to run one stage after another, each within its budget, the fastest first."""
+    for kind, budget in _BUDGETS_S.items():
+        chosen: list[str] = []
+        spent = 0.0
+        for test in sorted((t for t in tests if kind_of(t) == kind), key=lambda t: seconds.get(t, 1.0)):
+            spent += seconds.get(test, 1.0)
+            if chosen and spent > budget:
+                break
+            chosen.append(test)
+        if len(chosen) > _MANY:
+            chosen = sorted({test.partition("::")[0] for test in chosen})
+        if chosen:
+            yield chosen
+
+
+class Run:
+    """Trials of mutants, several at once, each in a tree of its own."""
+
+    def __init__(self, mutants: Sequence[Mutant], covered: Covered, ledger: Ledger, tests: str) -> None:
+        self.left: queue.Queue[Mutant] = queue.Queue()
+        for mutant in mutants:
+            self.left.put(mutant)
+        self.covered, self.ledger, self.tests = covered, ledger, tests
+        self._saying = threading.Lock()
+
+    def __call__(self, jobs: int) -> None:
+        """Try all of them."""
+        place, server = workspace("mutants-"), RankServer()
+        try:
+            assert server.address
+            threads = [threading.Thread(target=self._work, args=(place / str(n), server)) for n in range(jobs)]
+            for thread in threads:
+                thread.daemon = True
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            server.close()
+            shutil.rmtree(place)
+
+    def _work(self, folder: Path, server: RankServer) -> None:
+        tree = Tree(folder)
+        while True:
+            try:
+                mutant = self.left.get_nowait()
+            except queue.Empty:
+                return
+            verdict = self._try(mutant, tree, server)
+            entry = Entry(mutant.file, mutant.line, mutant.old, mutant.new, verdict.noticed, verdict.how, self.tests)
+            with self._saying:
+                self.ledger.add(entry)
+                sign = "noticed " if entry.noticed else "SURVIVED"
+                left = self.left.qsize()
+                print(f"{sign} {verdict.seconds:5.1f} s, {left:3} left  {describe(entry)}  [{entry.how}]", flush=True)
+
+    def _try(self, mutant: Mutant, tree: Tree, server: RankServer) -> Verdict:
+        tests = self.covered.tests(mutant.file, mutant.line)
+        verdict, seconds = Verdict(False, "no test runs this line", 0.0), 0.0
+        with tree.changed(mutant.file, mutant.text):
+            for chosen in stages(tests, self.covered.seconds):
+                verdict = tree.run_tests(server, chosen, timeout=300)
+                seconds += verdict.seconds
+                if verdict.noticed:
+                    break
+        return Verdict(verdict.noticed, verdict.how, seconds)
+
+
+def describe(entry: Entry) -> str:
+    """One line of a mutant."""
+    return f"{entry.file}:{entry.line}  {entry.old}  ->  {entry.new or '(left out)'}"
+
+
+def chosen_mutants(folder: Path, count: int, seed: int) -> list[Mutant]:
+    """The sample that ``folder`` keeps, as far as it still applies to the code, or a new one."""
+    kept = folder / "sample.json"
+    files = list((ROOT / "alignment").rglob("*.py"))
+    if not kept.exists():
+        mutants = sample(files, ROOT, count, seed)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps([change_of(mutant) for mutant in mutants], indent=1))
+        return mutants
+    wanted = [tuple(change) for change in json.loads(kept.read_text())]
+    found: dict[tuple[str, ...], Mutant] = {}
+    for file in sorted({change[0] for change in wanted}):
+        changes = {change for change in wanted if change[0] == file}
+        if (ROOT / file).exists():
+            source = Source(file, (ROOT / file).read_text(encoding="utf-8"))
+            found |= {change_of(mutant): mutant for mutant in source.find({change[1:] for change in changes})}
+    for change in wanted:
+        if change not in found:
+            print(f"no longer applies: {' | '.join(change)}")
+    return [found[change] for change in wanted if change in found]
+
+
+def main() -> None:
+    """Sample, try, report."""
+    parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--count", type=int, default=220, help="mutants of a new sample")
+    parser.add_argument("--seed", type=int, default=0, help="of a new sample")
+    parser.add_argument("--folder", type=Path, help="what is kept between runs; default outputs/mutants-SEED")
+    parser.add_argument("--measure", action="store_true", help="measure again which tests run which lines")
+    parser.add_argument("--report", action="store_true", help="only print what is known")
+    parser.add_argument("--jobs", type=int, default=2)
+    given = parser.parse_args()
+    folder = given.folder or ROOT / "outputs" / f"mutants-{given.seed}"
+    ledger, tests = Ledger(folder / "ledger.jsonl"), fingerprint()
+    mutants = chosen_mutants(folder, given.count, given.seed)
+    if not given.report:
+        left = [mutant for mutant in mutants if not ledger.is_done(mutant, tests)]
+        print(f"{len(mutants)} mutants, {len(left)} to try", flush=True)
+        if left:
+            Run(left, measured(folder, given.measure), ledger, tests)(given.jobs)
+    known = equivalents()
+    entries = [ledger.entries[key] for m in mutants if (key := change_of(m)) in ledger.entries]
+    missed = survivors(entries, known)
+    for entry in missed:
+        print(f"SURVIVED  {describe(entry)}  [{entry.how}]")
+    print("\n".join(table(entries, known)))
+    sys.exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Every mutant of the package, and a seeded sample of them that is stratified by package.
+
+The operators are mutmut's (arithmetic, comparisons, arguments left out or None, assignments of None, constants,
+string methods, ternaries …). mutmut's own walk leaves out decorated functions, which here are properties, context
+managers and everything without gradients; this one does not.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import libcst as cst
+from libcst.metadata import MetadataWrapper, PositionProvider
+from mutmut.mutation.mutators import mutation_operators, operator_string
+
+# Parts of a file whose change is no change of behaviour, or only of what people read.
+_LEFT_OUT = (cst.Annotation, cst.Decorator, cst.Import, cst.ImportFrom, cst.Assert, cst.TypeAlias)
+_BREAK = " ⏎ "  # between the lines of a change
+_TYPES = ("ClassVar", "TypeVar", "TypeAlias", "Protocol", "NamedTuple", "cast")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A file with one change.
+
+    Attributes:
+        file: path in the repository.
+        line: first line of the change.
+        old: the lines that are changed, stripped.
+        new: what they become.
+        text: the whole file.
+    """
+
+    file: str
+    line: int
+    old: str
+    new: str
+    text: str
+
+
+class Place(NamedTuple):
+    """A node, the lines that it takes, and what it becomes."""
+
+    first: int
+    last: int
+    node: cst.CSTNode
+    replacement: cst.CSTNode
+
+
+class _Walk(cst.CSTVisitor):
+    """Collects the places of one file."""
+
+    METADATA_DEPENDENCIES = (PositionProvider,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Place] = []
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        if isinstance(node, _LEFT_OUT) or _is_prose(node) or _is_typing(node):
+            return False
+        for kind, operator in mutation_operators:
+            if isinstance(node, kind):
+                self._apply(node, operator(node), operator is operator_string)
+        return True
+
+    def _apply(self, node: cst.CSTNode, mutated: Iterable[cst.CSTNode], string: bool) -> None:
+        lines = self.get_metadata(PositionProvider, node, None)
+        if lines is None:
+            return
+        for number, replacement in enumerate(mutated):
+            if string and number:
+                break  # the same text in capitals tests no more than the first one
+            self.found.append(Place(lines.start.line, lines.end.line, node, replacement))
+
+
+def _is_prose(node: cst.CSTNode) -> bool:
+    """A docstring, or a text with spaces: people read it, and tests look for what matters in it."""
+    if isinstance(node, cst.Expr):
+        return isinstance(node.value, (cst.SimpleString, cst.ConcatenatedString))
+    return isinstance(node, cst.SimpleString) and " " in node.value
+
+
+def _is_typing(node: cst.CSTNode) -> bool:
+    """A call that only tells a type checker something."""
+    return isinstance(node, cst.Call) and isinstance(node.func, cst.Name) and node.func.value in _TYPES
+
+
+class Source:
+    """A file and the places in it that can be mutated; a mutant is made only when it is asked for."""
+
+    def __init__(self, file: str, text: str) -> None:
+        wrapper, walk = MetadataWrapper(cst.parse_module(text)), _Walk()
+        self.file, self.text = file, text
+        self.module, self.places = wrapper.visit(walk), walk.found
+
+    def mutant(self, place: int) -> Mutant | None:
+        """The mutant of a place; None if Python cannot compile it, or if it is the file as it was."""
+        line, _, node, replacement = self.places[place]
+        changed = self.module.deep_replace(node, replacement)
+        assert isinstance(changed, cst.Module)
+        if changed.code == self.text or not _compiles(changed.code):
+            return None
+        return Mutant(self.file, line, *_difference(self.text, changed.code), changed.code)
+
+    def find(self, changes: set[tuple[str, str]]) -> Iterator[Mutant]:
+        """The mutants with these ``(old, new)`` lines, wherever they are in the file now."""
+        left, lines = set(changes), self.text.splitlines()
+        for place, (first, last, _, _) in enumerate(self.places):
+            if not left:
+                return
+            near = {text.strip() for text in lines[first - 1 : last]}
+            if not any(old.partition(_BREAK)[0] in near for old, _ in left):
+                continue  # most places: making a mutant takes 20 ms
+            mutant = self.mutant(place)
+            if mutant is not None and (mutant.old, mutant.new) in left:
+                left.discard((mutant.old, mutant.new))
+                yield mutant
+
+
+def _compiles(code: str) -> bool:
+    try:
+        compile(code, "mutant", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
+def _difference(old: str, new: str) -> tuple[str, str]:
+    """The lines that two texts do not share, stripped and joined."""
+    lines = list(difflib.unified_diff(old.splitlines(), new.splitlines(), n=0, lineterm=""))[3:]
+    sides = [_BREAK.join(line[1:].strip() for line in lines if line.startswith(sign)) for sign in "-+"]
+    return sides[0], sides[1]
+
+
+def sample(files: Sequence[Path], root: Path, count: int, seed: int) -> list[Mutant]:
+    """``count`` mutants in a random order: of each package in proportion to its places, at least five of each.
+
+    Args:
+        files: of the package.
+        root: of the repository.
+        count: how many.
+        seed: of the choice.
+    """
+    rng = random.Random(seed)
+    by_package: dict[str, list[tuple[Source, int]]] = defaultdict(list)
+    for file in sorted(files):
+        source = Source(str(file.relative_to(root)), file.read_text(encoding="utf-8"))
+        package = package_of(source.file)
+        by_package[package] += [(source, place) for place in range(len(source.places))]
+    total = sum(map(len, by_package.values()))
+    chosen: dict[tuple[str, str, str], Mutant] = {}
+    for places in by_package.values():
+        rng.shuffle(places)
+        share = max(5, round(count * len(places) / total))
+        mutants = filter(None, (source.mutant(place) for source, place in places))
+        chosen |= {(mutant.file, mutant.old, mutant.new): mutant for mutant in itertools.islice(mutants, share)}
+    mutants_in_order = list(chosen.values())
+    rng.shuffle(mutants_in_order)
+    return mutants_in_order
+
+
+def package_of(file: str) -> str:
+    """The package of a file, such as ``engines``."""
+    parts = Path(file).parts
+    return parts[1] if len(parts) > 2 else parts[0]

@@ -1,0 +1,151 @@
+"""Which tests run which lines: measured once for a state of the code, then kept."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.ranks.client import ROOT, environment
+from tools.ranks.process import COVERAGE
+
+# Ranks are measured by themselves, and say in which test they run.
+_SETTINGS = """\
+[run]
+source = {source}
+data_file = {data}
+parallel = true
+context = ${{PYTEST_CURRENT_TEST-}}
+disable_warnings = no-data-collected
+patch = _exit
+"""
+
+
+@dataclass(frozen=True)
+class Covered:
+    """Tests by file and line, and the seconds of each test.
+
+    Attributes:
+        lines: ``{file: {line: tests}}``; a line that runs when its module is imported has none.
+        seconds: by test.
+    """
+
+    lines: dict[str, dict[int, list[str]]]
+    seconds: dict[str, float]
+
+    def tests(self, file: str, line: int) -> list[str]:
+        """The tests that run the statement around ``line``; every unit test too if it runs when it is imported."""
+        lines = self.lines.get(file, {})
+        first, last = statement_lines((ROOT / file).read_text(encoding="utf-8"), line)
+        found = {test for number in range(first, last + 1) for test in lines.get(number, ())}
+        if not found and any(number in lines for number in range(first, last + 1)):
+            found = {test for tests in lines.values() for test in tests}
+            found |= {test for test in self.seconds if "/unit/" in test}
+        return sorted(found)
+
+
+def statement_lines(text: str, line: int) -> tuple[int, int]:
+    """First and last line of the innermost statement around ``line``; of one with a body, those of its head."""
+    best = (1, 10**9)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.stmt):
+            body = getattr(node, "body", None)
+            last = body[0].lineno - 1 if body and body[0].lineno > node.lineno else node.end_lineno or node.lineno
+            if node.lineno <= line <= last and last - node.lineno <= best[1] - best[0]:
+                best = (node.lineno, last)
+    return best
+
+
+def without_group(test: str) -> str:
+    """A node id without the group that pytest-xdist adds."""
+    return re.sub(r"@[\w.-]+$", "", test)
+
+
+def measured(folder: Path, fresh: bool) -> Covered:
+    """What ``folder`` holds of an earlier measurement, or a new one; it takes about twice as long as ``make test``."""
+    kept = folder / "covered.json"
+    if fresh or not kept.exists():
+        shutil.rmtree(folder / "coverage", ignore_errors=True)
+        (folder / "coverage").mkdir(parents=True)
+        _run(folder / "coverage")
+        lines = _lines(folder / "coverage")
+        seconds = json.loads((folder / "coverage" / "times.json").read_text())
+        kept.write_text(json.dumps({"lines": lines, "seconds": seconds}))
+    found = json.loads(kept.read_text())
+    lines = {file: {int(number): tests for number, tests in by.items()} for file, by in found["lines"].items()}
+    return Covered(lines, found["seconds"])
+
+
+def _run(folder: Path) -> None:
+    """`make test` under coverage, ranks included."""
+    settings = folder / "coveragerc"
+    settings.write_text(_SETTINGS.format(source=ROOT / "alignment", data=folder / "data"))
+    variables = {
+        COVERAGE: str(settings),
+        "COVERAGE_FILE": str(folder / "data"),
+        "TEST_TIMES": str(folder / "times.json"),
+        "OMP_NUM_THREADS": "1",
+    }
+    options = [
+        "-n",
+        "2",
+        "--dist",
+        "loadgroup",
+        "--no-loadscope-reorder",
+        "-q",
+        "--tb=short",
+        "-p",
+        "tools.mutants.times",
+    ]
+    coverage = ["--cov", str(ROOT / "alignment"), "--cov-context", "test", "--cov-report", ""]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *coverage], cwd=ROOT, env=environment(**variables)
+    )
+    if done.returncode:
+        raise SystemExit("the tests fail without any mutant; mend that first")
+
+
+def _lines(folder: Path) -> dict[str, dict[int, list[str]]]:
+    """Tests by file and line. What ran in a fixture may belong to every test of its file."""
+    from coverage import CoverageData
+
+    data = CoverageData(str(folder / "data"))
+    data.read()
+    for part in folder.glob("data.*"):  # of ranks that ended after pytest had put the others together
+        other = CoverageData(str(part))
+        other.read()
+        data.update(other)
+    tests = {test for context in data.measured_contexts() if (test := _test_of(context)) is not None}
+    by_file = defaultdict(set)
+    for test in tests:
+        by_file[test.partition("::")[0]].add(test)
+    found: dict[str, dict[int, list[str]]] = {}
+    for file in data.measured_files():
+        lines = data.contexts_by_lineno(file).items()
+        name = str(Path(file).relative_to(ROOT)) if Path(file).is_relative_to(ROOT) else file
+        found[name] = {line: sorted(_expanded(contexts, by_file)) for line, contexts in lines}
+    return found
+
+
+def _test_of(context: str) -> str | None:
+    """The test of ``FILE::TEST|run`` as pytest-cov says, or of ``FILE::TEST (call)`` as pytest tells its children."""
+    name = re.sub(r"(\|\w+| \(\w+\))$", "", context)
+    return without_group(name) if "::" in name else None
+
+
+def _expanded(contexts: Iterable[str], by_file: dict[str, set[str]]) -> set[str]:
+    found = set()
+    for context in contexts:
+        test = _test_of(context)
+        if test is None:
+            continue
+        in_fixture = context.endswith(("|setup", "(setup)"))
+        found |= by_file[test.partition("::")[0]] if in_fixture else {test}
+    return found

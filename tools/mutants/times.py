@@ -1,0 +1,31 @@
+"""pytest plugin of the run that measures coverage: how long each test takes, as JSON in the file TEST_TIMES."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tools.mutants.covered import without_group
+from tools.ranks.process import COVERAGE
+
+_SECONDS: dict[str, float] = defaultdict(float)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add up setup, call and teardown."""
+    _SECONDS[without_group(report.nodeid)] += report.duration
+
+
+def pytest_configure() -> None:
+    """From now on every Python process that a test starts is measured as well (coverage.py installs the hook)."""
+    os.environ["COVERAGE_PROCESS_START"] = os.environ[COVERAGE]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the times; of pytest-xdist's processes only the one that reports."""
+    if not hasattr(session.config, "workerinput"):
+        Path(os.environ["TEST_TIMES"]).write_text(json.dumps(_SECONDS))

@@ -1,0 +1,180 @@
+"""``make mutations``: apply each mutation of ``tests/mutations/`` to a copy of the package; its test has to fail.
+
+A mutation is a change that somebody made, or could make, by mistake. The files say what it is:
+
+.. code-block:: yaml
+
+    - name: gradients are summed over ranks, not averaged
+      file: alignment/engines/scoring.py
+      original: loss * self.world_size          # occurs once in the file
+      replacement: loss
+      tests: [tests/engine/test_split_grid.py -k CPO-stage2-2]  # of `make test`; one of them fails
+
+Exit status 1 if a mutation survives, if its text is not in the file exactly once, or if no test of it is selected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import random
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tools.ranks import RankServer
+from tools.ranks.client import ROOT
+from tools.trial import Tree, Verdict, workspace
+
+FOLDER = ROOT / "tests" / "mutations"
+_KEYS = {"name", "file", "original", "replacement", "tests"}
+_TIMEOUT_S = 240.0
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One entry of the files, see the module's docstring; ``area`` is the file's name."""
+
+    area: str
+    name: str
+    file: str
+    original: str
+    replacement: str
+    tests: tuple[str, ...]
+
+    def mutated(self) -> str:
+        """The text of the mutated file.
+
+        Raises:
+            ValueError: the mutation does not apply.
+        """
+        path = ROOT / self.file
+        if not path.is_file():
+            raise ValueError(f"{self.file} does not exist")
+        text = path.read_text(encoding="utf-8")
+        if text.count(self.original) != 1:
+            raise ValueError(f"its text is {text.count(self.original)} times in {self.file}, not once")
+        return text.replace(self.original, self.replacement)
+
+
+def load(folder: Path = FOLDER) -> list[Mutation]:
+    """Every mutation, in the order of the files.
+
+    Raises:
+        ValueError: an entry lacks a key, has one too many, or a name that another one has.
+    """
+    found: list[Mutation] = []
+    for file in sorted(folder.glob("*.yaml")):
+        if file.name == "equivalent.yaml":
+            continue  # random mutants that change nothing: tools/mutants
+        for entry in yaml.safe_load(file.read_text(encoding="utf-8")):
+            found.append(_mutation(file.stem, entry))
+    names = [mutation.name for mutation in found]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"several mutations are called {', '.join(twice)}")
+    return found
+
+
+def _mutation(area: str, entry: dict[str, Any]) -> Mutation:
+    if set(entry) != _KEYS:
+        raise ValueError(f"{area}.yaml: {entry.get('name', entry)}: keys must be {', '.join(sorted(_KEYS))}")
+    values = {key: entry[key] for key in _KEYS - {"tests"}}
+    if not all(isinstance(value, str) for value in values.values()):
+        raise ValueError(f"{area}.yaml: {entry['name']}: every value but tests must be text; put it in quotes")
+    return Mutation(area, tests=tuple(entry["tests"]), **values)
+
+
+class Run:
+    """Trials of mutations, several at once, each in a tree of its own."""
+
+    def __init__(self, mutations: Sequence[Mutation], jobs: int) -> None:
+        self.left: queue.Queue[Mutation] = queue.Queue()
+        for mutation in mutations:
+            self.left.put(mutation)
+        self.count, self.jobs = len(mutations), jobs
+        self.verdicts: dict[str, Verdict] = {}
+        self._saying = threading.Lock()
+
+    def __call__(self) -> bool:
+        """Try all of them; whether every one was noticed."""
+        place, server = workspace("mutations-"), RankServer()
+        try:
+            assert server.address
+            threads = [
+                threading.Thread(target=self._work, args=(place / str(number), server), daemon=True)
+                for number in range(self.jobs)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            server.close()
+            shutil.rmtree(place)
+        return len(self.verdicts) == self.count and all(verdict.noticed for verdict in self.verdicts.values())
+
+    def _work(self, folder: Path, server: RankServer) -> None:
+        tree = Tree(folder)
+        while True:
+            try:
+                mutation = self.left.get_nowait()
+            except queue.Empty:
+                return
+            verdict = self._try(mutation, tree, server)
+            with self._saying:
+                self.verdicts[mutation.name] = verdict
+                sign = "noticed " if verdict.noticed else "SURVIVED"
+                print(
+                    f"{sign} {verdict.seconds:5.1f} s  {mutation.area}: {mutation.name}  [{verdict.how}]", flush=True
+                )
+
+    def _try(self, mutation: Mutation, tree: Tree, server: RankServer) -> Verdict:
+        try:
+            text = mutation.mutated()
+        except ValueError as error:
+            return Verdict(False, f"does not apply: {error}", 0.0)
+        with tree.changed(mutation.file, text):
+            for tests in mutation.tests:
+                verdict = tree.run_tests(server, tests.split(maxsplit=2), _TIMEOUT_S)
+                if verdict.noticed:
+                    break
+        # A mutation that cannot be imported proves nothing about the test.
+        return Verdict(False, verdict.how, verdict.seconds) if verdict.how.startswith("exit status") else verdict
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the mutations that the arguments choose; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tools.mutations", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="parts of names or areas; all mutations if none is given")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="of the files with mutations")
+    parser.add_argument("--sample", type=int, help="a random sample of so many")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the sample")
+    parser.add_argument("--jobs", type=int, default=2)
+    given = parser.parse_args(argv)
+    chosen = [
+        mutation
+        for mutation in load(given.folder)
+        if not given.names or any(part in f"{mutation.area}: {mutation.name}" for part in given.names)
+    ]
+    if given.sample is not None:
+        print(f"a sample of {given.sample}, --seed {given.seed}")
+        chosen = random.Random(given.seed).sample(chosen, min(given.sample, len(chosen)))
+    if not chosen:
+        raise SystemExit(f"no mutation is called {' or '.join(given.names)}")
+    run = Run(chosen, given.jobs)
+    good = run()
+    survived = [name for name, verdict in run.verdicts.items() if not verdict.noticed]
+    print(f"{run.count - len(survived)} of {run.count} mutations noticed" + "".join(f"\n  not: {n}" for n in survived))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

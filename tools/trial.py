@@ -1,0 +1,107 @@
+"""Trials: a copy of the checkout, a change to one of its files, and the tests that should notice."""
+
+from __future__ import annotations
+
+import compileall
+import contextlib
+import os
+import py_compile
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.ranks import RankServer, RanksFailed
+from tools.ranks.client import ADDRESS, ROOT
+
+_RUN_PYTEST = ROOT / "tools" / "ranks" / "run_pytest.py"
+_TESTS_FAILED, _NO_TESTS = 1, 5  # pytest's exit codes
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the tests made of a change.
+
+    Attributes:
+        noticed: whether a test failed, did not end, or could not be imported.
+        how: in a few words: the test that failed, ``timed out`` …, or why no test ran.
+        seconds: that it took.
+    """
+
+    noticed: bool
+    how: str
+    seconds: float
+
+
+class Tree:
+    """A copy of the checkout's files, committed or not, without what git ignores.
+
+    Args:
+        folder: where to put it; must not exist.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        for name in filter(None, listed.stdout.split("\0")):
+            if (ROOT / name).is_file():  # deleted files are still in the index
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name)
+        # By hash, not by time: two changes of one file within a second would share a cache.
+        for part in ("alignment", "tests"):
+            mode = py_compile.PycInvalidationMode.CHECKED_HASH
+            compileall.compile_dir(folder / part, quiet=2, invalidation_mode=mode)
+
+    @contextlib.contextmanager
+    def changed(self, file: str, text: str) -> Iterator[None]:
+        """Within this context ``file`` holds ``text``."""
+        path = self.folder / file
+        before = path.read_text(encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
+        try:
+            yield
+        finally:
+            path.write_text(before, encoding="utf-8")
+
+    def run_tests(self, server: RankServer, chosen: Sequence[str], timeout: float) -> Verdict:
+        """Run tests of this tree until one fails.
+
+        Args:
+            server: runs pytest in a forked process, and the ranks of the tests.
+            chosen: files, node ids and further arguments of pytest.
+            timeout: seconds.
+        """
+        own = RankServer(self.folder, address=server.address)
+        arguments = ["-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", *chosen]
+        variables = {ADDRESS: server.address, "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            done = own.run(
+                _RUN_PYTEST, *arguments, nproc=1, timeout=timeout, env=variables, cwd=self.folder, check=False
+            )
+        except RanksFailed as error:
+            return Verdict(True, "timed out", error.outcome.ranks[0].seconds)
+        seconds = done.ranks[0].seconds
+        if done.returncode == 0:
+            return Verdict(False, "every test passed", seconds)
+        if done.returncode == _NO_TESTS:
+            return Verdict(False, "no test was selected", seconds)
+        failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE)
+        if done.returncode == _TESTS_FAILED and failed:
+            return Verdict(True, failed[1], seconds)
+        reason = failed[1] if failed else (done.stdout + done.stderr).strip().rpartition("\n")[2]
+        return Verdict(True, f"exit status {done.returncode}: {reason}", seconds)
+
+
+def workspace(prefix: str) -> Path:
+    """A folder for trees, in memory where that is possible."""
+    import tempfile
+
+    return Path(tempfile.mkdtemp(prefix=prefix, dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
