@@ -184,8 +184,8 @@ def check_agreement(model: PreTrainedModel, what: str, ours: Tensor, theirs: Ten
     difference = float((ours - theirs).abs().max())
     if not math.isfinite(difference):
         raise ModelError(
-            f"model {type(model).__name__}: its {what} of ordinary tokens are not finite, so its weights are broken or "
-            "too large for the dtype; start from another checkpoint, or set dtype: float32"
+            f"model {type(model).__name__}: its {what} are not finite, so its weights are broken, or too large for the "
+            "dtype; start from another checkpoint, or set dtype: float32"
         )
     if not difference <= tolerance * max(1.0, float(theirs.abs().max())):
         raise ModelError(
