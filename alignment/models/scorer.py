@@ -184,7 +184,7 @@ def check_agreement(model: PreTrainedModel, what: str, ours: Tensor, theirs: Ten
     difference = float((ours - theirs).abs().max())
     if not math.isfinite(difference):
         raise ModelError(
-            f"model {type(model).__name__}: its {what} are not finite, so its weights are broken, or too large for the "
+            f"model {type(model).__name__}: its {what} are not finite, so its weights are broken or too large for its "
             "dtype; start from another checkpoint, or set dtype: float32"
         )
     if not difference <= tolerance * max(1.0, float(theirs.abs().max())):
