@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from helpers import STAGES, make_model, paired_rows, unpaired_rows
 from torch import Tensor
-from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig
+from transformers import AutoModelForCausalLM, GraniteMoeConfig, Qwen2MoeConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer
@@ -193,16 +194,15 @@ def test_evaluation_logs_it_too(path: str, tmp_path: Path) -> None:
     assert metrics["eval_loss"] == pytest.approx(plain["eval_loss"] + 0.5 * metrics["eval_aux_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["num_local_experts", "num_experts"])
-def test_the_balancing_loss_knows_either_name_of_the_experts(name: str) -> None:
-    """Mixtral's configuration calls them local experts, OLMoE's and Qwen's do not."""
-    common = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    common |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2, "pad_token_id": None}
-    config = (
-        MixtralConfig(**common, **{name: 6}) if name == "num_local_experts" else OlmoeConfig(**common, **{name: 6})
-    )
+@pytest.mark.parametrize("kind", [GraniteMoeConfig, Qwen2MoeConfig])
+def test_the_balancing_loss_knows_either_name_of_the_experts(kind: Any) -> None:
+    """Granite's configuration has ``num_local_experts`` alone, Qwen's ``num_experts`` alone."""
+    name = {GraniteMoeConfig: "num_local_experts", Qwen2MoeConfig: "num_experts"}[kind]
+    sizes = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = kind(**sizes, num_attention_heads=2, num_key_value_heads=1, num_experts_per_tok=2, **{name: 6})
+    assert hasattr(config, "num_local_experts") != hasattr(config, "num_experts")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     logits, mask = torch.randn(8, 6), torch.ones(2, 4)
-    expected = load_balancing_loss_func((logits,), 6, 2, mask)
+    expected = sys.modules[type(model).__module__].load_balancing_loss_func((logits,), 6, 2, mask)
     torch.testing.assert_close(balancing_loss(model)((logits,), mask), expected, rtol=0, atol=0)
