@@ -91,6 +91,10 @@ class Tree:
         seconds = done.ranks[0].seconds
         if done.returncode == 0:
             return Verdict(False, "every test passed", seconds)
+        if "no match in any of" in done.stderr + done.stdout and any("::" in test for test in chosen):
+            # A test was renamed since the tests were chosen, or the change itself renames one.
+            files = list(dict.fromkeys(test.partition("::")[0] for test in chosen))
+            return self.run_tests(server, files, timeout)
         if done.returncode == _NO_TESTS:
             return Verdict(False, "no test was selected", seconds)
         failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE)

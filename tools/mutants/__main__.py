@@ -17,9 +17,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.continuing import fingerprint
-from tools.mutants.candidates import Mutant, Source, sample
+from tools.mutants.candidates import Source, sample
 from tools.mutants.covered import Covered, measured
-from tools.mutants.ledger import Entry, Ledger, change_of, equivalents, survivors, table
+from tools.mutants.ledger import Entry, Ledger, equivalents, survivors, table
+from tools.mutants.mutant import Mutant
 from tools.ranks import RankServer
 from tools.ranks.client import ROOT
 from tools.trial import Tree, Verdict, workspace
@@ -116,7 +117,7 @@ def chosen_mutants(folder: Path, count: int, seed: int) -> list[Mutant]:
     if not kept.exists():
         mutants = sample(files, ROOT, count, seed)
         kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps([change_of(mutant) for mutant in mutants], indent=1))
+        kept.write_text(json.dumps([mutant.change for mutant in mutants], indent=1))
         return mutants
     wanted = [tuple(change) for change in json.loads(kept.read_text())]
     found: dict[tuple[str, ...], Mutant] = {}
@@ -124,7 +125,7 @@ def chosen_mutants(folder: Path, count: int, seed: int) -> list[Mutant]:
         changes = {change for change in wanted if change[0] == file}
         if (ROOT / file).exists():
             source = Source(file, (ROOT / file).read_text(encoding="utf-8"))
-            found |= {change_of(mutant): mutant for mutant in source.find({change[1:] for change in changes})}
+            found |= {mutant.change: mutant for mutant in source.find({change[1:] for change in changes})}
     for change in wanted:
         if change not in found:
             print(f"no longer applies: {' | '.join(change)}")
@@ -142,15 +143,14 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
     folder = given.folder or ROOT / "outputs" / f"mutants-{given.seed}"
-    ledger, tests = Ledger(folder / "ledger.jsonl"), fingerprint()
+    ledger, tests, known = Ledger(folder / "ledger.jsonl"), fingerprint(), equivalents()
     mutants = chosen_mutants(folder, given.count, given.seed)
     if not given.report:
-        left = [mutant for mutant in mutants if not ledger.is_done(mutant, tests)]
+        left = [m for m in mutants if m.change not in known and not ledger.is_done(m, tests)]
         print(f"{len(mutants)} mutants, {len(left)} to try", flush=True)
         if left:
             Run(left, measured(folder, given.measure), ledger, tests)(given.jobs)
-    known = equivalents()
-    entries = [ledger.entries[key] for m in mutants if (key := change_of(m)) in ledger.entries]
+    entries = [ledger.entries[key] for m in mutants if (key := m.change) in ledger.entries]
     missed = survivors(entries, known)
     for entry in missed:
         print(f"SURVIVED  {describe(entry)}  [{entry.how}]")

@@ -12,7 +12,6 @@ import itertools
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,29 +19,12 @@ import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 from mutmut.mutation.mutators import mutation_operators, operator_string
 
+from tools.mutants.mutant import Mutant, package_of
+
 # Parts of a file whose change is no change of behaviour, or only of what people read.
 _LEFT_OUT = (cst.Annotation, cst.Decorator, cst.Import, cst.ImportFrom, cst.Assert, cst.TypeAlias)
 _BREAK = " ⏎ "  # between the lines of a change
 _TYPES = ("ClassVar", "TypeVar", "TypeAlias", "Protocol", "NamedTuple", "cast")
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A file with one change.
-
-    Attributes:
-        file: path in the repository.
-        line: first line of the change.
-        old: the lines that are changed, stripped.
-        new: what they become.
-        text: the whole file.
-    """
-
-    file: str
-    line: int
-    old: str
-    new: str
-    text: str
 
 
 class Place(NamedTuple):
@@ -161,13 +143,7 @@ def sample(files: Sequence[Path], root: Path, count: int, seed: int) -> list[Mut
         rng.shuffle(places)
         share = max(5, round(count * len(places) / total))
         mutants = filter(None, (source.mutant(place) for source, place in places))
-        chosen |= {(mutant.file, mutant.old, mutant.new): mutant for mutant in itertools.islice(mutants, share)}
+        chosen |= {mutant.change: mutant for mutant in itertools.islice(mutants, share)}
     mutants_in_order = list(chosen.values())
     rng.shuffle(mutants_in_order)
     return mutants_in_order
-
-
-def package_of(file: str) -> str:
-    """The package of a file, such as ``engines``."""
-    parts = Path(file).parts
-    return parts[1] if len(parts) > 2 else parts[0]

@@ -41,14 +41,26 @@ class Covered:
     seconds: dict[str, float]
 
     def tests(self, file: str, line: int) -> list[str]:
-        """The tests that run the statement around ``line``; every unit test too if it runs when it is imported."""
+        """The tests that run the statement around ``line``.
+
+        A line outside of functions runs when its file is imported, before any test or in whichever test starts a
+        process. Its value may matter wherever the file is used: every unit test is taken, and every test of the test
+        files that run any line of this file.
+        """
         lines = self.lines.get(file, {})
-        first, last = statement_lines((ROOT / file).read_text(encoding="utf-8"), line)
-        found = {test for number in range(first, last + 1) for test in lines.get(number, ())}
-        if not found and any(number in lines for number in range(first, last + 1)):
-            found = {test for tests in lines.values() for test in tests}
-            found |= {test for test in self.seconds if "/unit/" in test}
-        return sorted(found)
+        text = (ROOT / file).read_text(encoding="utf-8")
+        if runs_at_import(text, line):
+            users = {test.partition("::")[0] for tests in lines.values() for test in tests}
+            return sorted(test for test in self.seconds if "/unit/" in test or test.partition("::")[0] in users)
+        first, last = statement_lines(text, line)
+        return sorted({test for number in range(first, last + 1) for test in lines.get(number, ())})
+
+
+def runs_at_import(text: str, line: int) -> bool:
+    """Whether ``line`` is outside of every function's body; defaults of parameters are."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    bodies = ((n.body[0].lineno, n.end_lineno or line) for n in ast.walk(ast.parse(text)) if isinstance(n, kinds))
+    return not any(first <= line <= last for first, last in bodies)
 
 
 def statement_lines(text: str, line: int) -> tuple[int, int]:

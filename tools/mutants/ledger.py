@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from tools.mutants.candidates import Mutant, package_of
+from tools.mutants.mutant import Mutant, package_of
 from tools.ranks.client import ROOT
 
 EQUIVALENT = ROOT / "tests" / "mutations" / "equivalent.yaml"
@@ -35,11 +35,6 @@ class Entry:
         return self.file, self.old, self.new
 
 
-def change_of(mutant: Mutant) -> tuple[str, str, str]:
-    """The same of a mutant."""
-    return mutant.file, mutant.old, mutant.new
-
-
 class Ledger:
     """Entries in a file; the last one of a mutant counts."""
 
@@ -60,7 +55,7 @@ class Ledger:
 
     def is_done(self, mutant: Mutant, tests: str) -> bool:
         """Whether nothing new can come of a trial: it was noticed before, or missed by these very tests."""
-        entry = self.entries.get(change_of(mutant))
+        entry = self.entries.get(mutant.change)
         return entry is not None and (entry.noticed or entry.tests == tests)
 
 
