@@ -54,7 +54,7 @@ test-ci: $(READY)
 	@$(PYTEST) $(WORKERS) -m "faults and not slow" --durations=20 $(PYTEST_ARGS)
 
 test-slow: $(READY)
-	@$(PYTEST) $(WORKERS) -m slow --record $(RECORD) --durations=20 $(PYTEST_ARGS)
+	@$(PYTEST) $(WORKERS) -m slow --record=$(RECORD) --durations=20 $(PYTEST_ARGS)
 
 mutations: $(READY)
 	@$(CPU) $(BIN)/python -m tools.mutations --jobs $(JOBS) $(MUTATIONS)

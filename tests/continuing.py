@@ -1,4 +1,4 @@
-"""`pytest --record FILE`: a long run that was interrupted goes on with the tests that have not passed yet.
+"""`pytest --record=FILE`: a long run that was interrupted goes on with the tests that have not passed yet.
 
 Each test that passes is a line of FILE, with a fingerprint of the code. Lines of other code are ignored, so that a
 change makes every test run again.
