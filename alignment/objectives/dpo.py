@@ -1,6 +1,8 @@
-"""Direct preference optimisation (DPO), the objective of Online DPO: pairs are compared by the policy's log-ratios.
+"""Direct preference optimisation (DPO), offline and online: pairs are compared by the policy's log-ratios.
 
 DPO: Rafailov et al., https://arxiv.org/abs/2305.18290. IPO: Azar et al., https://arxiv.org/abs/2310.12036.
+Hinge: SLiC, Zhao et al., https://arxiv.org/abs/2305.10425.
+Label smoothing (conservative DPO): Mitchell, https://ericmitchell.ai/cdpo.pdf.
 Online DPO, where the policy writes both answers of a pair: Guo et al., https://arxiv.org/abs/2402.04792.
 """
 
@@ -8,14 +10,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-DPO_LOSS_TYPES = ("sigmoid", "ipo")
+DPO_LOSS_TYPES = ("sigmoid", "hinge", "ipo")
 
 
 class DPOResult(NamedTuple):
-    """Per-pair results: ``losses`` (P,) with gradient; the rewards (P,) are detached."""
+    """Per-pair results: ``losses`` (P,) with gradient; the rewards (P,) are detached.
+
+    A reward is beta times the log-ratio of the whole answer, a sum over tokens for every loss, ``ipo`` included.
+    """
 
     losses: Tensor
     chosen_rewards: Tensor
@@ -30,6 +36,8 @@ def dpo_loss(
     *,
     loss_type: str = "sigmoid",
     beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    lengths: tuple[Tensor, Tensor] | None = None,
 ) -> DPOResult:
     """The preference loss of every pair, a function of its margin: the chosen log-ratio minus the rejected one.
 
@@ -38,15 +46,35 @@ def dpo_loss(
         rejected_logps: (P,) the same for the rejected ones.
         ref_chosen_logps: (P,) the chosen answers under the reference.
         ref_rejected_logps: (P,) the same for the rejected ones.
-        loss_type: one of :data:`DPO_LOSS_TYPES`. ``ipo`` pulls the margin of sums to 1 / (2 beta).
+        loss_type: one of :data:`DPO_LOSS_TYPES`. ``ipo`` pulls the margin to 1 / (2 beta).
         beta: weight of the KL towards the reference; for ``ipo`` its tau.
+        label_smoothing: probability that a pair's labels are swapped, below 0.5 (``sigmoid`` only).
+        lengths: (P,) completion tokens of the chosen answers and of the rejected ones, at least 1. With them ``ipo``
+            compares means over tokens, as offline DPO does; without, sums, as Online DPO does. Other losses ignore
+            them.
 
     Raises:
-        ValueError: unknown ``loss_type``.
+        ValueError: unknown ``loss_type``, or a ``label_smoothing`` that is out of range or without effect.
     """
     if loss_type not in DPO_LOSS_TYPES:
         raise ValueError(f"loss_type {loss_type!r} is not one of {', '.join(DPO_LOSS_TYPES)}")
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing={label_smoothing}: must be at least 0 and below 0.5")
+    if label_smoothing and loss_type != "sigmoid":
+        raise ValueError(
+            f"label_smoothing={label_smoothing} is for loss_type 'sigmoid'; set it to 0 for {loss_type!r}"
+        )
     chosen, rejected = chosen_logps - ref_chosen_logps.detach(), rejected_logps - ref_rejected_logps.detach()
+    rewards = beta * chosen.detach(), beta * rejected.detach()
+    if loss_type == "ipo" and lengths is not None:
+        chosen, rejected = chosen / lengths[0], rejected / lengths[1]
     margins = chosen - rejected
-    losses = (margins - 1 / (2 * beta)) ** 2 if loss_type == "ipo" else -F.logsigmoid(beta * margins)
-    return DPOResult(losses, beta * chosen.detach(), beta * rejected.detach())
+    if loss_type == "hinge":
+        losses = torch.relu(1 - beta * margins)
+    elif loss_type == "ipo":
+        losses = (margins - 1 / (2 * beta)) ** 2
+    else:
+        losses = -F.logsigmoid(beta * margins)
+        if label_smoothing:
+            losses = (1 - label_smoothing) * losses - label_smoothing * F.logsigmoid(-beta * margins)
+    return DPOResult(losses, *rewards)

@@ -1,4 +1,4 @@
-"""The objective of Online DPO against published numbers and formulas written down a second time."""
+"""The objective of DPO, offline and online, against published numbers and formulas written down a second time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -18,6 +19,15 @@ CASES: list[dict[str, Any]] = [
     {"loss_type": "sigmoid", "beta": 1.7},
     {"loss_type": "ipo", "beta": 0.1},
     {"loss_type": "ipo", "beta": 0.6},
+]
+LENGTHS = torch.tensor([4, 1, 7, 3, 12, 5, 2, 9, 6]), torch.tensor([6, 8, 1, 3, 4, 11, 10, 2, 5])
+OFFLINE: list[dict[str, Any]] = [
+    {"loss_type": "sigmoid", "beta": 0.1, "label_smoothing": 0.1},
+    {"loss_type": "sigmoid", "beta": 0.6, "label_smoothing": 0.49},
+    {"loss_type": "hinge", "beta": 0.1},
+    {"loss_type": "hinge", "beta": 0.6},
+    {"loss_type": "ipo", "beta": 0.1, "lengths": LENGTHS},
+    {"loss_type": "ipo", "beta": 1.3, "lengths": LENGTHS},
 ]
 
 
@@ -33,37 +43,55 @@ def inputs(pairs: int = 9) -> list[Tensor]:
     return [policy[0].clone().requires_grad_(), policy[1].clone().requires_grad_(), reference[0], reference[1]]
 
 
-@pytest.mark.parametrize(("loss_type", "loss"), [("sigmoid", 0.6209570478), ("ipo", 12.25)])
-def test_golden_numbers(loss_type: str, loss: float) -> None:
-    found = dpo_loss(vector(-12.0), vector(-15.0), vector(-13.0), vector(-14.5), loss_type=loss_type, beta=0.1)
+@pytest.mark.parametrize(
+    ("changes", "loss"),
+    [
+        ({}, 0.6209570478),
+        ({"label_smoothing": 0.1}, 0.6359570478),
+        ({"loss_type": "hinge"}, 0.85),
+        ({"loss_type": "ipo"}, 12.25),
+        ({"loss_type": "ipo", "lengths": (torch.tensor([4]), torch.tensor([6]))}, 21.7777777778),
+    ],
+)
+def test_golden_numbers(changes: dict[str, Any], loss: float) -> None:
+    """The rewards are of whole answers whatever the loss makes of the lengths, as TRL's DPOTrainer logs them."""
+    found = dpo_loss(vector(-12.0), vector(-15.0), vector(-13.0), vector(-14.5), beta=0.1, **changes)
     assert_close(found.losses, vector(loss), rtol=0, atol=1e-9)
     assert_close(found.chosen_rewards, vector(0.1), rtol=0, atol=1e-12)
     assert_close(found.rejected_rewards, vector(-0.05), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", CASES)
+def plainly(options: dict[str, Any], gap: float) -> tuple[float, float]:
+    """The loss of a margin, and its slope."""
+    beta, swapped = options["beta"], options.get("label_smoothing", 0.0)
+    if options["loss_type"] == "hinge":
+        return max(0.0, 1 - beta * gap), -beta * (beta * gap < 1)
+    if options["loss_type"] == "ipo":
+        return (gap - 0.5 / beta) ** 2, 2 * (gap - 0.5 / beta)
+    wins = 1 / (1 + math.exp(-beta * gap))
+    return -(1 - swapped) * math.log(wins) - swapped * math.log(1 - wins), beta * (wins - (1 - swapped))
+
+
+@pytest.mark.parametrize("options", CASES + OFFLINE)
 def test_losses_and_gradients_pair_by_pair(options: dict[str, Any]) -> None:
-    """Against the plainest form, in Python's floats: the probability that the chosen answer wins, or IPO's square."""
+    """Against the plainest form, in Python's floats."""
     chosen, rejected, *reference = inputs()
     found = dpo_loss(chosen, rejected, *reference, **options)
     gradients = torch.autograd.grad(found.losses.sum(), (chosen, rejected))
-    beta = options["beta"]
+    beta, lengths = options["beta"], [side.tolist() for side in options.get("lengths", ())] or [[1] * 9] * 2
     for row, (c, r, rc, rr) in enumerate(zip(chosen.tolist(), rejected.tolist(), *(t.tolist() for t in reference))):
-        gap = (c - rc) - (r - rr)
-        wins = 1 / (1 + math.exp(-beta * gap))
-        if options["loss_type"] == "sigmoid":
-            loss, slope = -math.log(wins), -beta * (1 - wins)
-        else:
-            loss, slope = (gap - 0.5 / beta) ** 2, 2 * (gap - 0.5 / beta)
+        tokens = lengths[0][row], lengths[1][row]
+        loss, slope = plainly(options, (c - rc) / tokens[0] - (r - rr) / tokens[1])
         assert found.losses[row].item() == pytest.approx(loss, rel=1e-12)
-        assert [gradient[row].item() for gradient in gradients] == pytest.approx([slope, -slope], rel=1e-10)
+        slopes = [slope / tokens[0], -slope / tokens[1]]
+        assert [gradient[row].item() for gradient in gradients] == pytest.approx(slopes, rel=1e-10)
         rewards = found.chosen_rewards[row].item(), found.rejected_rewards[row].item()
         assert rewards == pytest.approx((beta * (c - rc), beta * (r - rr)), rel=1e-12)
     assert not found.chosen_rewards.requires_grad and not found.rejected_rewards.requires_grad
     assert torch.autograd.gradcheck(lambda a, b: dpo_loss(a, b, *reference, **options).losses, (chosen, rejected))
 
 
-@pytest.mark.parametrize("options", CASES)
+@pytest.mark.parametrize("options", CASES + OFFLINE)
 def test_the_reference_has_no_gradient(options: dict[str, Any]) -> None:
     values = [value.detach().requires_grad_() for value in inputs()]
     dpo_loss(*values, **options).losses.sum().backward()
@@ -79,31 +107,76 @@ def test_a_policy_equal_to_its_reference() -> None:
     assert_close(found.losses, torch.full_like(chosen, 4.0), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("options", CASES)
+def test_without_further_options_nothing_is_added(options: dict[str, Any]) -> None:
+    """To the bit, in fp32: what Online DPO asks for does not pass through smoothing or lengths."""
+    chosen, rejected, *reference = [value.detach().float() for value in inputs()]
+    chosen, rejected = chosen.requires_grad_(), rejected.requires_grad_()
+    beta, margins = options["beta"], (chosen - reference[0]) - (rejected - reference[1])
+    wanted = (margins - 1 / (2 * beta)) ** 2 if options["loss_type"] == "ipo" else -F.logsigmoid(beta * margins)
+    found = dpo_loss(chosen, rejected, *reference, **options)
+    assert_close(found.losses, wanted, rtol=0, atol=0)
+    gradients = (torch.autograd.grad(losses.sum(), (chosen, rejected)) for losses in (found.losses, wanted))
+    assert_close(*gradients, rtol=0, atol=0)
+    assert_close(found.rejected_rewards, beta * (rejected - reference[1]).detach(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("loss_type", DPO_LOSS_TYPES)
+def test_only_ipo_looks_at_lengths(loss_type: str) -> None:
+    values = inputs()
+    sums, means = (dpo_loss(*values, loss_type=loss_type, lengths=lengths) for lengths in (None, LENGTHS))
+    assert torch.equal(sums.losses, means.losses) is (loss_type != "ipo")
+    assert_close(means[1:], sums[1:], rtol=0, atol=0)
+
+
+def test_smoothing_mixes_both_orders() -> None:
+    chosen, rejected, *reference = inputs()
+    smooth = dpo_loss(chosen, rejected, *reference, beta=0.3, label_smoothing=0.2).losses
+    stated = dpo_loss(chosen, rejected, *reference, beta=0.3).losses
+    swapped = dpo_loss(rejected, chosen, *reversed(reference), beta=0.3).losses
+    assert_close(smooth, 0.8 * stated + 0.2 * swapped, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("options", CASES + OFFLINE)
 def test_extremes_are_finite(options: dict[str, Any], dtype: torch.dtype) -> None:
     chosen = vector(-40000.0, -1e-4, -5000.0, dtype=dtype).requires_grad_()
     rejected = vector(-1e-4, -40000.0, -5000.0, dtype=dtype).requires_grad_()
     reference = vector(-10.0, -10.0, -40000.0, dtype=dtype), vector(-10.0, -10.0, -1e-4, dtype=dtype)
-    found = dpo_loss(chosen, rejected, *reference, **options)
+    lengths = {"lengths": (torch.tensor([9, 1, 3]), torch.tensor([1, 7, 2]))} if "lengths" in options else {}
+    found = dpo_loss(chosen, rejected, *reference, **{**options, **lengths})
     for value in (*found, *torch.autograd.grad(found.losses.sum(), (chosen, rejected))):
         assert value.dtype == dtype
         assert torch.isfinite(value).all()
     if options["loss_type"] == "sigmoid":
-        assert found.losses[0].item() == pytest.approx(options["beta"] * 40000, rel=1e-6)  # not log(0)
+        stated = 1 - options.get("label_smoothing", 0.0)
+        assert found.losses[0].item() == pytest.approx(stated * options["beta"] * 40000, rel=1e-6)  # not log(0)
 
 
-def test_no_pairs_give_an_empty_loss_with_a_graph() -> None:
-    none = torch.zeros(0, requires_grad=True)
-    for options in CASES:
-        found = dpo_loss(none, none, none.detach(), none.detach(), **options)
-        assert found.losses.shape == found.chosen_rewards.shape == (0,)
-        found.losses.sum().backward()
-    assert none.grad is not None
+@pytest.mark.parametrize("options", CASES + OFFLINE)
+def test_no_pairs_give_an_empty_loss_with_a_graph(options: dict[str, Any]) -> None:
+    chosen, rejected, reference = (torch.zeros(0, requires_grad=own) for own in (True, True, False))
+    nothing = torch.zeros(0, dtype=torch.int64)
+    lengths = {"lengths": (nothing, nothing)} if "lengths" in options else {}
+    found = dpo_loss(chosen, rejected, reference, reference, **{**options, **lengths})
+    assert found.losses.shape == found.chosen_rewards.shape == found.rejected_rewards.shape == (0,)
+    total = found.losses.sum()
+    total.backward()
+    assert total.item() == 0.0
+    assert chosen.grad is not None and rejected.grad is not None
 
 
-def test_other_losses_are_refused_and_options_name_the_same() -> None:
-    one = vector(-1.0)
-    with pytest.raises(ValueError, match="'hinge' is not one of sigmoid, ipo"):
-        dpo_loss(one, one, one, one, loss_type="hinge")
-    assert ONLINE_DPO_LOSS_TYPES == DPO_LOSS_TYPES
+def test_what_is_refused() -> None:
+    ones = [vector(-1.0)] * 4
+    with pytest.raises(ValueError, match="'robust' is not one of sigmoid, hinge, ipo"):
+        dpo_loss(*ones, loss_type="robust")
+    for share in (-0.1, 0.5, 1.0, math.nan):
+        with pytest.raises(ValueError, match=f"label_smoothing={share}: must be at least 0 and below 0.5"):
+            dpo_loss(*ones, label_smoothing=share)
+    for loss_type in ("hinge", "ipo"):
+        with pytest.raises(ValueError, match=f"is for loss_type 'sigmoid'; set it to 0 for '{loss_type}'"):
+            dpo_loss(*ones, loss_type=loss_type, label_smoothing=0.1)
+
+
+def test_options_name_losses_that_exist() -> None:
+    assert set(ONLINE_DPO_LOSS_TYPES) <= set(DPO_LOSS_TYPES)
