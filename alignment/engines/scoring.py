@@ -25,7 +25,10 @@ class SequenceScores(NamedTuple):
     """Sums over the completion tokens of each sequence, (S,) fp32, and the balancing loss of a mixture of experts.
 
     ``logps`` and the 0-dim ``aux_loss`` (0 if dense) carry the graph. The others are None unless asked for:
-    ``entropy`` in nats, ``logits`` (each token's mean over the vocabulary), ``top1`` (tokens that were the likeliest).
+    ``entropy`` in nats, ``logits`` (each token's mean over the vocabulary), ``top1`` (tokens that were the likeliest),
+    and ``token_logps`` (N,) fp32, with graph: one log-prob for each of ``batch.targets``, in their order, of which
+    ``logps`` are the sums. ``batch.segments`` (N,) says which sequence each token belongs to. A reward model has one
+    score per sequence in their place.
     """
 
     logps: Tensor
@@ -33,6 +36,7 @@ class SequenceScores(NamedTuple):
     entropy: Tensor | None = None
     logits: Tensor | None = None
     top1: Tensor | None = None
+    token_logps: Tensor | None = None
 
 
 class ScoringEngine:
@@ -52,8 +56,8 @@ class ScoringEngine:
         )
         self.partitioned = bool(self.engine.zero_optimization_partition_weights())
 
-    def forward(self, batch: Batch, stats: bool = False) -> SequenceScores:
-        """Scores of the sequences of a batch; with ``stats`` those of their distributions as well.
+    def forward(self, batch: Batch, stats: bool = False, tokens: bool = False) -> SequenceScores:
+        """Scores of the sequences of a batch; ``stats`` adds those of their distributions, ``tokens`` per-token ones.
 
         They carry a graph also when the batch holds no sequence: a rank without rows takes part in every collective of
         the backward pass.
@@ -65,12 +69,20 @@ class ScoringEngine:
         )
         zeros = output.logps.new_zeros(batch.lengths.shape[0])
         logps, *measured = (zeros.index_add(0, batch.segments, part) for part in (output.logps, *(output.stats or ())))
-        return SequenceScores(logps, output.aux_loss, *measured)
+        scores = SequenceScores(logps, output.aux_loss, *measured)
+        return scores._replace(token_logps=output.logps) if tokens else scores
 
     @torch.no_grad()
     def sequence_logps(self, batch: Batch) -> Tensor:
         """(S,) summed completion log-probs without graph."""
         return self.forward(batch.to(self.device)).logps
+
+    @torch.no_grad()
+    def token_logps(self, batch: Batch) -> Tensor:
+        """(N,) log-probs of the completion tokens without graph, in the order of ``batch.targets``."""
+        found = self.forward(batch.to(self.device), tokens=True).token_logps
+        assert found is not None
+        return found
 
     @contextlib.contextmanager
     def sweep(self) -> Iterator[None]:

@@ -10,9 +10,11 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 from helpers import make_model, paired_rows, unpaired_rows, zero
 from oracle.dense import load, token_logps
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer
+from alignment.data import batching
 from alignment.data.batching import collate
 from alignment.engines.scoring import PolicyEngine
 
@@ -51,6 +53,45 @@ def test_logps_and_gradients(tmp_path: Path, kind: str, stage: int) -> None:
             assert float(whole.norm()) < 1e-6, name
         else:
             assert float((whole - gradient).norm() / gradient.norm()) <= 1e-5, name
+    trainer.close()
+
+
+def clipped(logps: Tensor, old: Tensor, ratio: float = 1.3) -> Tensor:
+    """A loss with a ratio for each token, which is no function of the sums."""
+    return -torch.exp(logps - old).clamp(max=ratio).sum() / len(old)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_token_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
+    monkeypatch.setattr(batching, "_BLOCK_COST", 1)  # rows are in another order than sequences
+    path = make_model(tmp_path / "model", "untied", seed=3)
+    dense = load(path)
+    expected = torch.cat([token_logps(dense, prompt, completion) for prompt, completion in SEQUENCES])
+    old = expected.detach() - torch.linspace(-1, 0.9, len(expected), dtype=torch.float64)
+    gradients = torch.autograd.grad(clipped(expected, old), list(dense.parameters()))
+    trainer, policy = policy_engine(path, tmp_path / "out", stage)
+    batch, nothing = collate(SEQUENCES, 20), collate([], 20)
+    assert len(batch.blocks) > 1
+
+    none = policy.forward(nothing, tokens=True).token_logps
+    assert none is not None and none.shape == (0,)
+    policy.backward(none.sum(), last=False)
+    scores, plain = policy.forward(batch, tokens=True), policy.forward(batch, stats=True)
+    assert plain.token_logps is None and scores.entropy is None
+    assert scores.token_logps is not None and scores.token_logps.dtype == torch.float32
+    sums = torch.zeros(len(SEQUENCES)).index_add(0, batch.segments, scores.token_logps)
+    for same in (scores.logps, plain.logps, policy.sequence_logps(batch)):
+        assert torch.equal(same, sums)
+    asked = policy.token_logps(batch)
+    assert torch.equal(asked, scores.token_logps) and not asked.requires_grad
+    assert float(((asked - expected.detach()).abs() / expected.detach().abs().clamp(min=1)).max()) <= 1e-5
+    assert policy.token_logps(nothing).shape == (0,)
+
+    policy.backward(clipped(scores.token_logps, old.float()), last=True)
+    for (name, found), gradient in zip(trainer.model.named_parameters(), gradients):  # type: ignore[union-attr]
+        whole: Any = safe_get_full_grad(found) if stage else found.grad
+        assert float(gradient.norm()) > 0, name
+        assert float((whole - gradient).norm() / gradient.norm()) <= 1e-5, name
     trainer.close()
 
 

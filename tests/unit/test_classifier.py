@@ -279,5 +279,7 @@ def test_a_partitioned_engine_scores_as_the_model_does(tmp_path: Path, name: str
     engine = frozen_engine(partitioned, ds_config, CLASSIFIER)
     batch = ends(collate([(ids[:-1], ids[-1:]) for ids in SEQUENCES], 4))
     torch.testing.assert_close(engine.sequence_logps(batch), expected, rtol=1e-5, atol=1e-5)
-    assert len(engine.sequence_logps(ends(collate([], 0)))) == 0
+    assert torch.equal(engine.token_logps(batch), engine.sequence_logps(batch))
+    for scores in (engine.sequence_logps, engine.token_logps):
+        assert len(scores(ends(collate([], 0)))) == 0
     engine.close()
