@@ -11,6 +11,7 @@ from typing import Any
 from alignment.config.errors import OptionError
 from alignment.config.fields import words
 from alignment.config.refusals import nearest
+from alignment.internals.deepspeed import section_models
 
 TOP_LEVEL = frozenset(
     words(
@@ -217,12 +218,9 @@ def check_values(config: dict[str, Any], where: str) -> None:
     Raises:
         OptionError: a value that DeepSpeed would not take.
     """
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
 
-    models = {"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config}
-    for section, model in models.items():
+    for section, model in section_models().items():
         try:
             model(**config.get(section, {}))
         except ValidationError as error:

@@ -13,13 +13,13 @@ from typing import Any, TypeAlias
 
 import datasets
 from datasets import Dataset
-from datasets.data_files import DataFilesDict, get_data_patterns
 
 from alignment.config.columns import COLUMNS
 from alignment.config.errors import DataError
 from alignment.data.readers import encode, encoded_rows, infer_features, read_rows
 from alignment.data.storable import storable_rows
 from alignment.data.wording import listing, one_line, show
+from alignment.internals.datasets import data_files_by_split
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 _EXACT = (".json", ".jsonl", ".csv")
@@ -168,7 +168,7 @@ def _folder_parts(folder: Path) -> dict[str, Any]:
     files = [path for path in folder.rglob("*") if path.is_file() and path.suffix.lower() in SUFFIXES]
     if not files:
         raise DataError(f"{folder}: holds neither a saved dataset nor data files ({listing(SUFFIXES)})")
-    found = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
+    found = data_files_by_split(str(folder))
     parts = {
         str(split): sorted(Path(file) for file in names if Path(file).suffix.lower() in SUFFIXES)
         for split, names in found.items()

@@ -24,6 +24,7 @@ from typing import Any, NoReturn, TextIO
 
 from alignment.config.errors import AlignmentError
 from alignment.engines.launch_env import init_distributed, prepare_environment, rank, world_size
+from alignment.internals.torch import default_store
 
 _POLL_S = 1.0  # how often a rank looks whether another has failed
 _HUSH_S = 5.0  # how long the speaker waits for the others to fall silent
@@ -77,10 +78,10 @@ class Peers:
     """
 
     def __init__(self) -> None:
-        from torch.distributed import PrefixStore, TCPStore, distributed_c10d
+        from torch.distributed import PrefixStore, TCPStore
 
         # Rank 0's store may serve the group, and must outlive a main function that destroys the group.
-        self._server = distributed_c10d._get_default_store()
+        self._server = default_store()
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         client = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
         # torchrun keeps one store over its restarts.

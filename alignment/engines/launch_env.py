@@ -18,6 +18,8 @@ import warnings
 from datetime import timedelta
 
 from alignment.config.errors import AlignmentError, OptionError
+from alignment.internals.deepspeed import skip_shared_memory_op
+from alignment.internals.torch import set_group_timeout
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _RANKS = VARIABLES[:4]
@@ -201,7 +203,7 @@ def init_distributed(use_cpu: bool) -> None:
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if wanted == "cpu":
-        _skip_shared_memory_op()
+        skip_shared_memory_op()
     if deepspeed.comm.is_initialized():
         return
     try:
@@ -222,10 +224,8 @@ def _wait_longer() -> None:
     The limit of the meeting itself (DeepSpeed's, 10 minutes) stays. A rank that is gone is noticed by the guard or the
     launcher, not by this limit. DEEPSPEED_TIMEOUT, in minutes, takes its place if set.
     """
-    from torch.distributed.distributed_c10d import _set_pg_timeout
-
     if "DEEPSPEED_TIMEOUT" not in os.environ:
-        _set_pg_timeout(timedelta(hours=6))
+        set_group_timeout(timedelta(hours=6))
 
 
 def _accelerator(use_cpu: bool) -> str:
@@ -269,16 +269,6 @@ def _share_cores() -> None:
     if ranks_here > 1 and "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // ranks_here))
-
-
-def _skip_shared_memory_op() -> None:
-    """Keep DeepSpeed from compiling `shm_comm` as a CPU group starts: 40 s, and a crash where there is no compiler.
-
-    Only tensor-parallel inference calls it. DeepSpeed asks this table first, and without the op uses gloo.
-    """
-    import deepspeed.ops
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def hush_libraries() -> None:

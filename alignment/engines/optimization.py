@@ -9,11 +9,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
-from transformers.trainer_pt_utils import get_parameter_names
 
 from alignment.config.conversion import parse_optim_args
 from alignment.config.errors import OptionError
 from alignment.engines.optimizers import optimizer_kind
+from alignment.internals.transformers import parameter_names_outside
 
 if TYPE_CHECKING:
     from alignment.config.options import AlignmentConfig
@@ -24,7 +24,7 @@ _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Trainable parameters in two groups: decayed, and biases and norms, which are not."""
-    decayed = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))
+    decayed = set(parameter_names_outside(model, [nn.LayerNorm], _NO_DECAY))
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups = [
         {"params": [p for name, p in named if name in decayed], "weight_decay": weight_decay},

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils import cpp_extension
 
 from alignment.config.dtypes import uses_cuda
+from alignment.internals.deepspeed import is_prebuilt
 
 if TYPE_CHECKING:
     from alignment.config.options import AlignmentConfig
@@ -78,10 +79,7 @@ def missing_to_compile(builder: str, *, cuda: bool) -> str | None:
         builder: DeepSpeed's name of the op's builder.
         cuda: whether it is compiled for a GPU.
     """
-    from deepspeed.git_version_info import installed_ops
-    from deepspeed.ops import op_builder
-
-    if installed_ops.get(getattr(op_builder, builder)().name):
+    if is_prebuilt(builder):
         return None
     if cuda and builder == "FusedAdamBuilder" and cpp_extension.CUDA_HOME is None:
         return "the CUDA toolkit (nvcc); CUDA_HOME names it"

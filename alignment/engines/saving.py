@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from alignment.config.errors import OutputError
+from alignment.internals.deepspeed_zero3 import is_partitioned
 
 
 def gathered_state_dict(model: PreTrainedModel, keep: bool) -> dict[str, Tensor]:
@@ -28,7 +29,7 @@ def gathered_state_dict(model: PreTrainedModel, keep: bool) -> dict[str, Tensor]
     """
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        context = deepspeed.zero.GatheredParameters(parameter, enabled=hasattr(parameter, "ds_id"))
+        context = deepspeed.zero.GatheredParameters(parameter, enabled=is_partitioned(parameter))
         with context:
             if keep:
                 state[name] = parameter.detach().to("cpu", copy=True).contiguous()
@@ -77,7 +78,7 @@ def load_weights(model: PreTrainedModel, folder: Path, *, first_rank: bool) -> N
         with _no_progress_bar():
             state = type(model).from_pretrained(folder, dtype=model.dtype).state_dict()
     for name, parameter in model.named_parameters():
-        partitioned = hasattr(parameter, "ds_id")
+        partitioned = is_partitioned(parameter)
         with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=partitioned):
             if first_rank:
                 parameter.data.copy_(state[name])

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from alignment.data.batching import Batch
 from alignment.engines.collectives import device
-from alignment.engines.release import balanced_module_stack, forget_partitioned
-from alignment.engines.untouched import undo_dummy_step
+from alignment.internals.deepspeed import reports_grad_norm, undo_dummy_step
+from alignment.internals.deepspeed_zero3 import balanced_module_stack, forget_partitioned
 from alignment.models.scorer import Scorer
 
 
@@ -164,7 +164,7 @@ class PolicyEngine(ScoringEngine):
         An fp16 overflow is DeepSpeed's to handle: it skips the update and lowers its loss scale.
         """
         # DeepSpeed reports no norm where it does not wrap the optimizer (stage 0, fp32); gradients are whole there.
-        wrapped = hasattr(self.engine.optimizer, "_global_grad_norm")
+        wrapped = reports_grad_norm(self.engine)
         norm = None if wrapped else self._whole_norm()
         self.engine.step()
         return float(self.engine.get_global_grad_norm() if norm is None else norm)

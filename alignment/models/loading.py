@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import deepspeed
@@ -13,28 +12,13 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.integrations import deepspeed as hf_deepspeed
 
 from alignment.config.errors import ModelError, OptionError
+from alignment.internals.deepspeed_zero3 import is_partitioned
+from alignment.internals.torch import is_dropout
+from alignment.internals.transformers import loading
 from alignment.models.architecture import CAUSAL_LM, Architecture
 from alignment.models.inspection import first_line
-
-
-@contextlib.contextmanager
-def loading(ds_config: dict[str, Any] | None) -> Iterator[None]:
-    """Within this context ``from_pretrained`` follows ``ds_config``, and only it.
-
-    transformers keeps its DeepSpeed configuration in one process-wide weak reference: alive at stage 3, it partitions
-    any model that is loaded and makes every ``generate`` synchronise. So it lives for one load, and whatever was there
-    before comes back.
-    """
-    before = hf_deepspeed._hf_deepspeed_config_weak_ref
-    try:
-        hf_deepspeed.unset_hf_deepspeed_config()
-        _holder = hf_deepspeed.HfDeepSpeedConfig(copy.deepcopy(ds_config)) if ds_config is not None else None
-        yield
-    finally:
-        hf_deepspeed._hf_deepspeed_config_weak_ref = before
 
 
 def load_model(
@@ -96,13 +80,13 @@ def _begin_anew(model: PreTrainedModel, names: Sequence[str], seed: int) -> None
     deviation = getattr(model.config.get_text_config(), "initializer_range", 0.02)
     for name in names:
         parameter = model.get_parameter(name)
-        with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=hasattr(parameter, "ds_id")):
+        with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=is_partitioned(parameter)):
             parameter.data.copy_(torch.empty(parameter.shape).normal_(0.0, deviation, generator=generator))
 
 
 def snapshot(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of a live model as it is now, sharing nothing with it; whole or ZeRO-3-partitioned parameters."""
-    if not any(hasattr(p, "ds_id") for p in model.parameters()):
+    if not any(map(is_partitioned, model.parameters())):
         # On the host, one tensor after another: a device that just holds the model has no room for a second one.
         memo: dict[int, Any] = {}
         for tensor in itertools.chain(model.parameters(), model.buffers()):
@@ -122,7 +106,7 @@ def snapshot(model: PreTrainedModel) -> PreTrainedModel:
 def disable_dropout(model: nn.Module) -> None:
     """Set every dropout to zero: the modules, and the rates that layers keep as plain attributes, by whatever name."""
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if is_dropout(module):
             module.p = 0.0
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):  # attention_dropout, attn_dropout_p, resid_pdrop …

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from alignment.config.errors import ModelError, OptionError
+from alignment.internals.transformers import load_balancing_function
 from alignment.models.head import LogProbHead, Scored, checkpointed_logprobs, install_logprob_head, logit_transform
 from alignment.models.logprobs import DEFAULT_TILE_BYTES, TokenStats
 
@@ -128,7 +128,7 @@ def balancing_loss(model: PreTrainedModel) -> Callable[[tuple[Tensor, ...], Tens
     Raises:
         OptionError: the model is not a mixture of experts with a ``load_balancing_loss_func``.
     """
-    function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    function = load_balancing_function(model)
     config = model.config.get_text_config()
     experts = next((getattr(config, n) for n in ("num_local_experts", "num_experts") if hasattr(config, n)), None)
     top_k = getattr(config, "num_experts_per_tok", None)

@@ -13,9 +13,10 @@ from transformers import LogitsProcessorList
 
 from alignment.engines.rollout.engine import RolloutEngine
 from alignment.engines.rollout.padding import _READERS
-from alignment.engines.rollout.processors import ACCEPTED, generation_config, logits_processors
+from alignment.engines.rollout.processors import ACCEPTED, generation_config
 from alignment.engines.rollout.request import Completion, RolloutRequest
 from alignment.engines.scoring import PolicyEngine
+from alignment.internals.transformers import logits_processors
 
 # Only the EOS is likely, unless a processor that reads tokens has something to say of it.
 ENDS = {"sequence_bias": [[[EOS], 30.0]]}

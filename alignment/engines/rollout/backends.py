@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import transformers
 from transformers import PreTrainedModel
-from transformers.utils.generic import is_flash_attention_requested
 
 from alignment.config.errors import OptionError
 from alignment.engines.collectives import device
-from alignment.engines.rollout.processors import generation_config, logits_processors
+from alignment.engines.rollout.processors import generation_config
 from alignment.engines.rollout.request import Sampling
+from alignment.internals.transformers import (
+    attention_implementation,
+    is_flash_attention_requested,
+    logits_processors,
+    paged_cache_obstacle,
+    supports_paged_attention,
+)
 
 # Continuous batching hands a processor the scores alone, without the tokens before them. transformers marks those that
 # are content with that, but has not judged this one yet.
@@ -47,25 +53,21 @@ def continuous_obstacle(model: PreTrainedModel, sampling: Sampling) -> str | Non
     """Why continuous batching cannot be used, or None."""
     if not hasattr(getattr(transformers, "ContinuousBatchingConfig", None), "page_size"):
         return f"transformers {transformers.__version__} lacks the continuous batching that 5.20 has"
-    # Imported here: in older releases there is none.
-    from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
-
     for processor in logits_processors(model, generation_config(sampling)):
         name = type(processor).__name__
         if not getattr(processor, "supports_continuous_batching", False) and name not in _SCORES_ALONE:
             return f"transformers' continuous batching does not support {name}"
     architecture, config = type(model).__name__, model.config.get_text_config()
-    if not model._supports_attention_backend or model._is_stateful:
+    if not supports_paged_attention(model):
         return f"transformers' continuous batching does not support {architecture}"
     # Compressed or shared keys and values have no place in its cache.
     if getattr(config, "kv_lora_rank", None) or getattr(config, "num_kv_shared_layers", None):
         return f"transformers' continuous batching does not support the cache of {architecture}"
     # Its eager attention is not the model's own: it knows no soft cap and no sinks.
-    attention = model.config._attn_implementation
+    attention = attention_implementation(model)
     if attention != "sdpa" and not is_flash_attention_requested(model.config):
         return f"it computes attention by sdpa or a flash kernel, and {architecture} was loaded with {attention}"
-    try:
-        group_layers_by_attn_type(config)
-    except ValueError as error:
-        return f"transformers' continuous batching does not support {architecture} ({error})"
+    obstacle = paged_cache_obstacle(config)
+    if obstacle is not None:
+        return f"transformers' continuous batching does not support {architecture} ({obstacle})"
     return None

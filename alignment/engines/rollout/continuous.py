@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from alignment.config.errors import TrainingError
 from alignment.engines.rollout.processors import generation_config
 from alignment.engines.rollout.request import Completion, Sampling, Work
+from alignment.internals.transformers import attention_implementation, generation_error, request_names
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig
@@ -65,8 +66,8 @@ def generate_continuous(
                 _check(result.error)
                 found[result.request_id] = result
                 ended()
-            elif manager.background_thread_status.fatal_error is not None or not manager.is_running():
-                _check(manager.background_thread_status.fatal_error or "its thread has ended")
+            elif generation_error(manager) is not None or not manager.is_running():
+                _check(generation_error(manager) or "its thread has ended")
     return [
         [_completion(found[name], sampling, logps) for name in _names(place, work)] for place, work in enumerate(chunk)
     ]
@@ -74,7 +75,7 @@ def generate_continuous(
 
 def _names(place: int, work: Work) -> list[str]:
     """What transformers calls a request and its copies."""
-    return [str(place), *(f"{place}__child#{copy}" for copy in range(work.count - 1))]
+    return request_names(str(place), work.count)
 
 
 def _completion(result: Any, sampling: Sampling, logps: bool) -> Completion:
@@ -92,7 +93,7 @@ def _check(error: object) -> None:
 @contextlib.contextmanager
 def _manager(model: PreTrainedModel, chunk: Sequence[Work], sampling: Sampling, logps: bool) -> Iterator[Any]:
     """A manager that holds no more memory than the chunk needs, and is gone on any exit."""
-    log, attention = logging.getLogger("ContinuousBatchingLogger"), model.config._attn_implementation
+    log, attention = logging.getLogger("ContinuousBatchingLogger"), attention_implementation(model)
     level, manager = log.level, None
     # What goes wrong is raised here; as a log record it would be a traceback amid the progress bar.
     log.setLevel(logging.CRITICAL)
@@ -103,7 +104,7 @@ def _manager(model: PreTrainedModel, chunk: Sequence[Work], sampling: Sampling, 
         if manager is not None:
             manager.stop(block=True, hard_stop=True)
             manager.destroy()
-        if model.config._attn_implementation != attention:
+        if attention_implementation(model) != attention:
             model.set_attn_implementation(attention)
         log.setLevel(level)
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from alignment.engines.collectives import device, largest_over_ranks
 from alignment.engines.rollout.host import free_host_bytes
-from alignment.engines.rollout.weights import away
+from alignment.internals.deepspeed_zero3 import away, whole_bytes
 
 _SHARE = 0.8  # of the free memory; the rest is for fragments and the library's small things
 _VOCABULARY_VECTORS = 6  # fp32 each: logits and their copy, scores before and after a cut, probabilities, a sort
@@ -68,7 +68,7 @@ def measure_room(
 
 def weight_bytes(module: nn.Module) -> int:
     """What gathering takes: the weights that are divided over ranks."""
-    return sum(parameter.ds_numel * parameter.element_size() for parameter in away(module))
+    return sum(map(whole_bytes, away(module)))
 
 
 def completion_bytes(model: PreTrainedModel, context: int, scores: int = 0) -> int:

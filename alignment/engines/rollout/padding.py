@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
-from transformers.generation.logits_process import (
+from transformers import (
+    LogitsProcessor,
     NoRepeatNGramLogitsProcessor,
+    PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     WatermarkLogitsProcessor,
 )
+
+from alignment.internals.transformers import changed_processors
 
 # The others look at the scores alone, or at how many tokens there are, padding included.
 _READERS = (
@@ -57,8 +59,6 @@ class _WithoutPadding(LogitsProcessor):
 def padding_unseen(model: PreTrainedModel, padding: Sequence[int], device: torch.device) -> Iterator[None]:
     """Within this context no processor that ``model.generate`` makes for a batch reads its padding.
 
-    transformers lets one add processors, not wrap its own in their order, on which the result depends.
-
     Args:
         model: as it is called.
         padding: tokens of padding on the left of each row of the batch.
@@ -67,18 +67,12 @@ def padding_unseen(model: PreTrainedModel, padding: Sequence[int], device: torch
     if not any(padding):
         yield
         return
-    make = model._get_logits_processor
 
-    def wrapped(*args: Any, **kwargs: Any) -> LogitsProcessorList:
-        return LogitsProcessorList(
-            _WithoutPadding(one, padding, device) if _reads_padding(one) else one for one in make(*args, **kwargs)
-        )
+    def without_padding(one: LogitsProcessor) -> LogitsProcessor:
+        return _WithoutPadding(one, padding, device) if _reads_padding(one) else one
 
-    model._get_logits_processor = wrapped
-    try:
+    with changed_processors(model, without_padding):
         yield
-    finally:
-        del model._get_logits_processor
 
 
 def _reads_padding(processor: LogitsProcessor) -> bool:

@@ -6,12 +6,13 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from alignment.config.errors import OptionError
 from alignment.config.fields import words
 from alignment.config.refusals import nearest, shown
 from alignment.engines.rollout.request import Sampling
+from alignment.internals.transformers import logits_processors
 
 # Keys that shape the distribution a token is drawn from, by what stands before it in its own sequence.
 ACCEPTED = words(
@@ -92,12 +93,6 @@ def generation_config(sampling: Sampling, logps: bool = False) -> GenerationConf
             **sampling.extra,
         }
     )
-
-
-def logits_processors(model: GenerationMixin, config: GenerationConfig) -> LogitsProcessorList:
-    """What transformers makes of ``config``: the processors of a prompt of one token, on the CPU."""
-    model._prepare_special_tokens(config, device="cpu")
-    return model._get_logits_processor(config, input_ids_seq_length=1, device="cpu")
 
 
 @contextlib.contextmanager

@@ -1,0 +1,80 @@
+"""DeepSpeed: its configuration models, compiled ops and optimizers. ZeRO-3 is in :mod:`.deepspeed_zero3`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+
+def section_models() -> dict[str, type[BaseModel]]:
+    """The pydantic models by which DeepSpeed reads the sections ``zero_optimization``, ``bf16`` and ``fp16``.
+
+    ``deepspeed.initialize`` checks a JSON only once the model is loaded; with its models a wrong value is found before
+    that. They are not exported. Seen with DeepSpeed 0.19.8.
+    """
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    return {"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config}
+
+
+def is_prebuilt(builder: str) -> bool:
+    """Whether an op came compiled with the installed DeepSpeed, by the name of its builder such as ``CPUAdamBuilder``.
+
+    Any other op needs a compiler at run time. What ``DS_BUILD_OPS`` built is recorded in the installation alone;
+    ``builder.is_compatible()`` says whether an op could be built. Seen with DeepSpeed 0.19.8.
+    """
+    from deepspeed.git_version_info import installed_ops
+    from deepspeed.ops import op_builder
+
+    return bool(installed_ops.get(getattr(op_builder, builder)().name))
+
+
+def skip_shared_memory_op() -> None:
+    """Keep DeepSpeed from compiling ``shm_comm`` as a CPU group starts: 40 s, and a crash without a compiler.
+
+    Only tensor-parallel inference calls the op, but ``init_distributed`` always builds it where the table of
+    compatible ops allows; there is no setting. Without the op DeepSpeed uses gloo. Seen with DeepSpeed 0.19.8.
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def reports_grad_norm(engine: Any) -> bool:
+    """Whether ``engine.get_global_grad_norm()`` is a number after a step.
+
+    It is where DeepSpeed wraps the optimizer, whose ``_global_grad_norm`` the engine copies. At stage 0 in fp32 the
+    optimizer is not wrapped, and the norm stays None. This has to be known before the step, which clears gradients.
+    Seen with DeepSpeed 0.19.8.
+    """
+    return hasattr(engine.optimizer, "_global_grad_norm")
+
+
+def undo_dummy_step(optimizer: Any) -> None:
+    """Forget the states of a wrapped optimizer, and copy its masters from the model's weights again.
+
+    DeepSpeed's 16-bit wrappers at ZeRO stage 0 reserve the optimizer's memory by a step on gradients of zero. Adam
+    then counts that step (its first real update comes out a quarter too small), and weight decay has decayed the
+    masters once. deepspeed #5151 reports the same of ``BF16_Optimizer``. Seen with DeepSpeed 0.19.8.
+
+    Args:
+        optimizer: an engine's, wrapped or not; one that DeepSpeed has not stepped is left alone.
+    """
+    import torch
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
+        masters = [master for group in optimizer.fp32_groups for master in group]
+        weights = [weight for group in optimizer.fp16_groups for weight in group]
+    elif isinstance(optimizer, FP16_Optimizer):
+        masters, weights = optimizer.fp32_groups_flat, optimizer.fp16_groups_flat
+    else:
+        return
+    optimizer.optimizer.state.clear()
+    with torch.no_grad():
+        for master, weight in zip(masters, weights, strict=True):
+            master.copy_(weight)

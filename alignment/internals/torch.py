@@ -1,0 +1,65 @@
+"""torch: the process group's store and time limit, modules' hooks, the base class of dropouts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed import Store
+
+
+def default_store() -> Store:
+    """The store of the default process group.
+
+    Rank 0's may serve the other ranks, for as long as someone holds it: a guard that talks over the same address must
+    outlive the group. torch offers no public way to it. Seen with torch 2.13.
+    """
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
+def set_group_timeout(timeout: timedelta) -> None:
+    """Set how long a rank waits for the others in a collective of the default group, once the group exists.
+
+    ``init_process_group`` takes one limit for the meeting of the ranks and for everything after it; here the meeting
+    should fail soon, and a rank that waits for another one's long work should not. Seen with torch 2.13.
+    """
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(timeout)
+
+
+def is_dropout(module: nn.Module) -> TypeGuard[nn.Dropout]:
+    """Whether a module is one of torch's dropouts, of any dimension.
+
+    Their common base is private; a list of its subclasses would miss the next one. Seen with torch 2.13.
+    """
+    from torch import nn
+
+    return isinstance(module, nn.modules.dropout._DropoutNd)
+
+
+@contextlib.contextmanager
+def without_forward_hooks(module: nn.Module, unwanted: Callable[[Any], bool]) -> Iterator[None]:
+    """Put the unwanted forward hooks of all modules aside; other hooks stay, and all keep their order on any exit.
+
+    The handles that could remove them belong to whoever registered them, and a hook that is registered again runs
+    last. Seen with torch 2.13.
+    """
+    put_aside: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    try:
+        for part in module.modules():
+            for hooks in (part._forward_pre_hooks, part._forward_hooks):
+                put_aside.append((hooks, dict(hooks)))
+                for key in [key for key, hook in hooks.items() if unwanted(hook)]:
+                    del hooks[key]
+        yield
+    finally:
+        for hooks, before in put_aside:
+            hooks.clear()
+            hooks.update(before)

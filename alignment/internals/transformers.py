@@ -1,0 +1,148 @@
+"""transformers: its DeepSpeed flag, its logits processors, and what a model says of its attention and experts.
+
+From :func:`is_flash_attention_requested` on it is about continuous batching, which changes from release to release.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, PretrainedConfig, PreTrainedModel
+
+
+@contextlib.contextmanager
+def loading(ds_config: dict[str, Any] | None) -> Iterator[None]:
+    """Within this context ``from_pretrained`` follows ``ds_config``, and only it.
+
+    transformers keeps its DeepSpeed configuration in one process-wide weak reference: alive at stage 3, it partitions
+    any model that is loaded and makes every ``generate`` synchronise. So it lives for one load, and whatever was there
+    before comes back. ``HfDeepSpeedConfig`` sets the reference, and nothing public reads or restores it (transformers
+    #28106 asks for a way to load one model without it). Seen with transformers 5.23.
+    """
+    from transformers.integrations import deepspeed as hf_deepspeed
+
+    before = hf_deepspeed._hf_deepspeed_config_weak_ref
+    try:
+        hf_deepspeed.unset_hf_deepspeed_config()
+        _holder = hf_deepspeed.HfDeepSpeedConfig(copy.deepcopy(ds_config)) if ds_config is not None else None
+        yield
+    finally:
+        hf_deepspeed._hf_deepspeed_config_weak_ref = before
+
+
+def parameter_names_outside(model: nn.Module, layers: Sequence[type[nn.Module]], patterns: Sequence[str]) -> list[str]:
+    """Names of the parameters that are not in layers of these types, and match none of the patterns in lower case.
+
+    ``Trainer`` finds by this function what decays, so that the same parameters do here. transformers does not export
+    it. Seen with transformers 5.23.
+    """
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    return list(get_parameter_names(model, list(layers), list(patterns)))
+
+
+def load_balancing_function(model: PreTrainedModel) -> Callable[..., Any] | None:
+    """The ``load_balancing_loss_func`` of the file that defines a mixture of experts; None for any other model.
+
+    A model adds the loss to its own, which is not computed here, and offers it in no other way. Its arguments are the
+    router logits of all layers, the number of experts, how many a token goes to, and the attention mask. Seen with
+    transformers 5.23.
+    """
+    return getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+
+
+def logits_processors(model: GenerationMixin, config: Any) -> LogitsProcessorList:
+    """What ``model.generate`` makes of a generation config: the processors of a prompt of one token, on the CPU.
+
+    Nothing public tells which keys of a config have an effect, or with which processors. Seen with transformers 5.23.
+    """
+    model._prepare_special_tokens(config, device="cpu")
+    return model._get_logits_processor(config, input_ids_seq_length=1, device="cpu")
+
+
+@contextlib.contextmanager
+def changed_processors(model: GenerationMixin, change: Callable[[LogitsProcessor], LogitsProcessor]) -> Iterator[None]:
+    """Within this context every logits processor that ``model.generate`` makes is replaced by what ``change`` returns.
+
+    transformers lets one add processors, not wrap its own in their order, on which the result depends. Seen with
+    transformers 5.23.
+    """
+    from transformers import LogitsProcessorList
+
+    make = model._get_logits_processor
+
+    def changed(*args: Any, **kwargs: Any) -> LogitsProcessorList:
+        return LogitsProcessorList(change(one) for one in make(*args, **kwargs))
+
+    model._get_logits_processor = changed
+    try:
+        yield
+    finally:
+        del model._get_logits_processor
+
+
+def is_flash_attention_requested(config: PretrainedConfig) -> bool:
+    """Whether a model computes its attention by a flash kernel, of which there are many names.
+
+    Only such a kernel reads the paged cache of continuous batching in place. Seen with transformers 5.23.
+    """
+    from transformers.utils import generic
+
+    return bool(generic.is_flash_attention_requested(config))
+
+
+def attention_implementation(model: PreTrainedModel) -> Any:
+    """The attention that a model computes with, such as ``sdpa``, as ``model.set_attn_implementation`` takes it.
+
+    Continuous batching sets another one while it lasts, and has to find one that it can use in the first place. There
+    is a public setter, and no public getter. Seen with transformers 5.23.
+    """
+    return model.config._attn_implementation
+
+
+def supports_paged_attention(model: PreTrainedModel) -> bool:
+    """Whether a model lets its attention be replaced by one on a paged cache, and keeps no other state.
+
+    Continuous batching needs both and checks neither. Seen with transformers 5.23.
+    """
+    return bool(model._supports_attention_backend and not model._is_stateful)
+
+
+def paged_cache_obstacle(config: PretrainedConfig) -> str | None:
+    """Why continuous batching cannot make a cache for a model's kinds of layers, in transformers' words; or None.
+
+    It would raise the same only when it starts, in its own thread. Seen with transformers 5.23; the module is missing
+    in releases without continuous batching.
+    """
+    from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
+
+    try:
+        group_layers_by_attn_type(config)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def request_names(name: str, count: int) -> list[str]:
+    """The names under which continuous batching returns ``count`` completions of a request, the request's own first.
+
+    A request that is added once with ``num_return_sequences`` set is prefilled once and then copied; the names of the
+    copies are documented nowhere. Seen with transformers 5.23.
+    """
+    return [name, *(f"{name}__child#{number}" for number in range(count - 1))]
+
+
+def generation_error(manager: Any) -> Exception | None:
+    """What ended the generating thread of continuous batching, or None.
+
+    ``get_result`` returns None after a timeout and after a failure alike, and nothing public tells which it was. Seen
+    with transformers 5.23.
+    """
+    error: Exception | None = manager.background_thread_status.fatal_error
+    return error
