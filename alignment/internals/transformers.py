@@ -117,8 +117,8 @@ def supports_paged_attention(model: PreTrainedModel) -> bool:
 def paged_cache_obstacle(config: PretrainedConfig) -> str | None:
     """Why continuous batching cannot make a cache for a model's kinds of layers, in transformers' words; or None.
 
-    It would raise the same only when it starts, in its own thread. Seen with transformers 5.23; the module is missing
-    in releases without continuous batching.
+    A manager raises the same when it is made; whether to make one has to be decided before. Seen with transformers
+    5.23; releases without continuous batching lack the module.
     """
     from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 

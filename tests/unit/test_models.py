@@ -18,7 +18,7 @@ from alignment.config.errors import ModelError, OptionError
 from alignment.engines.launch_env import init_distributed
 from alignment.engines.saving import gathered_state_dict
 from alignment.models.inspection import check_positions, check_weights, first_line, read_config
-from alignment.models.loading import disable_dropout, enable_checkpointing, load_model, loading, snapshot
+from alignment.models.loading import disable_dropout, enable_checkpointing, load_model, snapshot
 
 STAGE3 = {"train_micro_batch_size_per_gpu": 1, **zero(3)}
 
@@ -109,42 +109,6 @@ def test_positions() -> None:
 
 
 # Loading ------------------------------------------------------------------------------------------------------------
-
-
-def flag() -> bool:
-    return bool(hf_deepspeed.is_deepspeed_zero3_enabled())
-
-
-def test_the_flag_lives_for_one_load() -> None:
-    assert not flag()
-    with loading(STAGE3):
-        assert flag()
-        with loading(None):
-            assert not flag()
-        assert flag()
-        with loading({"train_micro_batch_size_per_gpu": 1, **zero(2)}):
-            assert not flag()
-    assert not flag()
-
-
-def test_the_flag_comes_back_after_an_error() -> None:
-    users: Any = hf_deepspeed.HfDeepSpeedConfig(STAGE3)
-    with pytest.raises(RuntimeError), loading(None):
-        assert not flag()
-        raise RuntimeError
-    assert flag(), "the user's own configuration is in force again"
-    with pytest.raises(AttributeError), loading({"zero_optimization": "not a section"}):
-        pass
-    assert flag() and hf_deepspeed._hf_deepspeed_config_weak_ref() is users
-    del users
-    assert not flag()
-
-
-def test_the_configuration_is_not_written_into() -> None:
-    given = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-    with loading(given):
-        pass
-    assert given == {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 
 
 def test_a_model_that_cannot_be_loaded(folder: Path) -> None:

@@ -1,0 +1,365 @@
+"""What `alignment.internals.deepspeed` and `deepspeed_zero3` rely on, each with real engines around a small module.
+
+A test that fails after an upgrade of DeepSpeed says which of its inner parts has changed. Where a workaround is no
+longer needed, the half of the test that shows the fault fails: then the function can go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.git_version_info import installed_ops
+from deepspeed.ops import op_builder
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from helpers import zero
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from alignment.engines.launch_env import init_distributed
+from alignment.internals import deepspeed as internals
+from alignment.internals import deepspeed_zero3 as zero3
+from alignment.internals.torch import without_forward_hooks
+
+WIDTH = 16
+
+
+class Net(nn.Module):
+    """Blocks of a weight that is divided and a small bias, which DeepSpeed keeps whole."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.recompute = recompute
+
+    def forward(self, states: Tensor) -> Tensor:
+        for block in self.blocks:
+            states = checkpoint(block, states, use_reentrant=False) if self.recompute else block(states)
+        return states.square().sum()
+
+
+def configuration(stage: int, **more: Any) -> dict[str, Any]:
+    """At stage 3 one weight at a time is fetched ahead and none is kept for a later use, as in a large model."""
+    section = zero(stage)["zero_optimization"]
+    if stage == 3:
+        section |= {"stage3_prefetch_bucket_size": WIDTH**2, "stage3_max_reuse_distance": 0}
+    return {
+        "train_batch_size": 1,
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": section,
+        **more,
+    }
+
+
+def build(
+    stage: int, *, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, recompute: bool = False, **more: Any
+) -> Any:
+    """An engine around a module that holds a `Net`, the same at every stage; further arguments are of the JSON."""
+    init_distributed(use_cpu=True)
+    config = configuration(stage, **more)
+    torch.manual_seed(0)
+    module = nn.Sequential(Net(recompute))
+    made, *_ = deepspeed.initialize(
+        model=module,
+        optimizer=optimizer(module.parameters(), lr=0.01, weight_decay=0.5),
+        config=config,
+        dist_init_required=False,
+    )
+    return made
+
+
+def batch(engine: Any) -> Tensor:
+    dtype = next(engine.module.parameters()).dtype
+    return torch.linspace(-1, 1, 2 * WIDTH, dtype=dtype).reshape(2, WIDTH).requires_grad_()
+
+
+def step(engine: Any) -> None:
+    engine.backward(engine(batch(engine)))
+    engine.step()
+
+
+@pytest.fixture(autouse=True)
+def stack_as_before() -> Iterator[None]:
+    before = list(parameter_offload.FWD_MODULE_STACK)
+    yield
+    parameter_offload.FWD_MODULE_STACK[:] = before
+    zero3.forget_release_plans()
+
+
+# Configuration, ops, optimizers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "wrong"),
+    [
+        ("zero_optimization", {"stage": 7}),
+        ("zero_optimization", {"stage": 2, "offload_optimizer": {"device": "moon"}}),
+        ("bf16", {"enabled": "perhaps"}),
+        ("fp16", {"loss_scale": "high"}),
+    ],
+)
+def test_section_models_refuse_what_an_engine_refuses(section: str, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as early:
+        internals.section_models()[section](**wrong)
+    with pytest.raises(ValidationError) as late:
+        build(0, **{section: wrong})
+    assert early.value.errors()[0]["loc"] == late.value.errors()[0]["loc"]
+
+
+def test_a_prebuilt_op_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiles(self: Any, verbose: bool = True) -> None:
+        raise RuntimeError("compiled")
+
+    builder = op_builder.CPUAdamBuilder()
+    monkeypatch.setattr(type(builder), "jit_load", compiles)
+    monkeypatch.setitem(installed_ops, builder.name, False)
+    assert not internals.is_prebuilt("CPUAdamBuilder")
+    with pytest.raises(RuntimeError, match="compiled"):
+        builder.load()
+    monkeypatch.setitem(installed_ops, builder.name, True)
+    assert internals.is_prebuilt("CPUAdamBuilder")
+    with pytest.raises(ImportError):  # looked for in DeepSpeed's own folder, where it is not
+        builder.load()
+
+
+def test_without_its_entry_the_shared_memory_op_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(self: Any, verbose: bool = True) -> None:
+        raise RuntimeError("compiled")
+
+    init_distributed(use_cpu=True)
+    backend = importlib.import_module("deepspeed.comm.torch")
+    monkeypatch.setattr(type(op_builder.ShareMemCommBuilder()), "load", load)
+    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", True)
+    with pytest.raises(RuntimeError, match="compiled"):
+        backend.TorchBackend("gloo", None, None)
+    internals.skip_shared_memory_op()
+    assert backend.TorchBackend("gloo", None, None).shm_comm_op is None
+
+
+@pytest.mark.parametrize(("stage", "bf16"), [(0, False), (0, True), (2, False), (3, False), (3, True)])
+def test_the_norm_is_a_number_where_it_is_said_to_be(stage: int, bf16: bool) -> None:
+    engine = build(stage, bf16={"enabled": bf16})
+    reported = internals.reports_grad_norm(engine)
+    assert reported == ((stage, bf16) != (0, False))
+    step(engine)
+    assert (engine.get_global_grad_norm() is not None) == reported
+    engine.destroy()
+    zero3.forget_partitioned(engine.module)
+
+
+@pytest.mark.parametrize("wrapper", [FP16_UnfusedOptimizer, FP16_Optimizer])
+def test_the_first_step_is_that_of_a_fresh_adam(wrapper: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    def after_one_step(undo: Callable[[Any], None]) -> tuple[Tensor, Tensor]:
+        """All weights after one step, and after that of torch's AdamW on fp32 copies."""
+        engine = build(0, optimizer=torch.optim.AdamW, bf16={"enabled": True})
+        assert isinstance(engine.optimizer, wrapper)
+        undo(engine.optimizer)
+        parameters = list(engine.module.parameters())
+        copies = [p.detach().float().requires_grad_() for p in parameters]
+        fresh = torch.optim.AdamW(copies, lr=0.01, weight_decay=0.5)
+        engine.backward(engine(batch(engine)))
+        for twin, parameter in zip(copies, parameters):
+            twin.grad = parameter.grad.float()
+        engine.step()
+        fresh.step()
+        engine.destroy()
+        return tuple(torch.cat([p.detach().float().flatten() for p in ps]) for ps in (parameters, copies))
+
+    if wrapper is FP16_Optimizer:  # for DeepSpeed's own Adam, which would have to be compiled
+        monkeypatch.setattr("deepspeed.runtime.engine.FusedAdam", torch.optim.AdamW)
+    found, expected = after_one_step(internals.undo_dummy_step)
+    torch.testing.assert_close(found, expected, rtol=2**-8, atol=0)  # rounded to bf16
+    found, expected = after_one_step(lambda optimizer: None)
+    assert float((found - expected).abs().mean()) == pytest.approx(0.01 / 4, rel=0.5)
+
+
+def test_an_optimizer_that_was_not_stepped_is_left_alone() -> None:
+    for stage in (0, 2, 3):
+        engine = build(stage, optimizer=torch.optim.AdamW)
+        step(engine)
+        state = str(engine.optimizer.state_dict())
+        internals.undo_dummy_step(engine.optimizer)
+        assert str(engine.optimizer.state_dict()) == state
+        engine.destroy()
+        zero3.forget_partitioned(engine.module)
+
+
+# ZeRO-3 -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    """At stage 3, after a first step: DeepSpeed has gathered what it keeps whole."""
+    made = build(3)
+    step(made)
+    zero3.divide_again(made.module)
+    yield made
+    made.destroy()
+    zero3.forget_partitioned(made.module)
+
+
+def weights(engine: Any) -> list[Any]:
+    """Taken before a forward: to look one up in its module during a forward gathers it."""
+    return [parameter for name, parameter in engine.module.named_parameters() if name.endswith("weight")]
+
+
+def away(engine: Any) -> list[int]:
+    """The numbers of the weights that are away; there are three."""
+    gone = {id(parameter) for parameter in zero3.away(engine.module)}
+    return [number for number, weight in enumerate(weights(engine)) if id(weight) in gone]
+
+
+def test_a_weight_that_is_away_is_known_with_its_size(engine: Any) -> None:
+    plain, own = Net(), weights(engine)
+    assert not any(map(zero3.is_partitioned, plain.parameters())) and zero3.away(plain) == []
+    assert all(map(zero3.is_partitioned, engine.module.parameters()))
+    assert away(engine) == [0, 1, 2]
+    assert [zero3.whole_bytes(weight) for weight in own] == [4 * WIDTH**2] * 3
+    assert own[0].numel() < WIDTH**2
+    with deepspeed.zero.GatheredParameters(own[:2]):
+        assert away(engine) == [2] and own[0].numel() == WIDTH**2
+    assert away(engine) == [0, 1, 2]
+
+
+def failing_forward(engine: Any, seen: Callable[[], Any]) -> Any:
+    """What ``seen`` returns while the second block is computed, whose forward then fails."""
+    found: list[Any] = []
+
+    def fails(*_: Any) -> None:
+        found.append(seen())
+        raise ValueError("in the middle of a forward")
+
+    hook = engine.module[0].blocks[1][0].register_forward_hook(fails, prepend=True)
+    with pytest.raises(ValueError):
+        engine(batch(engine))
+    hook.remove()
+    return found[0]
+
+
+def test_a_pass_that_fails_leaves_weights_whole(engine: Any) -> None:
+    failing_forward(engine, lambda: None)
+    zero3.settle(engine, engine.module)
+    assert 1 not in away(engine)
+    zero3.divide_again(engine.module)
+    assert away(engine) == [0, 1, 2] and len(zero3.away(engine.module)) == 3, "biases are to stay whole"
+
+
+def test_a_weight_in_flight_is_waited_for(engine: Any) -> None:
+    own = weights(engine)
+    for _ in range(2):
+        step(engine)
+    in_flight = failing_forward(engine, lambda: [w for w in own if w.ds_status == ZeroParamStatus.INFLIGHT])
+    assert in_flight, "DeepSpeed fetches ahead, once it knows the order of the modules"
+    with pytest.raises(AssertionError, match="in flight"):
+        in_flight[0].partition()
+    zero3.settle(engine, engine.module)
+    zero3.divide_again(engine.module)
+    assert away(engine) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_weights_are_fetched_ahead_only_in_announced_passes(engine: Any, announced: bool) -> None:
+    ahead: list[bool] = []
+    second = weights(engine)[1]
+    engine.module[0].blocks[0][1].register_forward_hook(
+        lambda *_: ahead.append(second.ds_status != ZeroParamStatus.NOT_AVAILABLE)
+    )
+    inner = engine.module[0]  # the outermost module has a hook of DeepSpeed's that announces passes as well
+    around = zero3.announced_passes(engine, inner) if announced else contextlib.nullcontext()
+    with around, torch.no_grad():
+        for _ in range(4):
+            inner(batch(engine))
+    assert ahead == ([False, False, True, True] if announced else [False] * 4)
+    zero3.settle(engine, engine.module)
+    assert not inner._forward_pre_hooks or all(map(zero3.is_deepspeed_hook, inner._forward_pre_hooks.values()))
+
+
+@pytest.mark.parametrize("aside", [True, False])
+def test_deepspeeds_hooks_divide_weights_that_were_gathered(engine: Any, aside: bool) -> None:
+    calls: list[str] = []
+    engine.module[0].blocks[0].register_forward_hook(lambda *_: calls.append("own"))
+    unwanted = zero3.is_deepspeed_hook if aside else lambda hook: False
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_forward_hooks(engine.module, unwanted))
+        stack.enter_context(deepspeed.zero.GatheredParameters(weights(engine)))
+        stack.enter_context(torch.no_grad())
+        engine.module[0](batch(engine))
+        assert away(engine) == ([] if aside else [0, 1, 2]) and calls == ["own"]
+    step(engine)
+    zero3.divide_again(engine.module)
+    assert away(engine) == [0, 1, 2] and calls == ["own"] * 2, "all hooks are back"
+
+
+def test_a_recomputation_leaves_modules_on_the_stack() -> None:
+    engine = build(3, recompute=True)
+    stack = parameter_offload.FWD_MODULE_STACK
+
+    def grown(around: Any) -> int:
+        depth = len(stack)
+        loss = engine(batch(engine))
+        assert len(stack) == depth
+        with around:
+            engine.backward(loss)
+        engine.step()
+        return len(stack) - depth
+
+    assert grown(zero3.balanced_module_stack()) == 0
+    with zero3.balanced_module_stack():
+        assert grown(contextlib.nullcontext()) > 0
+    assert grown(zero3.balanced_module_stack()) == 0
+    engine.destroy()
+    zero3.forget_partitioned(engine.module)
+
+
+def test_the_balanced_stack_is_so_after_an_error() -> None:
+    stack = parameter_offload.FWD_MODULE_STACK
+    depth = len(stack)
+    with pytest.raises(ValueError), zero3.balanced_module_stack():
+        stack.append(nn.Identity())
+        raise ValueError
+    assert len(stack) == depth
+
+
+def stack_alone(module: nn.Module) -> None:
+    """The half of `forget_partitioned` that is about the stack."""
+    own = set(module.modules())
+    parameter_offload.FWD_MODULE_STACK[:] = [m for m in parameter_offload.FWD_MODULE_STACK if m not in own]
+
+
+@pytest.mark.parametrize(
+    ("forget", "alive"),
+    [
+        (lambda module: None, True),
+        (stack_alone, True),
+        (lambda module: zero3.forget_release_plans(), True),
+        (zero3.forget_partitioned, False),
+    ],
+    ids=["nothing", "the stack", "release plans", "both"],
+)
+def test_an_engine_dies_once_both_references_are_gone(forget: Callable[[nn.Module], None], alive: bool) -> None:
+    other = build(3)
+    engine = build(3)
+    for _ in range(3):
+        step(engine)
+    engine.destroy()
+    forget(engine.module)
+    watched = [weakref.ref(thing) for thing in (engine.module, engine.optimizer)]
+    del engine
+    gc.collect()
+    assert any(watch() is not None for watch in watched) == alive
+    assert other.module in parameter_offload.FWD_MODULE_STACK, "another engine's entry has to stay"
+    other.destroy()
+    zero3.forget_partitioned(other.module)
