@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import os
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from conftest import DRIVERS
 from torch import nn
-from torch.distributed import TCPStore
 
-from alignment.engines.launch_env import init_distributed
-from alignment.internals.torch import default_store, is_dropout, without_forward_hooks
+from alignment.internals.torch import is_dropout, without_forward_hooks
 from tools.ranks import RankServer
 
 
-@pytest.mark.usefixtures("own_process_group")
-def test_the_store_serves_as_long_as_it_is_held() -> None:
-    """Another connection reaches it at the group's address, also when the group is gone."""
-    import deepspeed
-
-    init_distributed(use_cpu=True)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    held = default_store()
-    client = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
-    client.set("alignment.tests/word", "held")
-    deepspeed.comm.destroy_process_group()
-    assert client.get("alignment.tests/word") == b"held"
-    del held
+def test_the_store_serves_as_long_as_it_is_held(ranks: RankServer) -> None:
+    """At the group's address, also when the group has gone."""
+    done = ranks.run(DRIVERS / "process_group.py", "store", timeout=60)
+    assert "rank 0 was given a word" in done.stdout and "rank 1 was given a word" in done.stdout
 
 
-@pytest.mark.parametrize(("when", "said"), [("before", "rank 0 waited"), ("after", "rank 0 gave up")])
-def test_a_collective_waits_as_long_as_was_set(ranks: RankServer, when: str, said: str) -> None:
-    done = ranks.run(DRIVERS / "group_timeout.py", when, timeout=60, check=False)
+@pytest.mark.parametrize(("rank_0_is", "said"), [("patient", "rank 0 waited"), ("impatient", "rank 0 gave up")])
+def test_a_collective_waits_as_long_as_was_set(ranks: RankServer, rank_0_is: str, said: str) -> None:
+    done = ranks.run(DRIVERS / "process_group.py", rank_0_is, timeout=60, check=False)
     assert said in done.stdout
 
 
