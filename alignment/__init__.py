@@ -8,23 +8,29 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from alignment.methods import METHODS
+
 if TYPE_CHECKING:
-    from alignment.config.cpo import CPOConfig
-    from alignment.config.kto import KTOConfig
-    from alignment.config.online_dpo import OnlineDPOConfig
-    from alignment.config.reward import RewardConfig
-    from alignment.config.sft import SFTConfig
-    from alignment.trainers.cpo import CPOTrainer
-    from alignment.trainers.kto import KTOTrainer
-    from alignment.trainers.online_dpo import OnlineDPOTrainer
-    from alignment.trainers.reward import RewardTrainer
-    from alignment.trainers.sft import SFTTrainer
+    from alignment.methods.cpo import CPOTrainer
+    from alignment.methods.cpo_options import CPOConfig
+    from alignment.methods.dpo import DPOTrainer
+    from alignment.methods.dpo_options import DPOConfig
+    from alignment.methods.kto import KTOTrainer
+    from alignment.methods.kto_options import KTOConfig
+    from alignment.methods.online_dpo import OnlineDPOTrainer
+    from alignment.methods.online_dpo_options import OnlineDPOConfig
+    from alignment.methods.reward import RewardTrainer
+    from alignment.methods.reward_options import RewardConfig
+    from alignment.methods.sft import SFTTrainer
+    from alignment.methods.sft_options import SFTConfig
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CPOConfig",
     "CPOTrainer",
+    "DPOConfig",
+    "DPOTrainer",
     "KTOConfig",
     "KTOTrainer",
     "OnlineDPOConfig",
@@ -36,18 +42,8 @@ __all__ = [
     "__version__",
 ]
 
-_HOMES = {
-    "CPOConfig": "alignment.config.cpo",
-    "CPOTrainer": "alignment.trainers.cpo",
-    "KTOConfig": "alignment.config.kto",
-    "KTOTrainer": "alignment.trainers.kto",
-    "OnlineDPOConfig": "alignment.config.online_dpo",
-    "OnlineDPOTrainer": "alignment.trainers.online_dpo",
-    "RewardConfig": "alignment.config.reward",
-    "RewardTrainer": "alignment.trainers.reward",
-    "SFTConfig": "alignment.config.sft",
-    "SFTTrainer": "alignment.trainers.sft",
-}
+_PATHS = (path for entry in METHODS.entries.values() for path in (entry.options, entry.trainer))
+_HOMES = {name: module for module, _, name in (path.partition(":") for path in _PATHS)}
 
 
 def __getattr__(name: str) -> Any:

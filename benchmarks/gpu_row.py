@@ -107,8 +107,7 @@ def train(job: RowJob) -> RowResult:
 
 
 def _trainer(job: RowJob) -> Any:
-    from alignment.config.methods import METHODS as CONFIGS
-    from alignment.trainers.run import TRAINERS
+    from alignment.config.registry import METHODS as CONFIGS
     from benchmarks.jobs import METHODS
 
     options: dict[str, Any] = {
@@ -131,9 +130,10 @@ def _trainer(job: RowJob) -> Any:
     else:
         options["max_prompt_length"] = job.shape["most"] // 2
     rows = METHODS[job.method].rows(Shape(**job.shape), job.batch * job.steps, 0)
-    return TRAINERS[job.method](
+    args = CONFIGS[job.method](**options)
+    return CONFIGS.trainer(args)(
         model=job.model,
-        args=CONFIGS[job.method](**options),
+        args=args,
         train_dataset=rows,
         processing_class=load_tokenizer(job.model),
         **more,

@@ -73,6 +73,9 @@ METHODS = {
         {PLAIN: Floor(1 / 3, 1.5), ZERO2: None},
         ("loss", "logps/chosen", "logps/rejected", "nll_loss"),
     ),
+    "dpo": Method(
+        paired_rows, 4, {PLAIN: None, ZERO2: None}, ("loss", "logps/chosen", "logps/rejected", "rewards/margins")
+    ),
     # Completions are sampled, so the tokens of the two sides differ; at the first step policy and reference agree,
     # whatever the tokens.
     "online_dpo": Method(

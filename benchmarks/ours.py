@@ -9,19 +9,22 @@ from typing import Any
 
 from datasets import Dataset
 
-from alignment.config.cpo import CPOConfig
-from alignment.config.kto import KTOConfig
-from alignment.config.online_dpo import OnlineDPOConfig
+from alignment.methods.cpo import CPOTrainer
+from alignment.methods.cpo_options import CPOConfig
+from alignment.methods.dpo import DPOTrainer
+from alignment.methods.dpo_options import DPOConfig
+from alignment.methods.kto import KTOTrainer
+from alignment.methods.kto_options import KTOConfig
+from alignment.methods.online_dpo import OnlineDPOTrainer
+from alignment.methods.online_dpo_options import OnlineDPOConfig
 from alignment.trainers.base import AlignmentTrainer
-from alignment.trainers.cpo import CPOTrainer
-from alignment.trainers.kto import KTOTrainer
-from alignment.trainers.online_dpo import OnlineDPOTrainer
 from benchmarks.jobs import Job
 from benchmarks.shapes import load_tokenizer
 
 _TRAINERS: dict[str, tuple[type[Any], type[AlignmentTrainer]]] = {
     "kto": (KTOConfig, KTOTrainer),
     "cpo": (CPOConfig, CPOTrainer),
+    "dpo": (DPOConfig, DPOTrainer),
     "online_dpo": (OnlineDPOConfig, OnlineDPOTrainer),
 }
 

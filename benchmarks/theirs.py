@@ -25,7 +25,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # CPO lives in trl.exper
 
 from datasets import Dataset  # noqa: E402
 from transformers import Trainer  # noqa: E402
-from trl import KTOConfig, KTOTrainer  # noqa: E402
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer  # noqa: E402
 from trl.experimental.cpo import CPOConfig, CPOTrainer  # noqa: E402
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer  # noqa: E402
 
@@ -36,6 +36,7 @@ from benchmarks.shapes import load_tokenizer  # noqa: E402
 _TRAINERS: dict[str, tuple[type[Any], type[Trainer]]] = {
     "kto": (KTOConfig, KTOTrainer),
     "cpo": (CPOConfig, CPOTrainer),
+    "dpo": (DPOConfig, DPOTrainer),
     "online_dpo": (OnlineDPOConfig, OnlineDPOTrainer),
 }
 

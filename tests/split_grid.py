@@ -9,7 +9,7 @@ from pairwise import Combination, everything, pairwise
 from split_runs import RATE, run
 
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "method": ("KTO", "CPO", "OnlineDPO", "SFT", "Reward"),
+    "method": ("KTO", "CPO", "DPO", "OnlineDPO", "SFT", "Reward"),
     # Stage, offload and ranks are one factor, so that every method meets every combination of the three.
     "engine": tuple((stage, ranks) for stage in STAGES for ranks in (1, 2)),
     "dtype": ("fp32", "bf16"),

@@ -21,7 +21,10 @@ def oracle_steps(outcome: dict[str, Any]) -> list[Step]:
     run, steps = outcome["run"], []
     args = run["args"]
     common = {"max_length": 64, "learning_rate": args["learning_rate"], "max_grad_norm": args["max_grad_norm"] or None}
-    options = {"KTO": KTOOptions, "CPO": CPOOptions}[run["trainer"]](**METHOD[run["trainer"]], **common)
+    own = {name: args[name] for name in ("loss_type", *METHOD[run["trainer"]]) if name in args}
+    if run["trainer"] == "DPO":
+        own["means"] = True
+    options = {"KTO": KTOOptions, "CPO": CPOOptions, "DPO": DPOOptions}[run["trainer"]](**own, **common)
     model = load(run["model"])
     for rows in outcome["windows"]:
         steps.append(solve(model, rows, options, run["ref_model"]))

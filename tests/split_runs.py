@@ -13,10 +13,11 @@ from helpers import STAGES, paired_rows, text, unpaired_rows
 from alignment.data.windows import RowTable, WindowSampler
 
 ROWS = 15
-RATE = {"KTO": 0.4, "CPO": 0.1, "SFT": 0.2, "OnlineDPO": 0.2, "Reward": 0.1}
+RATE = {"KTO": 0.4, "CPO": 0.1, "DPO": 0.2, "SFT": 0.2, "OnlineDPO": 0.2, "Reward": 0.1}
 METHOD: dict[str, dict[str, Any]] = {
     "KTO": {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.7},
     "CPO": {"beta": 0.2, "cpo_alpha": 0.8, "label_smoothing": 0.1},
+    "DPO": {"beta": 0.3, "label_smoothing": 0.1},
     "SFT": {},
     "Reward": {"center_rewards_coefficient": 0.05},
     "OnlineDPO": {
@@ -59,7 +60,7 @@ def prompt_rows(count: int, kinds: tuple[Kind | None, ...], seed: int = 6) -> li
 
 def rows_of(method: str) -> list[dict[str, Any]]:
     """15 rows, labelled so that the first window has 6 desirable and 2 undesirable ones."""
-    if method in ("CPO", "Reward"):
+    if method in ("CPO", "DPO", "Reward"):
         margins = [{"margin": 0.25 * (n % 4)} if method == "Reward" else {} for n in range(ROWS)]
         return [row | margin for row, margin in zip(paired_rows(ROWS, seed=5), margins)]
     if method == "OnlineDPO":
@@ -118,7 +119,7 @@ def run(
         **METHOD[method],
         **more,
     }
-    has_reference = method in ("KTO", "OnlineDPO")
+    has_reference = method in ("KTO", "DPO", "OnlineDPO")
     if has_reference:
         options["ref_placement"] = placements[(micro + len(stage)) % 3]
     return {
@@ -134,6 +135,11 @@ def run(
 def planned(world: int, models: dict[str, str], folder: str) -> list[dict[str, Any]]:
     """Every run of one job."""
     runs = []
+    if world == 1:
+        runs.append(run("DPO-plain", "DPO", models, "stage0", 8, 1, folder=folder))
+        for loss, beta in (("hinge", 0.8), ("ipo", 0.3)):
+            more = {"loss_type": loss, "label_smoothing": 0.0, "beta": beta}
+            runs.append(run(f"DPO-{loss}", "DPO", models, "stage0", 8, 1, folder=folder, **more))
     for method in ("KTO", "CPO"):
         if world == 1:
             runs.append(run(f"{method}-plain", method, models, "stage0", 8, 1, folder=folder))

@@ -8,6 +8,7 @@ from alignment.config.checks_output import check_output
 from alignment.config.dtypes import requested_dtype
 from alignment.config.errors import OptionError
 from alignment.config.fields import Strategy
+from alignment.config.frozen import PLACEMENTS
 from alignment.config.mixture import check_mixture, tested_parts
 from alignment.config.refusals import nearest, shown
 
@@ -72,6 +73,20 @@ def below_one(options: Any, *names: str) -> None:
             raise OptionError(f"{shown(name, getattr(options, name))}: must be 0 or more and below 1")
 
 
+def need_reference(options: Any, method: str) -> None:
+    """A reference model is not refused; ``method`` names the method that needs it."""
+    if options.ref_placement == "none":
+        raise OptionError(
+            f"{shown('ref_placement', 'none')}: {method} needs a reference; set one of {', '.join(PLACEMENTS)}"
+        )
+
+
+def refuse_labels(options: Any, method: str) -> None:
+    """Nothing that speaks of labels is set; ``method`` names the method whose rows have none."""
+    if options.stratify_labels:
+        raise OptionError(f"stratify_labels=True: {method}'s rows have no labels to deal out evenly; leave it out")
+
+
 def refuse_reference(options: Any, method: str) -> None:
     """Nothing that speaks of a reference model or of labels is set; ``method`` names the method that has neither."""
     if options.ref_placement not in (None, "none"):
@@ -81,8 +96,7 @@ def refuse_reference(options: Any, method: str) -> None:
     for name in _REFERENCE_OPTIONS:
         if getattr(options, name) is not None:
             raise OptionError(f"{shown(name, getattr(options, name))}: {method} has no reference model; leave it out")
-    if options.stratify_labels:
-        raise OptionError(f"stratify_labels=True: {method}'s rows have no labels to deal out evenly; leave it out")
+    refuse_labels(options, method)
 
 
 def check_shared(options: Any) -> None:

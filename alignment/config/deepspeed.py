@@ -14,7 +14,7 @@ from typing import Any
 from alignment.config.conversion import unique_keys
 from alignment.config.deepspeed_auto import Situation, fill_auto
 from alignment.config.deepspeed_keys import check_keys, check_values, set_at, value_at, with_full_names
-from alignment.config.dtypes import DtypePlan, check_against_json, uses_cuda
+from alignment.config.dtypes import DtypePlan, uses_cuda
 from alignment.config.errors import OptionError
 from alignment.config.paths import packaged
 
@@ -24,11 +24,6 @@ _MUST_BE: dict[str, tuple[Any, str]] = {
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": (True, "the saved folder needs the whole weights"),
 }
 _DEFAULTS = {"steps_per_print": _NEVER, "wall_clock_breakdown": False}
-_PACKAGED_FOR = {
-    "offload": "ref_offload",
-    "sharded": "ref_sharded",
-    "replica": "ref_replica",
-}
 
 
 class LoadedConfig(dict[str, Any]):
@@ -88,8 +83,8 @@ def policy_config(
     Raises:
         OptionError: a key that cannot be used, or that contradicts an option; both sides are named.
     """
-    where = where or _source(base)
-    config, stage = _checked_copy(base, where)
+    where = where or source_of(base)
+    config, stage = checked_copy(base, where)
     micro, steps = options.per_device_train_batch_size, options.gradient_accumulation_steps
     fixed: dict[str, tuple[Any, str]] = {
         "train_micro_batch_size_per_gpu": (micro, f"per_device_train_batch_size={micro}"),
@@ -100,7 +95,7 @@ def policy_config(
         ),
         "gradient_clipping": (float(options.max_grad_norm), f"max_grad_norm={options.max_grad_norm}"),
     }
-    offloaded = _device(config, "offload_optimizer", where) == "cpu"
+    offloaded = offload_device(config, "offload_optimizer", where) == "cpu"
     _check_optimizer_place(options, offloaded, where)
     if offloaded:
         fixed["zero_force_ds_cpu_optimizer"] = (False, f"optim={options.optim!r}, which works in host memory")
@@ -109,11 +104,11 @@ def policy_config(
                 f"{where}: zero_optimization.offload_optimizer at zero_optimization.stage=0 has no effect; "
                 f"set stage to 2 or 3, or remove it"
             )
-    _check_param_offload(config, stage, where)
+    check_param_offload(config, stage, where)
     for section in ("bf16", "fp16", "data_types"):
         for key, value in plan.ds[section].items():
             fixed[f"{section}.{key}"] = (value, f"computing in {plan.compute}")
-    return _finished(config, {**fixed, **_MUST_BE}, Situation(hidden_size, stage, uses_cuda(options)), where)
+    return finished(config, {**fixed, **_MUST_BE}, Situation(hidden_size, stage, uses_cuda(options)), where)
 
 
 def _check_optimizer_place(options: Any, offloaded: bool, where: str) -> None:
@@ -130,85 +125,11 @@ def _check_optimizer_place(options: Any, offloaded: bool, where: str) -> None:
         )
 
 
-def placement_of(base: dict[str, Any]) -> str:
-    """Where a reference engine with this JSON lives: ``offload``, ``sharded`` or ``replica``."""
-    if value_at(base, "zero_optimization.stage") != 3:
-        return "replica"
-    device = value_at(base, "zero_optimization.offload_param.device")
-    return "sharded" if device in (None, "none") else "offload"
-
-
-def reference_placement(options: Any) -> str:
-    """The placement of the reference: as set, else as its own JSON says, else by the machine.
-
-    Returns:
-        ``none`` for CPO; else ``offload`` (default where there is a GPU), ``sharded`` or ``replica`` (default on
-        CPU, where there is no second memory to move to).
-    """
-    if options.method == "cpo":
-        return "none"
-    if options.ref_placement is not None:
-        return str(options.ref_placement)
-    if options.ref_deepspeed is not None:
-        return placement_of(load_deepspeed_config(options.ref_deepspeed, "ref_replica"))
-    return "offload" if uses_cuda(options) else "replica"
-
-
-def frozen_config(
-    options: Any,
-    base: dict[str, Any] | None,
-    placement: str,
-    plan: DtypePlan,
-    world_size: int,
-    hidden_size: int,
-    micro_batch: int,
-    where: str | None = None,
-) -> dict[str, Any]:
-    """The JSON of a forward-only engine: stage 3 with parameters in host memory or on the device, or stage 0.
-
-    Args:
-        options: the run's options.
-        base: the user's JSON for it, or None for the packaged one of the placement; not changed.
-        placement: ``offload``, ``sharded`` or ``replica``.
-        plan: the run's dtype plan; only its compute dtype matters here.
-        world_size: number of ranks.
-        hidden_size: of this engine's model, for "auto".
-        micro_batch: rows of one forward.
-        where: as for :func:`policy_config`.
-
-    Raises:
-        OptionError: stage 1 or 2, anything about an optimizer, or a JSON that contradicts ``placement``.
-    """
-    if placement not in _PACKAGED_FOR:
-        raise OptionError(f"ref_placement={placement!r}: it has no engine; set one of {', '.join(_PACKAGED_FOR)}")
-    if base is None:
-        base = load_deepspeed_config(None, _PACKAGED_FOR[placement])
-    where = where or _source(base)
-    config, stage = _checked_copy(base, where)
-    _check_frozen(config, stage, placement, where)
-    check_against_json(plan.compute, "the policy", config)
-    pin = uses_cuda(options)
-    if placement == "offload":
-        config["zero_optimization"]["offload_param"].setdefault("pin_memory", pin)
-    else:
-        config["zero_optimization"].pop("offload_param", None)
-    why = "a frozen engine takes no optimizer step"
-    fixed: dict[str, tuple[Any, str]] = {
-        "train_micro_batch_size_per_gpu": (micro_batch, f"a forward of {micro_batch} rows"),
-        "gradient_accumulation_steps": (1, why),
-        "train_batch_size": (micro_batch * world_size, f"a forward of {micro_batch} rows x {world_size} ranks"),
-        "gradient_clipping": (0.0, why),
-        "bf16.enabled": (plan.ds["bf16"]["enabled"], f"computing in {plan.compute}"),
-        "fp16.enabled": (plan.ds["fp16"]["enabled"], f"computing in {plan.compute}"),
-    }
-    return _finished(config, fixed, Situation(hidden_size, stage, pin), where)
-
-
-def _source(base: dict[str, Any]) -> str:
+def source_of(base: dict[str, Any]) -> str:
     return base.source if isinstance(base, LoadedConfig) else "DeepSpeed mapping"
 
 
-def _checked_copy(base: dict[str, Any], where: str) -> tuple[dict[str, Any], int]:
+def checked_copy(base: dict[str, Any], where: str) -> tuple[dict[str, Any], int]:
     """A copy with only keys that can be used, and its ZeRO stage."""
     config = copy.deepcopy(dict(base))
     check_keys(config, where)
@@ -219,7 +140,7 @@ def _checked_copy(base: dict[str, Any], where: str) -> tuple[dict[str, Any], int
     return config, int(stage)
 
 
-def _device(config: dict[str, Any], section: str, where: str) -> str:
+def offload_device(config: dict[str, Any], section: str, where: str) -> str:
     """The device of an offload section: ``none`` or ``cpu``."""
     device = value_at(config, f"zero_optimization.{section}.device") or "none"
     path = f"{where}: zero_optimization.{section}.device={device!r}"
@@ -230,35 +151,15 @@ def _device(config: dict[str, Any], section: str, where: str) -> str:
     return str(device)
 
 
-def _check_param_offload(config: dict[str, Any], stage: int, where: str) -> None:
-    if _device(config, "offload_param", where) == "cpu" and stage != 3:
+def check_param_offload(config: dict[str, Any], stage: int, where: str) -> None:
+    if offload_device(config, "offload_param", where) == "cpu" and stage != 3:
         raise OptionError(
             f"{where}: zero_optimization.offload_param at zero_optimization.stage={stage} has no effect; "
             f"set stage to 3, or remove it"
         )
 
 
-def _check_frozen(config: dict[str, Any], stage: int, placement: str, where: str) -> None:
-    """The stage and offload of a frozen engine are those of its placement."""
-    if stage in (1, 2):
-        raise OptionError(
-            f"{where}: zero_optimization.stage={stage}: a frozen engine is stage 3 or 0; set 3, or 0 for a replica"
-        )
-    if _device(config, "offload_optimizer", where) != "none":
-        raise OptionError(
-            f"{where}: zero_optimization.offload_optimizer.device='cpu': a frozen engine has no optimizer; remove it"
-        )
-    _check_param_offload(config, stage, where)
-    config["zero_optimization"].pop("offload_optimizer", None)
-    found = placement_of(config)
-    if found != placement:
-        raise OptionError(
-            f"{where}: zero_optimization.stage={stage} is the placement {found!r}, which contradicts "
-            f"ref_placement={placement!r}; change one of them"
-        )
-
-
-def _finished(
+def finished(
     config: dict[str, Any], fixed: dict[str, tuple[Any, str]], situation: Situation, where: str
 ) -> dict[str, Any]:
     """Fill "auto", refuse what contradicts ``fixed`` (dotted path to value and reason), and write that."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from alignment.config.fields import Strategy
-from alignment.config.methods import METHODS
 from alignment.config.options import AlignmentConfig
 from alignment.config.paths import packaged_names
 from alignment.config.refusals import refused_fields
@@ -22,13 +21,13 @@ Options given here override it.
 A truth value needs no VALUE; a mapping is given as JSON."""
 
 
-def grouped_fields(cls: type) -> Iterator[tuple[str, list[dataclasses.Field[Any]]]]:
-    """The options of a class by the title of the group that declares them, base classes first."""
+def grouped_fields(cls: type) -> Iterator[tuple[type, list[dataclasses.Field[Any]]]]:
+    """The options of a class by the group, a class with a ``TITLE``, that declares them; base classes first."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for part in reversed(cls.__mro__):
         own = [fields[name] for name in inspect.get_annotations(part) if name in fields]
         if own:
-            yield vars(part)["TITLE"], own
+            yield part, own
 
 
 def default_text(field: dataclasses.Field[Any]) -> str:
@@ -40,18 +39,18 @@ def default_text(field: dataclasses.Field[Any]) -> str:
     return str(field.default.value if isinstance(field.default, Strategy) else field.default)
 
 
-def help_text() -> str:
-    """Every option with its help and default: the shared groups once, then each method's own."""
+def help_text(methods: Mapping[str, type[AlignmentConfig]]) -> str:
+    """Every option with its help and default: the shared groups once, then the own ones of each of these methods."""
     lines = [_USAGE.format(recipes=", ".join(packaged_names("recipes")))]
-    shared = {field.name for field in dataclasses.fields(AlignmentConfig)}
-    seen: set[str] = set()
-    for name, cls in METHODS.items():
-        for title, fields in grouped_fields(cls):
-            if title in seen:
+    seen: set[type] = set()
+    for cls in methods.values():
+        for group, fields in grouped_fields(cls):
+            if group in seen:
                 continue
-            seen.add(title)
-            common = fields[0].name in shared or title == "Lengths"
-            lines.append(f"\n{title}{'' if common else f' (--method {name})'}:")
+            seen.add(group)
+            owners = " | ".join(name for name, other in methods.items() if issubclass(other, group))
+            whose = "" if issubclass(AlignmentConfig, group) else f" (--method {owners})"
+            lines.append(f"\n{vars(group)['TITLE']}{whose}:")
             lines += [_entry(field) for field in fields]
     return "\n".join(lines)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from alignment.config.errors import OutputError
 from alignment.config.help import default_text, grouped_fields
-from alignment.config.methods import METHODS
 from alignment.config.refusals import refused_fields
+from alignment.config.registry import METHODS
 
 BEGIN = "<!-- options: written by `make docs` from alignment/config/ -->"
 END = "<!-- end of options -->"
@@ -26,13 +26,13 @@ def option_tables() -> str:
 
 def _groups() -> Iterator[tuple[str, list[dataclasses.Field[Any]]]]:
     """Title and fields of each group once, the shared ones first; without fields that are refused."""
-    seen: set[str] = set()
+    seen: set[type] = set()
     for cls in METHODS.values():
-        for title, fields in grouped_fields(cls):
+        for group, fields in grouped_fields(cls):
             working = [field for field in fields if field.name not in refused_fields()]
-            if title not in seen and working:
-                seen.add(title)
-                yield title, working
+            if group not in seen and working:
+                seen.add(group)
+                yield vars(group)["TITLE"], working
 
 
 def _table(title: str, fields: list[dataclasses.Field[Any]]) -> str:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from alignment.config.fields import option
 
@@ -49,11 +49,27 @@ class DataOptions:
         "Cut windows into micro-batches of at most so many padded tokens; unset: by the batch size. Passes without "
         "gradients may hold twice as many.",
     )
-    stratify_labels: bool = option(False, "KTO: give each window the data's share of desirable rows, to one row.")
+    stratify_labels: bool = option(
+        False, "Rows with labels: give each window the data's share of desirable ones, to one row."
+    )
     strict_data: bool = option(False, "Make it an error when a row has to be dropped.")
     dry_run: bool = option(
         False, "Print the resolved options, DeepSpeed JSON, rows kept and dropped, lengths and first rows, then stop."
     )
+
+
+@runtime_checkable
+class HasLengths(Protocol):
+    """The lengths in tokens that rows are cut to, whether options of their own or made of others."""
+
+    max_length: int
+    truncation_mode: Any
+
+    @property
+    def max_prompt_length(self) -> int | None: ...
+
+    @property
+    def max_completion_length(self) -> int | None: ...
 
 
 @dataclass(kw_only=True)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from alignment.config.fields import option
+from alignment.config.frozen import PLACEMENTS
 
-REF_PLACEMENTS = ("none", "adapter", "offload", "sharded", "replica", "precomputed")
+REF_PLACEMENTS = ("none", "adapter", *PLACEMENTS, "precomputed")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -79,3 +80,16 @@ class AdapterOptions:
     load_in_8bit: bool = option(False, "Load the base weights in 8 bits.")
     bnb_4bit_quant_type: str = option("nf4", "Format of the 4-bit weights.", choices=("nf4", "fp4"))
     use_bnb_nested_quant: bool = option(False, "Quantise the quantisation constants as well.")
+
+
+@dataclass(kw_only=True)
+class ReferenceOptions:
+    """Further ways to a reference's log-probs; for methods on rows that are there before training."""
+
+    TITLE: ClassVar[str] = "Reference"
+
+    precompute_ref_log_probs: bool = option(False, "Compute the reference's log-probs once and keep them on disk.")
+    precompute_ref_batch_size: int | None = option(None, "Batch size of that.")
+    sync_ref_model: bool = option(False, "Move the reference towards the policy during training (TR-DPO).")
+    ref_model_mixup_alpha: float = option(0.6, "Share of the policy in such a move.")
+    ref_model_sync_steps: int = option(512, "Optimizer steps between such moves.")

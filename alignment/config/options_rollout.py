@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from alignment.config.fields import option
+from alignment.config.frozen import PLACEMENTS
 
 ROLLOUT_BACKENDS = ("auto", "continuous", "generate", "vllm")
-REWARD_PLACEMENTS = ("offload", "sharded", "replica")
+REWARD_PLACEMENTS = tuple(PLACEMENTS)
 
 
 @dataclass(kw_only=True)

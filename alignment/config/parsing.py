@@ -7,17 +7,17 @@ values go as they are to the options class, whose conversion is the only one.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import re
-from typing import Any, NoReturn
+from collections.abc import Iterable
+from typing import Any, NamedTuple, NoReturn
 
 from alignment.config import checks
 from alignment.config.conversion import hints, members
 from alignment.config.errors import OptionError
-from alignment.config.methods import METHODS, option_names
 from alignment.config.options import AlignmentConfig
 from alignment.config.recipes import read_recipe
-from alignment.config.refusals import nearest, shown, unknown_option
+from alignment.config.refusals import unknown_option
+from alignment.config.registry import METHODS, option_names
 
 
 class _Parser(argparse.ArgumentParser):
@@ -25,6 +25,25 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise OptionError(f"command line: {message}; --help lists the options")
+
+
+class Glimpse(NamedTuple):
+    """What has to be known before the options can be: the method, whose class has them, and whether it is the CPU."""
+
+    method: str | None
+    use_cpu: bool
+
+
+def glimpse(argv: list[str]) -> Glimpse:
+    """The method and ``use_cpu`` as the arguments or the recipe give them; nothing where they cannot be read."""
+    try:
+        recipe, given = read_arguments(argv, strict=False)
+        given = {**(read_recipe(recipe) if recipe is not None else {}), **given}
+    except OptionError:
+        return Glimpse(None, False)  # `parse` says so
+    method = given.get("method")
+    use_cpu = str(given.get("use_cpu", False)).lower() in ("true", "1", "yes", "on")
+    return Glimpse(method if isinstance(method, str) else None, use_cpu)
 
 
 def parse(argv: list[str]) -> AlignmentConfig:
@@ -37,22 +56,23 @@ def parse(argv: list[str]) -> AlignmentConfig:
         OptionError: anything that cannot be used, in one line.
         SystemExit: with code 0, after ``--help``.
     """
-    recipe_name, given = read_arguments(argv)
+    asked = glimpse(argv).method
+    outside = {asked: METHODS[asked]} if asked is not None and METHODS.is_outside(asked) else {}
+    recipe_name, given = read_arguments(argv, outside.values())
     if "help" in given:
         from alignment.config.help import help_text
 
-        print(help_text())
+        print(help_text({**METHODS, **outside}))
         raise SystemExit(0)
-    recipe = read_recipe(recipe_name) if recipe_name is not None else {}
-    method = _method(given.pop("method", None), recipe.pop("method", None), recipe_name)
-    cls = METHODS[method]
+    recipe = read_recipe(recipe_name, outside.values()) if recipe_name is not None else {}
+    cls = METHODS[_method(given.pop("method", None), recipe.pop("method", None), recipe_name)]
     names = option_names(cls)
     for name, value in recipe.items():
         if name not in names:
-            raise OptionError(f"{recipe_name}: {unknown_option(method, name, value)}")
+            raise OptionError(f"{recipe_name}: {unknown_option(cls.method, name, value, names)}")
     for name, value in given.items():
         if name not in names:
-            raise unknown_option(method, name, value)
+            raise unknown_option(cls.method, name, value, names)
     try:
         options = cls(**{**recipe, **given})
         checks.check_command_line(options)
@@ -64,32 +84,52 @@ def parse(argv: list[str]) -> AlignmentConfig:
     return options
 
 
-def read_arguments(argv: list[str]) -> tuple[str | None, dict[str, Any]]:
+def read_arguments(
+    argv: list[str], outside: Iterable[type[AlignmentConfig]] = (), *, strict: bool = True
+) -> tuple[str | None, dict[str, Any]]:
     """The recipe's name, if there is one, and the options given, as texts (lists of texts for list options).
+
+    Args:
+        argv: the arguments after the script's name.
+        outside: options of methods that are not in the registry.
+        strict: refuse what no method has; else it is left out, each unknown option with one value at most.
 
     Raises:
         OptionError: an option that no method has, one given twice, or a value without an option.
     """
-    fields = {f.name: cls for cls in METHODS.values() for f in dataclasses.fields(cls)}
+    owners: dict[str, list[type]] = {}
+    for cls in (*METHODS.values(), *outside):
+        for name in option_names(cls):
+            owners.setdefault(name, []).append(cls)
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--local_rank", "--local-rank", nargs=1, action="append")
     parser.add_argument("--method", nargs="*", action="append")
     parser.add_argument("-h", "--help", action="store_const", const=[[]])
-    for name in fields:
+    for name in owners:
         parser.add_argument(f"--{name}", nargs="*", action="append")
     parsed, rest = parser.parse_known_args(argv)
-    recipe = _recipe_name(rest, argv)
+    recipe = _recipe_name(rest if strict else _without_unknown(rest))
     given: dict[str, Any] = {}
     for name, occurrences in vars(parsed).items():
         if name == "local_rank":
             continue  # the launcher's; the environment says the same
         if len(occurrences) > 1:
             raise OptionError(f"--{name}: given {len(occurrences)} times; keep one")
-        given[name] = _value(name, occurrences[0], fields.get(name))
+        given[name] = _value(name, occurrences[0], owners.get(name, ()))
     return recipe, given
 
 
-def _recipe_name(rest: list[str], argv: list[str]) -> str | None:
+def _without_unknown(rest: list[str]) -> list[str]:
+    """What argparse did not know, without options and the value that may follow each."""
+    follows = ["", *rest]
+    return [
+        token
+        for token, before in zip(rest, follows)
+        if not token.startswith("-") and not (before.startswith("-") and "=" not in before)
+    ]
+
+
+def _recipe_name(rest: list[str]) -> str | None:
     """The recipe among what argparse did not know; the rest is a fault."""
     for index, token in enumerate(rest):
         if token.startswith("-"):
@@ -103,13 +143,13 @@ def _recipe_name(rest: list[str], argv: list[str]) -> str | None:
     return rest[0] if rest else None
 
 
-def _value(name: str, values: list[str], cls: type | None) -> Any:
+def _value(name: str, values: list[str], owners: Iterable[type]) -> Any:
     """A flag without value is true; several values are for list options only."""
     if not values:
         return True
     if len(values) == 1:
         return values[0]
-    if cls is not None and list in members(hints(cls)[name]):
+    if any(list in members(hints(cls)[name]) for cls in owners):
         return values
     raise OptionError(f"--{name} {' '.join(values)}: takes one value; {values[1]!r} belongs to no option")
 
@@ -119,10 +159,8 @@ def _method(given: Any, in_recipe: Any, recipe_name: str | None) -> str:
     if method is None:
         where = f"{recipe_name}: method is missing" if recipe_name else "method=None: no recipe and no --method given"
         raise OptionError(f"{where}; set method to one of {', '.join(METHODS)}")
-    if method in METHODS:
-        return str(method)
-    prefix = f"{recipe_name}: " if given is None else ""
-    raise OptionError(
-        f"{prefix}{shown('method', method)}: no such method{nearest(str(method), METHODS)}; "
-        f"set one of {', '.join(METHODS)}"
-    )
+    try:
+        METHODS.check(str(method))
+    except OptionError as error:
+        raise OptionError(f"{recipe_name}: {error}" if given is None else str(error)) from None
+    return str(method)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from alignment.config.errors import OptionError
 from alignment.config.fields import words
-from alignment.config.methods import METHODS, option_names
 from alignment.config.paths import packaged
 from alignment.config.refusals import shown
+from alignment.config.registry import METHODS, option_names
+
+if TYPE_CHECKING:
+    from alignment.config.options import AlignmentConfig
 
 _USUAL_SECTIONS = frozenset(words("model reference data rollout rewards training memory logging evaluation saving"))
 
@@ -34,11 +38,12 @@ def _mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dic
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
-def read_recipe(name: str) -> dict[str, Any]:
+def read_recipe(name: str, outside: Iterable[type[AlignmentConfig]] = ()) -> dict[str, Any]:
     """The options of a recipe, sections flattened, values as YAML reads them.
 
     Args:
         name: a path, or the name of a packaged recipe (``kto``, ``kto.yaml``).
+        outside: options of methods that are not in the registry.
 
     Raises:
         OptionError: no such file, not valid YAML (with the line), or a key given twice.
@@ -61,12 +66,11 @@ def read_recipe(name: str) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise OptionError(f"{path}: expected keys with values, found {type(content).__name__}; write key: value")
-    return _flattened(content, str(path))
+    return _flattened(content, str(path), {"method"}.union(*map(option_names, (*METHODS.values(), *outside))))
 
 
-def _flattened(content: dict[Any, Any], where: str) -> dict[str, Any]:
+def _flattened(content: dict[Any, Any], where: str, options: set[str]) -> dict[str, Any]:
     """The content with each section's keys moved up; a section is a mapping under a name that is no option."""
-    options = {"method"}.union(*map(option_names, METHODS.values()))
     flat: dict[str, Any] = {}
     for key, value in content.items():
         if key in options or not _is_section(key, value):

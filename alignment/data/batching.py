@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,16 @@ from alignment.data.windows import MicroBatch, RowTable, WindowPlan, WindowSampl
 _BLOCK_COST = 256
 TokenIds = Sequence[int]
 Self = TypeVar("Self", bound="_OnDevice")
+
+
+class AnyBatch(Protocol):
+    """What the batches of every method have: the ids of the rows that they are made of."""
+
+    @property
+    def rows(self) -> tuple[int, ...]: ...
+
+
+BatchT = TypeVar("BatchT", bound=AnyBatch)
 
 
 @dataclass(frozen=True)
@@ -146,7 +156,8 @@ class UnpairedBatch(_OnDevice):
     """Single answers with a label, for KTO.
 
     Attributes:
-        rows: row ids, for messages.
+        rows: row ids.
+        partners: (R,) row ids of the rows whose completions make the mismatched sequences; -1: none.
         labels: (R,) bool.
         matched: R sequences, each prompt with its own completion.
         mismatched: K <= R sequences, the prompts that have a partner with the partner's completion.
@@ -154,6 +165,7 @@ class UnpairedBatch(_OnDevice):
     """
 
     rows: tuple[int, ...]
+    partners: tuple[int, ...]
     labels: Tensor
     matched: Batch
     mismatched: Batch
@@ -185,7 +197,7 @@ class PromptBatch(_OnDevice):
     prompts: tuple[tuple[int, ...], ...]
 
 
-AnyBatch = UnpairedBatch | PairedBatch | SingleBatch | PromptBatch
+# Makes one rank's batch of a micro-batch: (dataset, table, plan, number of the micro-batch, rank).
 Collate = Callable[[Dataset, RowTable, WindowPlan, int, int], AnyBatch]
 
 
@@ -201,6 +213,7 @@ def collate_unpaired(dataset: Dataset, table: RowTable, plan: WindowPlan, micro:
     longest, longest_mismatched = plan.longest[micro], plan.longest_mismatched[micro]
     return UnpairedBatch(
         rows=own.rows,
+        partners=own.partners,
         labels=torch.tensor(data["label"], dtype=torch.bool),
         matched=collate(matched, longest),
         mismatched=collate(mismatched, longest_mismatched),

@@ -17,11 +17,12 @@ __all__ = [
     "arranged", "check_columns", "extra_columns", "stream_columns",
 ]  # fmt: skip
 
-_METHODS = {"paired": "CPO", "compared": "the reward model", "unpaired": "KTO"}
 PROMPT_COLUMNS = ("prompt", "tools", "chat_template_kwargs")
 
 
-def arranged(dataset: Dataset, column_map: Mapping[str, str] | None, kind: Kind, where: str) -> Dataset:
+def arranged(
+    dataset: Dataset, column_map: Mapping[str, str] | None, kind: Kind, where: str, method: str = "training"
+) -> Dataset:
     """The columns that rows are made of, by their expected names, and no others unless reward functions get them.
 
     A column that is mapped is known by its new name only, and takes the place of one that has this name already. Rows
@@ -39,7 +40,7 @@ def arranged(dataset: Dataset, column_map: Mapping[str, str] | None, kind: Kind,
             )
     mapped = {*column_map, *column_map.values()}
     own = [name for name in _row_columns(kind) if name in there and name not in mapped]
-    check_columns([*own, *column_map], kind, where, there)
+    check_columns([*own, *column_map], kind, where, there, method)
     extra = [name for name in there if name not in {*own, *mapped}] if kind == "prompts" else []
     foreign = [name for name in foreign_columns(dataset.features) if name in extra]
     tell_left_out(foreign, where)
@@ -69,7 +70,9 @@ def _row_columns(kind: Kind) -> tuple[str, ...]:
     return tuple(name for name in COLUMNS if name != "margin" or kind == "compared")
 
 
-def check_columns(names: Iterable[str], kind: Kind, where: str, there: Iterable[str] | None = None) -> None:
+def check_columns(
+    names: Iterable[str], kind: Kind, where: str, there: Iterable[str] | None = None, method: str = "training"
+) -> None:
     """Check that a dataset has the columns that ``kind`` needs.
 
     Args:
@@ -77,6 +80,7 @@ def check_columns(names: Iterable[str], kind: Kind, where: str, there: Iterable[
         kind: the rows to make.
         where: names the dataset in messages.
         there: its columns by their own names, for messages; the same where None.
+        method: what needs the rows, for messages.
 
     Raises:
         DataError: a column is missing, or the columns are those of the other kind.
@@ -87,27 +91,27 @@ def check_columns(names: Iterable[str], kind: Kind, where: str, there: Iterable[
     if kind == "single":
         if has("messages") or has("text") or (has("prompt") and has("completion")):
             return
-        needs = "SFT needs prompt and completion, or messages, or text"
+        needs = f"{method} needs prompt and completion, or messages, or text"
         raise DataError(f"{where}: {needs}; the columns are {columns}{renamed}")
     if kind == "prompts":
         if has("prompt"):
             return
-        raise DataError(f"{where}: Online DPO needs the missing prompt; columns: {columns}{renamed}")
+        raise DataError(f"{where}: {method} needs the missing prompt; columns: {columns}{renamed}")
     answers = has("label") and (has("messages") or (has("prompt") and has("completion")))
     if (has("chosen") and has("rejected")) or (kind == "unpaired" and answers):
         return
     if kind == "paired" and (has("completion") or has("label")):
         raise DataError(
-            f"{where}: CPO needs chosen and rejected, but the columns are {columns}; "
-            "use method kto for rows with completion and label"
+            f"{where}: {method} needs chosen and rejected, but the columns are {columns}; "
+            "rows with completion and label are for a method on unpaired rows"
         )
     if kind in ("paired", "compared") or has("chosen") or has("rejected"):
         missing = [name for name in ("chosen", "rejected") if not has(name)]
-        raise DataError(f"{where}: {_METHODS[kind]} needs the missing {listing(missing)}; columns: {columns}{renamed}")
+        raise DataError(f"{where}: {method} needs the missing {listing(missing)}; columns: {columns}{renamed}")
     missing = [name for name in ("prompt", "completion", "label") if not has(name)]
     if missing:
         remedy = " (label is true for a desirable completion, false otherwise)" if "label" in missing else ""
         raise DataError(
-            f"{where}: KTO needs the missing {listing(missing)}{remedy}, or chosen and rejected; "
+            f"{where}: {method} needs the missing {listing(missing)}{remedy}, or chosen and rejected; "
             f"columns: {columns}{renamed}"
         )

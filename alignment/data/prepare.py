@@ -54,6 +54,7 @@ def prepare(
     num_proc: int | None = None,
     progress: bool = True,
     strict: bool = False,
+    method: str = "training",
 ) -> Path:
     """Check, tokenise and cut ``dataset``; return the folder that holds the result, at once if it exists already.
 
@@ -69,12 +70,13 @@ def prepare(
         num_proc: worker processes; has no influence on the result.
         progress: whether to show a progress bar.
         strict: refuse to drop rows.
+        method: what needs the rows, for messages.
 
     Raises:
         DataError: missing columns, a faulty row, nothing left, or (``strict``) anything dropped.
         OutputError: the folder cannot be written.
     """
-    dataset = arranged(dataset, column_map, kind, where)
+    dataset = arranged(dataset, column_map, kind, where, method)
     if len(dataset) == 0:
         raise DataError(f"{where}: holds no rows; give a dataset that has some")
     extra = extra_columns(dataset, column_map, kind)

@@ -11,20 +11,20 @@ from typing import Any
 
 from transformers import Qwen2Config, Qwen2ForCausalLM, set_seed
 
-from alignment.config.cpo import CPOConfig
-from alignment.config.kto import KTOConfig
-from alignment.config.online_dpo import OnlineDPOConfig
-from alignment.config.reward import RewardConfig
-from alignment.config.sft import SFTConfig
 from alignment.demo.rows import Row
 from alignment.demo.settings import PreferenceSettings, RewardSettings, Settings
 from alignment.demo.tokenizer import train_tokenizer
+from alignment.methods.cpo import CPOTrainer
+from alignment.methods.cpo_options import CPOConfig
+from alignment.methods.kto import KTOTrainer
+from alignment.methods.kto_options import KTOConfig
+from alignment.methods.online_dpo import OnlineDPOTrainer
+from alignment.methods.online_dpo_options import OnlineDPOConfig
+from alignment.methods.reward import RewardTrainer
+from alignment.methods.reward_options import RewardConfig
+from alignment.methods.sft import SFTTrainer
+from alignment.methods.sft_options import SFTConfig
 from alignment.trainers.base import AlignmentTrainer
-from alignment.trainers.cpo import CPOTrainer
-from alignment.trainers.kto import KTOTrainer
-from alignment.trainers.online_dpo import OnlineDPOTrainer
-from alignment.trainers.reward import RewardTrainer
-from alignment.trainers.sft import SFTTrainer
 
 MAX_LENGTH = 64  # tokens; the longest row of this world has about 45, the longest request 17
 _WHOLE_PROMPTS: dict[str, Any] = {"max_prompt_length": None}  # Online DPO has no such option: it never cuts one

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -75,6 +76,14 @@ class Phases:
     def summary(self) -> dict[str, dict[str, float]]:
         """The totals as plain numbers, for the log."""
         return {name: asdict(record) for name, record in self.records.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The totals."""
+        return {"records": self.summary()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        self.records = {name: PhaseRecord(**record) for name, record in state["records"].items()}
 
 
 def over_ranks(summaries: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:

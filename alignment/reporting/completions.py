@@ -49,6 +49,14 @@ class CompletionTable:
             if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
                 callback.tb_writer.add_text(TITLE, markdown(records), step)
 
+    def state_dict(self) -> dict[str, Any]:
+        """How much of the file there is."""
+        return self._log.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Remove from the file what was written later."""
+        self._log.load_state_dict(state)
+
 
 def as_text(value: Any) -> Any:
     """Messages as lines of role and content, the assistant's alone as its content; any other value as it is."""

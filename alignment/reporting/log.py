@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,3 +41,12 @@ class JsonlLog:
                 file.write(json.dumps(strict(record)) + "\n")
         except OSError as error:
             raise OutputError(f"output_dir: could not write {self.path}: {error}") from error
+
+    def state_dict(self) -> dict[str, Any]:
+        """How much of the file there is."""
+        return {"bytes": self.path.stat().st_size if self.path is not None and self.path.exists() else 0}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Remove what was written after :meth:`state_dict`: a run that goes on from there writes it again."""
+        if self.path is not None and self.path.exists() and self.path.stat().st_size > state["bytes"]:
+            os.truncate(self.path, state["bytes"])

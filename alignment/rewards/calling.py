@@ -5,20 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-import traceback
 from collections.abc import Awaitable, Sequence
-from pathlib import Path
 from typing import Any
 
 from alignment.config.errors import RewardError
 from alignment.data.wording import show
 from alignment.engines.collectives import gathered
 from alignment.engines.launch_env import world_size
-
-# What a user's code may raise and be named for; SystemExit is what sys.exit() raises.
-FAILURES = (Exception, asyncio.CancelledError, SystemExit)
-_HERE = Path(__file__).parent
-_LONGEST = 300
 
 
 def name_of(code: Any) -> str:
@@ -59,23 +52,6 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="alignment-rewards", daemon=True).start()
     return loop
-
-
-def raised(error: BaseException) -> str:
-    """What a user's code raised, and where in it: ``KeyError: 'x' (lengths.py line 3)``."""
-    text = " ".join(str(error).split())
-    text = text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
-    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_foreign(frame.filename)]
-    if not frames:
-        return said
-    # Of the frames below, in libraries, a user can mend nothing.
-    last = [frame for frame in frames if frame.filename == frames[0].filename][-1]
-    return f"{said} ({Path(last.filename).name} line {last.lineno})"
-
-
-def _is_foreign(filename: str) -> bool:
-    return Path(filename).parent != _HERE and "importlib" not in filename
 
 
 def span(places: Sequence[str]) -> str:

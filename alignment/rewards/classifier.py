@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from alignment.config.deepspeed import frozen_config, load_deepspeed_config, placement_of
-from alignment.config.dtypes import DtypePlan, uses_cuda
-from alignment.config.errors import DataError, ModelError, OptionError, RewardError
+from alignment.config.dtypes import DtypePlan
+from alignment.config.errors import DataError, ModelError, RewardError
+from alignment.config.frozen import plan_frozen
 from alignment.config.options import AlignmentConfig
 from alignment.data.batching import collate, ends
 from alignment.data.messages import Text
@@ -45,8 +45,7 @@ class ClassifierReward:
 
     Attributes:
         name: what metrics call it.
-        ds_config: of its engine.
-        placement: where the engine lives.
+        frozen: placement and DeepSpeed JSON of its engine.
         truncated: sequences of this rank that were cut to the model's positions in the last call of :meth:`score`.
         tokens: tokens of this rank that were scored in the last call.
 
@@ -75,16 +74,22 @@ class ClassifierReward:
         check_vocabulary(tokenizer, config.vocab_size, self.source.name)
         self.rows, self._longest = RowTokenizer(tokenizer), int(tokenizer.model_max_length)
         self.batch_size = batch_size or 2 * options.per_device_train_batch_size
-        base, self.placement = _placed(placement, deepspeed, options)
-        self.ds_config = frozen_config(
-            options, base, self.placement, dtypes, world_size(), config.hidden_size, self.batch_size
+        self.frozen = plan_frozen(
+            options,
+            "reward",
+            placement=placement,
+            deepspeed=deepspeed,
+            dtypes=dtypes,
+            world_size=world_size(),
+            hidden_size=config.hidden_size,
+            micro_batch=self.batch_size,
         )
         self.truncated = self.tokens = 0
         self._engine: FrozenEngine | None = None
 
     def describe(self) -> str:
         """One line for the start of a run."""
-        return f"reward model: {self.source.name}, {self.placement}, {self.batch_size} sequences at once"
+        return f"reward model: {self.source.name}, {self.frozen.placement.name}, {self.batch_size} sequences at once"
 
     def check(self, prompt: Text, place: str, template: Mapping[str, Any]) -> None:
         """Whether prompts like this one can be given to the reward model, known before anything is loaded.
@@ -112,9 +117,9 @@ class ClassifierReward:
             ModelError: the model cannot be loaded, or does not compute scores in a way that is known.
         """
         if self._engine is None:
-            model = self.source.load(self.options, getattr(torch, self.dtypes.compute), self.ds_config)
+            model = self.source.load(self.options, getattr(torch, self.dtypes.compute), self.frozen.ds_config)
             self._longest = min(self._longest, longest_sequence(model) or self._longest)
-            self._engine = frozen_engine(model, self.ds_config, CLASSIFIER)
+            self._engine = frozen_engine(model, self.frozen.ds_config, CLASSIFIER)
         return self._engine
 
     def score(self, samples: Samples) -> list[float | None]:
@@ -171,19 +176,3 @@ class ClassifierReward:
         if self._engine is not None:
             self._engine.close()
         self._engine = None
-
-
-def _placed(
-    placement: str | None, deepspeed: str | dict[str, Any] | None, options: AlignmentConfig
-) -> tuple[dict[str, Any] | None, str]:
-    """The user's JSON if there is one, and where the engine lives: as set, else as the JSON says, else by machine."""
-    if deepspeed is None:
-        return None, placement or ("offload" if uses_cuda(options) else "replica")
-    base = load_deepspeed_config(deepspeed, "")
-    found = placement_of(base)
-    if placement is not None and placement != found:
-        raise OptionError(
-            f"reward_deepspeed: its parameters live in the placement {found!r}, which contradicts "
-            f"reward_placement={placement!r}; change one of them"
-        )
-    return base, found

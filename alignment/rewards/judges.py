@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from alignment.config.errors import OptionError, RewardError
+from alignment.config.user_code import FAILURES, raised
 from alignment.data.messages import Text
 from alignment.data.wording import show
-from alignment.rewards.calling import FAILURES, as_list, name_of, raise_together, raised, scalar, span, together
+from alignment.rewards.calling import as_list, name_of, raise_together, scalar, span, together
 
 FAILED = -1
 

@@ -1,4 +1,4 @@
-"""Advice about a run that can go on as it is: what experience with KTO and CPO says about its options and its data.
+"""Advice about a run that can go on as it is, for methods to choose from: what experience says about its settings.
 
 Pure: options and counts in, sentences out. What is *wrong* is refused where the options are checked.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 
-from alignment.config.kto import KTOConfig
 from alignment.config.options import AlignmentConfig
 from alignment.data.report import DataReport
 
@@ -15,25 +14,13 @@ from alignment.data.report import DataReport
 LEAST_RATIO, MOST_RATIO = 1.0, 4 / 3
 LEAST_RATE, MOST_RATE = 5e-7, 5e-6
 LEAST_WINDOW = 16
-_PREFERENCE = ("kto", "cpo")
 _EDGE = 1e-9  # relative: 4/3 written as a decimal is inside
 
 
-def advice(options: AlignmentConfig, report: DataReport, window_rows: int) -> list[str]:
-    """Sentences for the user, each with what to set; none where there is nothing to say.
-
-    Args:
-        options: the run's.
-        report: of the rows to train on.
-        window_rows: rows of one optimizer step, over all ranks.
-    """
-    if options.method not in _PREFERENCE:
-        return []
-    said = _about_labels(options, report) if isinstance(options, KTOConfig) else []
-    return said + _about_learning_rate(options) + _about_window(options, window_rows)
-
-
-def _about_labels(options: KTOConfig, report: DataReport) -> list[str]:
+def about_labels(
+    options: AlignmentConfig, report: DataReport, desirable_weight: float, undesirable_weight: float
+) -> list[str]:
+    """Whether desirable and undesirable rows, each with its weight in the loss, are in balance."""
     rows = {"desirable": report.desirable, "undesirable": report.undesirable}
     absent = [name for name, count in rows.items() if not count]
     if absent:
@@ -42,15 +29,14 @@ def _about_labels(options: KTOConfig, report: DataReport) -> list[str]:
             f"all {report.rows_out} rows are {there}: nothing holds the policy back on the other side; set a "
             f"learning_rate below the usual one (it is {options.learning_rate:g})"
         ]
-    good = options.desirable_weight * report.desirable
-    bad = options.undesirable_weight * report.undesirable
+    good, bad = desirable_weight * report.desirable, undesirable_weight * report.undesirable
     if LEAST_RATIO * bad * (1 - _EDGE) <= good <= MOST_RATIO * bad * (1 + _EDGE):
         return []
     ratio = f"{good / bad:.3g}:1" if bad else "1:0"
     ways = []
-    if options.undesirable_weight:
+    if undesirable_weight:
         ways.append(f"desirable_weight to {_range(bad / report.desirable)}")
-    if options.desirable_weight:
+    if desirable_weight:
         ways.append(f"undesirable_weight to {_range(good / MOST_RATIO / report.undesirable)}")
     return [
         f"desirable to undesirable rows ({report.desirable}:{report.undesirable}) are weighted {ratio}, outside "
@@ -65,27 +51,31 @@ def _range(least: float) -> str:
     return f"{low:.4g} to {high:.4g}"
 
 
-def _about_learning_rate(options: AlignmentConfig) -> list[str]:
+def about_learning_rate(options: AlignmentConfig, beta: float, sooner: str = "") -> list[str]:
+    """Whether the learning rate is one that full fine-tuning on preferences works with.
+
+    Args:
+        options: the run's.
+        beta: weight of the pull towards the reference.
+        sooner: what makes training diverge at a lower rate already.
+    """
     rate = options.learning_rate
     if LEAST_RATE * (1 - _EDGE) <= rate <= MOST_RATE * (1 + _EDGE):
         return []
-    why = "it hardly moves the model; rather take more epochs" if rate < LEAST_RATE else "training may diverge"
-    if rate > MOST_RATE and isinstance(options, KTOConfig):
-        why += ", at a smaller beta sooner"
+    low = "it hardly moves the model; rather take more epochs"
+    why = low if rate < LEAST_RATE else f"training may diverge{sooner}"
     return [
-        f"learning_rate={rate:g} at beta={options.beta:g} is outside {LEAST_RATE:g} to {MOST_RATE:g}, the range for "  # type: ignore[attr-defined]
+        f"learning_rate={rate:g} at beta={beta:g} is outside {LEAST_RATE:g} to {MOST_RATE:g}, the range for "
         f"full fine-tuning: {why}; set one inside"
     ]
 
 
-def _about_window(options: AlignmentConfig, window_rows: int) -> list[str]:
+def about_window(options: AlignmentConfig, window_rows: int, why: str | None = None) -> list[str]:
+    """Whether a step sees enough rows; ``why`` that matters, if for more than noise."""
     if window_rows >= LEAST_WINDOW:
         return []
     at_once = options.per_device_train_batch_size * options.world_size
-    why = "gradients are noisy"
-    if isinstance(options, KTOConfig) and options.loss_type == "kto":
-        why = "KTO's KL is estimated from these rows alone"
     return [
-        f"a step sees {window_rows} rows, fewer than {LEAST_WINDOW}: {why}; set gradient_accumulation_steps="
-        f"{math.ceil(LEAST_WINDOW / at_once)}"
+        f"a step sees {window_rows} rows, fewer than {LEAST_WINDOW}: {why or 'gradients are noisy'}; set "
+        f"gradient_accumulation_steps={math.ceil(LEAST_WINDOW / at_once)}"
     ]

@@ -24,7 +24,6 @@ from alignment.engines.optimization import check_optimization
 from alignment.engines.phases import Phases
 from alignment.engines.saving import write_model
 from alignment.reporting.log import JsonlLog, strict
-from alignment.trainers.advice import advice
 from alignment.trainers.arguments import (
     check_data_source,
     check_optimizers,
@@ -34,19 +33,23 @@ from alignment.trainers.arguments import (
     refuse_arguments,
 )
 from alignment.trainers.best import check_best_metric
+from alignment.trainers.companion import Companion
+from alignment.trainers.context import RunContext
 from alignment.trainers.data_setup import PreparedData, prepare_data
-from alignment.trainers.engine_holder import EngineHolder
 from alignment.trainers.engine_setup import plan_engines
-from alignment.trainers.evaluation import evaluate
+from alignment.trainers.evaluation import evaluate, evaluation_windows
 from alignment.trainers.events import Events, check_callbacks, check_early_stopping
 from alignment.trainers.loop import TrainingLoop
-from alignment.trainers.method import Method
+from alignment.trainers.method import AnyMethod
 from alignment.trainers.model_setup import balancing_coefficient, model_sources
 from alignment.trainers.output import check_output_folder, write_json
+from alignment.trainers.run_engines import RunEngines
+from alignment.trainers.run_state import RunState
 from alignment.trainers.sampling import total_steps, window_sampler
+from alignment.trainers.summary import write_report
 
 
-class AlignmentTrainer(EngineHolder):
+class AlignmentTrainer:
     """Base of the trainers; use that of a method, such as :class:`KTOTrainer`.
 
     Args:
@@ -66,7 +69,7 @@ class AlignmentTrainer(EngineHolder):
     """
 
     config_class: ClassVar[type[AlignmentConfig]]
-    method_class: ClassVar[type[Method]]
+    method_class: ClassVar[type[AnyMethod]]
 
     def __init__(
         self,
@@ -85,7 +88,6 @@ class AlignmentTrainer(EngineHolder):
         check_data_source(args, train_dataset)
         callbacks = check_callbacks(callbacks)
         model, self.args = model_and_options(type(self).__name__, self.config_class, model, args)
-        super().__init__()
         init_distributed(self.args.use_cpu)
         self.state = TrainerState(is_world_process_zero=rank() == 0, is_local_process_zero=local_rank() == 0)
         self.method = self.method_class(self.args)
@@ -100,8 +102,48 @@ class AlignmentTrainer(EngineHolder):
         self.events = Events(self.args, self.state, callbacks, self.processing_class)
         self.phases = Phases(device())
         self.log_file = JsonlLog(self.output_dir / "log.jsonl" if rank() == 0 else None)
+        self.context = self._context()
+        self.engines = RunEngines(
+            self.context, self.engine_plan, self.optimizers, self.aux_coefficient, self.companion
+        )
         self.events.handler.model = self.model
         self.events("on_init_end")
+
+    def _context(self) -> RunContext:
+        run_state = RunState()
+        run_state.register("trainer", self.events)
+        run_state.register("phases", self.phases)
+        run_state.register("log", self.log_file)
+        return RunContext(
+            args=self.args,
+            method=self.method,
+            output_dir=self.output_dir,
+            processing_class=self.processing_class,
+            state=self.state,
+            events=self.events,
+            phases=self.phases,
+            log_file=self.log_file,
+            run_state=run_state,
+            log=lambda record: self.log(record),
+            tell=lambda text: self.tell(text),
+            train_data=self.train_data,
+            sampler=self.sampler,
+            eval_data=self.eval_data,
+            advice=self.advice,
+        )
+
+    @property
+    def model(self) -> PreTrainedModel | None:
+        """The policy: the live model, or once it is loaded the one inside the engine, else None."""
+        return self.engines.model
+
+    def close(self) -> None:
+        """Release the engines. Trained weights go with them, so this trainer is then at its end: save before.
+
+        A live model keeps what training set: its trained weights (partitioned still under ZeRO-3), dropout at 0,
+        checkpointing, and a head that also answers with log-probs.
+        """
+        self.engines.close()
 
     def _prepare_models(
         self, model: str | PreTrainedModel, ref_model: str | PreTrainedModel | None, optimizers: tuple[Any, Any]
@@ -112,8 +154,12 @@ class AlignmentTrainer(EngineHolder):
             model, ref_model, self.args, needed, self.method.architecture
         )
         self.aux_coefficient = balancing_coefficient(self.args, self.policy_source.config)
-        reference = self.reference_source.config if needed else None
-        self.engine_plan = plan_engines(self.args, self.policy_source.config, reference)
+        self.engine_plan = plan_engines(self.args, self.policy_source, self.reference_source if needed else None)
+        self.companion = self._companion()
+
+    def _companion(self) -> Companion:
+        """What the method needs in a run beside policy and reference."""
+        return Companion()
 
     def _prepare_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
         args = self.args
@@ -125,13 +171,16 @@ class AlignmentTrainer(EngineHolder):
             self.sampler = window_sampler(self.train_data, self.method, args)
             if not any(self.optimizers):
                 self.tell(check_optimization(args, total_steps(args, self.sampler)))
-            self.advice = advice(args, self.train_data.report, self.sampler.window)
+            self.advice = self.method.advice(self.train_data.report, self.sampler.window)
             for sentence in () if args.dry_run else self.advice:
                 self.tell(f"advice: {sentence}")
         self.eval_data = {
             name: self._prepare(source, args.max_eval_samples, f"eval_dataset{f' {name}' if name else ''}")
             for name, source in named_datasets(eval_dataset).items()
         }
+        for data in (self.train_data, *self.eval_data.values()):
+            if data is not None:
+                self.companion.check_data(data)
         if self.eval_data:
             check_best_metric(args, self.metrics, self.eval_data)
         elif args.eval_strategy != "no" or args.eval_on_start:
@@ -168,14 +217,18 @@ class AlignmentTrainer(EngineHolder):
             named = " (dataset_name is read by the command; pass load_dataset(...) in Python)"
             said = named if self.args.dataset_name or self.args.dataset_mixture else ""
             raise OptionError(f"train_dataset: none was given{said}, so there is nothing to train on")
-        if self._trained:
+        if self.engines.trained:
             raise OptionError("train: this trainer has trained already; save the model and make another one")
         check_early_stopping(self.args, self.events.handler.callbacks)
-        loop = TrainingLoop(self, self.train_data, self.sampler)
-        self._build(loop.total_steps)
+        loop = TrainingLoop(
+            self.context, self.engines, self.train_data, self.sampler, lambda: self.evaluate(), self.write_state
+        )
+        self.engines.build(loop.total_steps)
         self._write_settings()
-        self._trained = True
-        return loop.run()
+        self.engines.trained = True
+        result = loop.run(evaluation_windows(self.context))
+        self.write_report(show=True)
+        return result
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -194,12 +247,12 @@ class AlignmentTrainer(EngineHolder):
             data = {n: self._prepare(d, None, "eval_dataset") for n, d in named_datasets(eval_dataset).items()}
         if not data:
             raise OptionError("eval_dataset: none was given, so there is nothing to evaluate on")
-        if self._pass is None:
-            self._build(total_steps(self.args, self.sampler) if self.sampler is not None else None)
+        if self.engines.models is None:
+            self.engines.build(total_steps(self.args, self.sampler) if self.sampler is not None else None)
         metrics: dict[str, float] = {}
         for name, part in data.items():
             prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
-            metrics |= evaluate(self, part, prefix)
+            metrics |= evaluate(self.context, self.engines.window_pass, part, prefix)
         self.log(metrics)
         self.events("on_evaluate", metrics=metrics)
         return metrics
@@ -207,7 +260,7 @@ class AlignmentTrainer(EngineHolder):
     @property
     def metrics(self) -> tuple[str, ...]:
         """The names of what is measured beside the loss."""
-        return self.method.metrics
+        return (*self.method.metrics, *self.companion.metrics)
 
     # What callers may ask for ---------------------------------------------------------------------------------------
 
@@ -217,7 +270,7 @@ class AlignmentTrainer(EngineHolder):
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write model and tokenizer as a Hugging Face folder, whatever the ZeRO stage. All ranks must call it."""
-        self._build(None)
+        self.engines.build(None)
         assert self.model is not None
         folder = Path(output_dir or self.output_dir)
         write_model(self.model, self.processing_class, folder, first_rank=self.is_world_process_zero())
@@ -270,8 +323,12 @@ class AlignmentTrainer(EngineHolder):
         """What the run was resolved to, by the names of the files in the output folder."""
         files = {"options.json": self.args.to_dict(), "deepspeed.json": self.engine_plan.policy}
         if self.engine_plan.reference is not None:
-            files["ref_deepspeed.json"] = self.engine_plan.reference
-        return files
+            files["ref_deepspeed.json"] = self.engine_plan.reference.frozen.ds_config
+        return files | self.companion.settings()
+
+    def write_report(self, *, show: bool) -> None:
+        """Write ``report.md``, and with ``show`` print it. All ranks must call it."""
+        write_report(self.context, self.engines, show=show)
 
     def _write_settings(self) -> None:
         if self.is_world_process_zero():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from alignment.reporting.completions import CompletionTable
@@ -35,6 +35,17 @@ class CompletionLog:
         self._logs += 1
         if self.table is not None and self._rows and self._logs % self.every == 0:
             self.table.write(step, self._rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many logs there were, what is remembered, and how much of the file there is."""
+        table = {} if self.table is None else self.table.state_dict()
+        return {"logs": self._logs, "rows": self._rows, "table": table}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        self._logs, self._rows = state["logs"], list(state["rows"])
+        if self.table is not None and state["table"]:
+            self.table.load_state_dict(state["table"])
 
 
 def _table_row(group: Generated, ranking: Ranking) -> dict[str, Any]:

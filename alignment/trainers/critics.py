@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from alignment.reporting.metrics import MetricSums
 from alignment.rewards.combined import Rewards
@@ -12,6 +12,19 @@ from alignment.rewards.judges import Judge
 from alignment.rewards.samples import in_groups, spoken
 from alignment.trainers.generations import Generated, samples_of
 from alignment.trainers.pairs import FAILED, IDENTICAL, UNSCORED, Ranking, best_and_worst
+
+
+class FirstAnswer(NamedTuple):
+    """The first completion of a prompt, to compare others with; ``score`` is None where it has none."""
+
+    text: str
+    score: float | None
+
+
+def first_answers(groups: Sequence[Generated], rankings: Sequence[Ranking]) -> list[FirstAnswer]:
+    """What there is to keep of completions that others will be compared with."""
+    scores = (None if ranking.scores is None else ranking.scores[0] for ranking in rankings)
+    return [FirstAnswer(group.texts[0], score) for group, score in zip(groups, scores, strict=True)]
 
 
 class Critic(Protocol):
@@ -32,8 +45,7 @@ class Critic(Protocol):
         self,
         groups: Sequence[Generated],
         rankings: Sequence[Ranking],
-        others: Sequence[Generated],
-        other_rankings: Sequence[Ranking],
+        others: Sequence[FirstAnswer],
         seed: int,
     ) -> list[float | None]:
         """For each prompt 1, 0.5 or 0: its first completion is better than the other's, as good, or worse."""
@@ -78,11 +90,10 @@ class RewardCritic:
         self,
         groups: Sequence[Generated],
         rankings: Sequence[Ranking],
-        others: Sequence[Generated],
-        other_rankings: Sequence[Ranking],
+        others: Sequence[FirstAnswer],
         seed: int,
     ) -> list[float | None]:
-        return [_compared(ours, theirs) for ours, theirs in zip(rankings, other_rankings, strict=True)]
+        return [_compared(ours, theirs) for ours, theirs in zip(rankings, others, strict=True)]
 
     def close(self) -> None:
         self.rewards.close()
@@ -107,11 +118,10 @@ class JudgeCritic:
         self,
         groups: Sequence[Generated],
         rankings: Sequence[Ranking],
-        others: Sequence[Generated],
-        other_rankings: Sequence[Ranking],
+        others: Sequence[FirstAnswer],
         seed: int,
     ) -> list[float | None]:
-        pairs = [(ours.texts[0], theirs.texts[0]) for ours, theirs in zip(groups, others, strict=True)]
+        pairs = [(ours.texts[0], theirs.text) for ours, theirs in zip(groups, others, strict=True)]
         points: dict[int | str, float] = {0: 1.0, 1: 0.0, IDENTICAL: 0.5}
         return [points.get(verdict) for verdict in self._verdicts(groups, pairs, seed)]
 
@@ -135,9 +145,9 @@ class JudgeCritic:
         """A judge holds nothing."""
 
 
-def _compared(ours: Ranking, theirs: Ranking) -> float | None:
-    assert ours.scores is not None and theirs.scores is not None
-    mine, other = ours.scores[0], theirs.scores[0]
+def _compared(ours: Ranking, theirs: FirstAnswer) -> float | None:
+    assert ours.scores is not None
+    mine, other = ours.scores[0], theirs.score
     if mine is None or other is None:
         return None
     return 0.5 if mine == other else float(mine > other)

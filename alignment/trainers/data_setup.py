@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import hashlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +14,8 @@ import datasets
 from datasets import Dataset, IterableDataset
 
 from alignment.config.errors import DataError
-from alignment.config.online_dpo import OnlineDPOConfig
 from alignment.config.options import AlignmentConfig
-from alignment.config.options_data import SequenceOptions
+from alignment.config.options_data import HasLengths
 from alignment.data.columns import stream_columns
 from alignment.data.lengths import row_table
 from alignment.data.mixture import Part, mixed
@@ -27,7 +27,7 @@ from alignment.data.truncation import Limits
 from alignment.data.windows import RowTable
 from alignment.engines.collectives import barrier, from_first_rank
 from alignment.engines.launch_env import local_rank
-from alignment.trainers.method import Method
+from alignment.trainers.method import AnyMethod
 
 TRAINING = "train_dataset"  # what the rows to train on are called in messages where they have no name of their own
 
@@ -44,10 +44,12 @@ class PreparedPart:
 class PreparedData:
     """A tokenised dataset, what planning needs of it, and what became of the source rows.
 
-    ``parts`` has one entry, or in a mixture several, in the order of the rows.
+    ``parts`` has one entry, or in a mixture several, in the order of the rows. ``key`` is the same for the same
+    tokenised rows in the same order.
     """
 
     where: str
+    key: str
     dataset: Dataset
     table: RowTable
     report: DataReport
@@ -69,7 +71,7 @@ class PreparedData:
 
 def limits_of(options: AlignmentConfig) -> Limits:
     """The lengths that rows are cut to."""
-    assert isinstance(options, (SequenceOptions, OnlineDPOConfig))
+    assert isinstance(options, HasLengths)
     return Limits(
         max_length=options.max_length,
         max_prompt_length=options.max_prompt_length,
@@ -84,7 +86,12 @@ def order_seed(options: AlignmentConfig) -> int:
 
 
 def prepare_data(
-    load: Callable[[], Any], limit: int | None, method: Method, tokenizer: Any, options: AlignmentConfig, where: str
+    load: Callable[[], Any],
+    limit: int | None,
+    method: AnyMethod,
+    tokenizer: Any,
+    options: AlignmentConfig,
+    where: str,
 ) -> PreparedData:
     """Tokenise a dataset on local rank 0, or find it in the cache; read it on every rank.
 
@@ -111,10 +118,12 @@ def prepare_data(
     dataset, reports = mixed(read, limit, order_seed(options))
     table = row_table(dataset, method.completions, limits_of(options).max_length)
     datasets_used = tuple(PreparedPart(name, report) for (name, _, _), report in zip(read, reports))
-    return PreparedData(where, dataset, table, joined(reports), datasets_used)
+    chosen = [(path.name, weight) for _, path, weight in made]
+    key = hashlib.blake2b(repr((chosen, limit, order_seed(options))).encode(), digest_size=16).hexdigest()
+    return PreparedData(where, key, dataset, table, joined(reports), datasets_used)
 
 
-def _tokenised(part: Part, limit: int | None, method: Method, tokenizer: Any, options: AlignmentConfig) -> Path:
+def _tokenised(part: Part, limit: int | None, method: AnyMethod, tokenizer: Any, options: AlignmentConfig) -> Path:
     """The folder with one part's tokenised rows."""
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "deepspeed-alignment"
     column_map = options.column_map if part.column_map is None else part.column_map
@@ -132,6 +141,7 @@ def _tokenised(part: Part, limit: int | None, method: Method, tokenizer: Any, op
         column_map=column_map,
         num_proc=options.dataset_num_proc,
         strict=options.strict_data,
+        method=options.TITLE,
         progress=not options.disable_tqdm,
     )
 

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from alignment.trainers.advice import advice
-
 if TYPE_CHECKING:
     from alignment.config.options import AlignmentConfig
     from alignment.data.report import DataReport
@@ -41,16 +39,15 @@ def dry_run_lines(trainer: AlignmentTrainer) -> Iterator[str]:
     for name, owner in _ENGINES.items():
         if name in settings:
             yield from ("", f"DeepSpeed JSON of the {owner}:", json.dumps(settings[name], indent=2))
-    yield from ("", plan.describe(trainer.policy_source, trainer.reference_source))
+    yield from ("", plan.describe())
     for data in (train, *trainer.eval_data.values()):
         if data is not None:
             yield from ("", f"Data: {data.where}", *_counts(data), "", *_lengths(data, trainer), "")
             yield from _examples(data, trainer)
     if sampler is not None and train is not None:
         yield from ("", f"Steps per epoch: {sampler.steps_per_epoch}, rows per step: {sampler.window}")
-        said = advice(trainer.args, train.report, sampler.window)
-        yield from ("", "Advice:" if said else "Advice: none")
-        yield from (f"  - {line}" for line in said)
+        yield from ("", "Advice:" if trainer.advice else "Advice: none")
+        yield from (f"  - {line}" for line in trainer.advice)
 
 
 def _options(options: AlignmentConfig) -> Iterator[str]:

@@ -1,41 +1,45 @@
-"""From a plan to engines: policy and reference, each with its own DeepSpeed configuration."""
+"""From options to the policy's engine and the plan of the reference, each with its own DeepSpeed configuration."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from alignment.config.deepspeed import (
-    frozen_config,
-    load_deepspeed_config,
-    placement_of,
-    policy_config,
-    reference_placement,
-)
+from alignment.config.deepspeed import load_deepspeed_config, policy_config
 from alignment.config.dtypes import DtypePlan, plan_dtypes
 from alignment.config.errors import OptionError
+from alignment.config.frozen import placement_of, plan_frozen
 from alignment.config.options import AlignmentConfig
 from alignment.engines.building import checked, frozen_engine
 from alignment.engines.launch_env import world_size
 from alignment.engines.optimization import build_optimizer, build_scheduler
 from alignment.engines.scoring import PolicyEngine, ScoringEngine
 from alignment.models.architecture import CAUSAL_LM, Architecture
-from alignment.models.loading import disable_dropout, enable_checkpointing, snapshot
-from alignment.models.source import ModelSource, widened
+from alignment.models.loading import disable_dropout, enable_checkpointing
+from alignment.models.source import ModelSource
+from alignment.references.engine import ReferencePlan
 
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """Dtypes and DeepSpeed configurations of policy and reference, decided before anything is loaded."""
+    """Dtypes and DeepSpeed configurations of policy and reference, decided before anything is loaded.
+
+    Attributes:
+        dtypes: the run's.
+        source: the policy's model.
+        policy: JSON of the engine that trains it.
+        policy_frozen: JSON of the engine that only evaluates it.
+        reference: the reference; None for a method without one.
+    """
 
     dtypes: DtypePlan
+    source: ModelSource
     policy: dict[str, Any]
     policy_frozen: dict[str, Any]
-    reference: dict[str, Any] | None
-    placement: str
+    reference: ReferencePlan | None
 
     @property
     def compute(self) -> torch.dtype:
@@ -43,56 +47,53 @@ class EnginePlan:
         dtype: torch.dtype = getattr(torch, self.dtypes.compute)
         return dtype
 
-    def describe(self, policy: ModelSource, reference: ModelSource) -> str:
+    def describe(self) -> str:
         """One line for the start of a run: where policy and reference live, in which format, at what cost."""
         stage = self.policy["zero_optimization"]["stage"]
         formats = f"computing in {self.dtypes.compute}, {self.dtypes.master} masters"
-        text = f"policy: {policy.name}, ZeRO stage {stage}, {formats}"
-        if self.reference is None:
-            return f"{text}; no reference model"
-        size = torch.empty(0, dtype=self.compute).element_size()
-        cost = {
-            "replica": f"{size} bytes per parameter on every device",
-            "sharded": f"{size} bytes per parameter, divided by {world_size()} rank(s), on the devices",
-            "offload": f"{size} bytes per parameter, divided by {world_size()} rank(s), in host memory",
-        }[self.placement]
-        own = "the policy as given" if reference is policy else reference.name
-        return f"{text}; reference: {own}, {self.placement} ({cost})"
+        text = f"policy: {self.source.name}, ZeRO stage {stage}, {formats}"
+        return f"{text}; {'no reference model' if self.reference is None else self.reference.describe()}"
 
 
-def plan_engines(
-    options: AlignmentConfig, policy: PretrainedConfig, reference_model: PretrainedConfig | None
-) -> EnginePlan:
+def plan_engines(options: AlignmentConfig, policy: ModelSource, reference: ModelSource | None) -> EnginePlan:
     """Build every DeepSpeed configuration of the run.
 
     Args:
         options: the run's.
-        policy: the policy's configuration.
-        reference_model: the reference's, which may be of another size; None for a method without one.
+        policy: the policy's model.
+        reference: the reference's, which may be of another size; None for a method without one.
 
     Raises:
         OptionError: a key or value of the JSON files that DeepSpeed would ignore or that contradicts the options.
     """
     base = load_deepspeed_config(options.deepspeed, "zero2")
     dtypes = plan_dtypes(options, base)
-    world, width = world_size(), policy.get_text_config().hidden_size
-    placement = reference_placement(options) if reference_model is not None else "none"
-    frozen: dict[str, Any] = {
-        "options": options,
-        "plan": dtypes,
+    world, width = world_size(), _width(policy)
+    shared: dict[str, Any] = {
+        "dtypes": dtypes,
         "world_size": world,
         "micro_batch": options.per_device_train_batch_size,
     }
-    reference = None
-    if reference_model is not None:
-        own = None if options.ref_deepspeed is None else load_deepspeed_config(options.ref_deepspeed, "")
-        reference_width = reference_model.get_text_config().hidden_size
-        reference = frozen_config(base=own, placement=placement, hidden_size=reference_width, **frozen)
-    elif options.ref_deepspeed is not None:
-        raise OptionError(f"ref_deepspeed: {options.method} has no reference model; remove ref_deepspeed")
     # Evaluation alone needs no optimizer: a frozen engine that lives where the policy's parameters would.
-    alone = frozen_config(base=None, placement=placement_of(base), hidden_size=width, **frozen)
-    return EnginePlan(dtypes, policy_config(options, base, dtypes, world, width), alone, reference, placement)
+    alone = plan_frozen(options, "", placement=placement_of(base), deepspeed=None, hidden_size=width, **shared)
+    plan = EnginePlan(dtypes, policy, policy_config(options, base, dtypes, world, width), alone.ds_config, None)
+    if reference is None:
+        if options.ref_deepspeed is not None:
+            raise OptionError(f"ref_deepspeed: {options.method} has no reference model; remove ref_deepspeed")
+        return plan
+    frozen = plan_frozen(
+        options,
+        "ref",
+        placement=options.ref_placement,
+        deepspeed=options.ref_deepspeed,
+        hidden_size=_width(reference),
+        **shared,
+    )
+    return replace(plan, reference=ReferencePlan(reference, policy, frozen, plan.compute))
+
+
+def _width(source: ModelSource) -> int:
+    return int(source.config.get_text_config().hidden_size)
 
 
 def build_engine(
@@ -127,13 +128,3 @@ def build_engine(
     optimizer = optimizers[0] or build_optimizer(scorer, options)
     scheduler = optimizers[1] or build_scheduler(optimizer, options, training_steps)
     return checked(PolicyEngine(scorer, ds_config, optimizer, scheduler), architecture)
-
-
-def reference_model(
-    source: ModelSource, policy: ModelSource, options: AlignmentConfig, plan: EnginePlan
-) -> PreTrainedModel:
-    """The reference: loaded from its own path, or a copy of the live policy taken before its engine exists."""
-    assert plan.reference is not None
-    if source is policy and policy.live is not None:
-        return widened(snapshot(policy.live), plan.compute)
-    return source.load(options, plan.compute, plan.reference)

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from alignment.data.batching import MicroBatches
 from alignment.data.windows import WindowPlan, evaluation_plan
 from alignment.engines.launch_env import rank, world_size
 from alignment.reporting.metrics import means
 from alignment.reporting.progress import Progress
-from alignment.trainers.data_setup import order_seed
-
-if TYPE_CHECKING:
-    from alignment.trainers.base import AlignmentTrainer
-    from alignment.trainers.data_setup import PreparedData
+from alignment.trainers.context import RunContext
+from alignment.trainers.data_setup import PreparedData, order_seed
+from alignment.trainers.window import WindowPass
 
 
-def evaluation_window(trainer: AlignmentTrainer, data: PreparedData) -> tuple[WindowPlan, MicroBatches]:
+def evaluation_window(context: RunContext, data: PreparedData) -> tuple[WindowPlan, MicroBatches]:
     """A whole dataset as one window: its plan, and this rank's micro-batches of it."""
-    args, method = trainer.args, trainer.method
+    args, method = context.args, context.method
     plan = evaluation_plan(
         data.table,
         world_size=world_size(),
@@ -32,24 +29,23 @@ def evaluation_window(trainer: AlignmentTrainer, data: PreparedData) -> tuple[Wi
     return plan, MicroBatches(method.collate, data.dataset, data.table, plan, rank())
 
 
-def evaluation_windows(trainer: AlignmentTrainer) -> Iterator[tuple[WindowPlan, MicroBatches, PreparedData]]:
-    """The windows of the trainer's own sets, one after another."""
-    for data in trainer.eval_data.values():
-        yield *evaluation_window(trainer, data), data
+def evaluation_windows(context: RunContext) -> Iterator[tuple[WindowPlan, MicroBatches, PreparedData]]:
+    """The windows of the run's own sets, one after another."""
+    for data in context.eval_data.values():
+        yield *evaluation_window(context, data), data
 
 
-def evaluate(trainer: AlignmentTrainer, data: PreparedData, prefix: str) -> dict[str, float]:
+def evaluate(context: RunContext, window_pass: WindowPass, data: PreparedData, prefix: str) -> dict[str, float]:
     """Loss and metrics of a dataset, named ``{prefix}_loss`` … with runtime and rates.
 
-    Means are over all rows and KTO's KL is clamped once, so no number depends on the batch size or on the ranks.
+    Means are over all rows and a KL is clamped once, so no number depends on the batch size or on the ranks.
     """
-    args, method = trainer.args, trainer.method
-    start = time.monotonic()
-    shown = trainer.is_world_process_zero() and not args.disable_tqdm
-    plan, batches = evaluation_window(trainer, data)
-    progress = Progress(len(plan.micro_batches) * method.passes, prefix, shown, trainer.window_pass.device)
+    method, start = context.method, time.monotonic()
+    shown = context.is_first and not context.args.disable_tqdm
+    plan, batches = evaluation_window(context, data)
+    progress = Progress(len(plan.micro_batches) * method.passes, prefix, shown, window_pass.device)
     try:
-        items, _ = trainer.window_pass(plan, batches, data, train=False, progress=progress)
+        items, _ = window_pass(plan, batches, data, train=False, progress=progress)
     finally:
         progress.close()
     seconds = time.monotonic() - start

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import torch
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
@@ -15,7 +17,18 @@ from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import device, largest_over_ranks
 from alignment.engines.launch_env import world_size
 
+# In the order of Decision.
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
+
+class Decision(NamedTuple):
+    """What happens between two steps, the same on every rank; with none of it the run continues."""
+
+    stop: bool
+    end_epoch: bool
+    save: bool
+    evaluate: bool
+    log: bool
 
 
 def reporting_callbacks(report_to: str | list[str]) -> list[type[TrainerCallback]]:
@@ -83,16 +96,36 @@ class Events:
         """Tell every callback of ``event``, such as ``on_step_end``."""
         self.control = getattr(self.handler, event)(self.args, self.state, self.control, **kwargs)
 
-    def agree(self) -> None:
-        """Give every rank the same control: what any rank's callbacks ask for, all do. Collective."""
-        if world_size() == 1:
-            return
-        wanted = torch.tensor([float(getattr(self.control, flag)) for flag in _FLAGS], device=device())
-        for flag, value in zip(_FLAGS, largest_over_ranks(wanted).tolist()):
-            setattr(self.control, flag, bool(value))
+    def decide(self) -> Decision:
+        """What all ranks do next: whatever any rank's callbacks ask for; ``control`` says it too. Collective."""
+        if world_size() > 1:
+            wanted = torch.tensor([float(getattr(self.control, flag)) for flag in _FLAGS], device=device())
+            for flag, value in zip(_FLAGS, largest_over_ranks(wanted).tolist()):
+                setattr(self.control, flag, bool(value))
+        return Decision(*(bool(getattr(self.control, flag)) for flag in _FLAGS))
 
     def save_state(self) -> None:
         """Put what the callbacks keep of their own into the trainer's state, under their class names."""
+        for name, part in self._stateful():
+            self.state.stateful_callbacks[name] = part.state()
+
+    def _stateful(self) -> Iterator[tuple[str, ExportableState]]:
         for part in (self.control, *self.handler.callbacks):
             if isinstance(part, ExportableState):
-                self.state.stateful_callbacks[type(part).__name__] = part.state()
+                yield type(part).__name__, part
+
+    def state_dict(self) -> dict[str, Any]:
+        """transformers' state, that of the callbacks included; of which rank it is belongs to none of them."""
+        self.save_state()
+        return {name: value for name, value in asdict(self.state).items() if not name.endswith("process_zero")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave, in the objects that there are."""
+        for name, value in state.items():
+            setattr(self.state, name, copy.deepcopy(value))
+        for name, part in self._stateful():
+            for attribute, value in state["stateful_callbacks"].get(name, {}).get("attributes", {}).items():
+                setattr(part, attribute, value)
+            if part is self.control:
+                for attribute, value in state["stateful_callbacks"][name]["args"].items():
+                    setattr(part, attribute, value)

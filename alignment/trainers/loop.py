@@ -9,8 +9,9 @@ import math
 import pickle
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput
@@ -21,60 +22,73 @@ from alignment.data.windows import WindowPlan, WindowSampler
 from alignment.engines.collectives import barrier, from_first_rank
 from alignment.engines.launch_env import rank, world_size
 from alignment.engines.saving import load_weights, write_model
-from alignment.engines.scoring import PolicyEngine
 from alignment.reporting.metrics import MetricHistory, means
 from alignment.reporting.progress import Progress
 from alignment.trainers.best import BestModel
-from alignment.trainers.evaluation import evaluation_windows
+from alignment.trainers.context import RunContext
+from alignment.trainers.data_setup import PreparedData
 from alignment.trainers.output import CHECKPOINT_PREFIX, prune_checkpoints
+from alignment.trainers.run_engines import RunEngines
+from alignment.trainers.run_state import RandomStreams, Totals
 from alignment.trainers.sampling import total_steps
-from alignment.trainers.summary import write_report
 from alignment.trainers.window import NonFiniteLoss
-
-if TYPE_CHECKING:
-    from alignment.trainers.base import AlignmentTrainer
-    from alignment.trainers.data_setup import PreparedData
 
 
 class TrainingLoop:
-    """Runs a trainer over its windows.
+    """Runs over the windows of a run, from where its state stands.
 
     Args:
-        trainer: whose models, options and log are used.
+        context: the run.
+        engines: its engines.
         data: the training data.
         sampler: its windows.
+        evaluate: evaluates, logs and tells the callbacks; its result has every metric by name.
+        write_state: writes transformers' state into a folder.
     """
 
-    def __init__(self, trainer: AlignmentTrainer, data: PreparedData, sampler: WindowSampler) -> None:
-        self.trainer, self.data, self.sampler, self.args = trainer, data, sampler, trainer.args
-        self.total_steps = total_steps(trainer.args, sampler)
-        self.state, self.events = trainer.state, trainer.events
-        self.best = BestModel(trainer.args, trainer.state)
-        self.history = MetricHistory()
-        self.tokens = self.rows = self.reduced_windows = 0
-        self.loss_sum = self.losses = 0.0
+    def __init__(
+        self,
+        context: RunContext,
+        engines: RunEngines,
+        data: PreparedData,
+        sampler: WindowSampler,
+        evaluate: Callable[[], dict[str, float]],
+        write_state: Callable[[Path], None],
+    ) -> None:
+        self.context, self.engines, self.data, self.sampler = context, engines, data, sampler
+        self.evaluate, self.write_state = evaluate, write_state
+        self.args, self.state, self.events = context.args, context.state, context.events
+        self.total_steps = total_steps(context.args, sampler)
+        self.best = BestModel(context.args, context.state)
+        register = context.run_state.register
+        self.history, self.totals = register("history", MetricHistory()), register("totals", Totals())
+        self.random = register("random", _RandomAtStart())
+        register("data", sampler)
 
-    def run(self) -> TrainOutput:
-        """Train to the last step; return transformers' ``TrainOutput``."""
-        self._start()
+    def run(self, evaluation: Iterable[tuple[WindowPlan, Sequence[AnyBatch], PreparedData]]) -> TrainOutput:
+        """Train to the last step; return transformers' ``TrainOutput``.
+
+        Args:
+            evaluation: the windows of the sets to evaluate on.
+        """
+        fresh = self.state.global_step == 0
+        self._start(fresh)
         args, state = self.args, self.state
-        shown = self.trainer.is_world_process_zero() and not args.disable_tqdm
-        self.progress = Progress(self.total_steps, args.method, shown, self.trainer.window_pass.device)
+        shown = self.context.is_first and not args.disable_tqdm
+        self.progress = Progress(self.total_steps, args.method, shown, self.engines.window_pass.device)
         try:
             self.events("on_train_begin")
-            self.trainer.window_pass.begin(evaluation_windows(self.trainer))
-            if args.eval_on_start:
-                self.trainer.evaluate()  # not of a checkpoint, so not among those that the best is chosen from
+            if fresh:
+                self.engines.window_pass.begin(evaluation)
+                if args.eval_on_start:
+                    self.evaluate()  # not of a checkpoint, so not among those that the best is chosen from
             for plan, batches in self._windows():
                 if plan.step == 0:
                     self.events("on_epoch_begin")
                 self.events("on_step_begin")
                 self._step(plan, batches)
                 self.events("on_step_end")
-                self._act()
-                if self.sampler.step == 0 or self._stops(epoch=True):
-                    self.events("on_epoch_end")
-                    self._act()
+                self._boundary()
                 if self._stops():
                     break
         except (NonFiniteLoss, RewardError) as error:  # both on every rank, with good weights
@@ -84,6 +98,16 @@ class TrainingLoop:
             self.progress.close()
         return self._finish()
 
+    def _boundary(self) -> None:
+        """Everything between two steps; after it, the state of the run is whole."""
+        self._act()
+        if self.sampler.step == 0 or self._stops(epoch=True):
+            self.events("on_epoch_end")
+            self._act()
+            if self.sampler.step:  # the rest of the epoch is left out
+                self.sampler.epoch, self.sampler.step = self.sampler.epoch + 1, 0
+        self.totals.seconds = self._seconds()
+
     def _stops(self, *, epoch: bool = False) -> bool:
         """Whether the run, or with ``epoch`` at least this epoch, ends here."""
         control = self.events.control
@@ -91,33 +115,37 @@ class TrainingLoop:
         return bool(last or (epoch and control.should_epoch_stop))
 
     def _act(self) -> None:
-        """Do what the callbacks of all ranks ask for, which each of these may change for the next."""
-        events = self.events
-        events.agree()
-        if events.control.should_log or (self._stops() and self.history):
+        """Do what all ranks decide together. They decide anew after each thing done, of which callbacks hear."""
+        decision = self.events.decide()
+        if decision.log or (self._stops() and self.history):
             self._log()
-            events.agree()
-        if events.control.should_evaluate:
+            decision = self.events.decide()
+        if decision.evaluate:
             self._evaluate()
-            events.agree()
-        if events.control.should_save:
+            decision = self.events.decide()
+        if decision.save:
             self._save()
-            events("on_save")
-            events.agree()
+            self.events("on_save")
+            self.events.decide()
 
-    def _start(self) -> None:
+    def _seconds(self) -> float:
+        """Since the run began, without the time between a stop and a restart."""
+        return self._before + time.monotonic() - self._started
+
+    def _start(self, fresh: bool) -> None:
         args, state, window = self.args, self.state, self.sampler.window
-        self.started = time.monotonic()
-        self.sampler.epoch = self.sampler.step = 0
-        state.global_step, state.epoch, state.max_steps = 0, 0.0, self.total_steps
+        self._started, self._before = time.monotonic(), self.totals.seconds
+        if fresh:
+            self.sampler.epoch, self.sampler.step, state.epoch = 0, 0, 0.0
+        state.max_steps = self.total_steps
         state.num_train_epochs = math.ceil(self.total_steps / self.sampler.steps_per_epoch)
         state.train_batch_size, state.logging_steps = args.per_device_train_batch_size, args.logging_steps
         state.eval_steps, state.save_steps = args.eval_steps, args.save_steps
         report = self.data.report
-        self.trainer.log_file.write(
+        self.context.log_file.write(
             {
                 "event": "start",
-                "run_name": args.run_name or self.trainer.output_dir.name,
+                "run_name": args.run_name or self.context.output_dir.name,
                 "method": args.method,
                 "world_size": world_size(),
                 "window": window,
@@ -133,51 +161,53 @@ class TrainingLoop:
         while self.state.global_step < self.total_steps:
             left = min(sampler.steps_per_epoch, sampler.step + self.total_steps - self.state.global_step)
             loader = DataLoader(
-                EpochWindows(self.trainer.method.collate, self.data.dataset, sampler, sampler.epoch, rank()),
+                EpochWindows(self.context.method.collate, self.data.dataset, sampler, sampler.epoch, rank()),
                 batch_size=None,
                 sampler=range(sampler.step, left),
                 num_workers=args.dataloader_num_workers,
                 # Workers hand over bytes: as shared tensors, a large window would take more files than may be open.
                 collate_fn=pickle.dumps if args.dataloader_num_workers else None,
             )
-            for window in loader:
+            self.random.before(sampler.step)
+            windows = iter(loader)  # draws from torch's generator
+            self.random.after()
+            for window in windows:
                 plan, batches = pickle.loads(window) if isinstance(window, bytes) else window
                 sampler.advance()
                 yield plan, batches
-                if self.events.control.should_epoch_stop and sampler.step:
-                    sampler.epoch, sampler.step = sampler.epoch + 1, 0
+                if sampler.step == 0:
                     break
 
     def _step(self, plan: WindowPlan, batches: Sequence[AnyBatch]) -> None:
         """One optimizer step."""
-        items, counts = self.trainer.window_pass(
+        items, counts = self.engines.window_pass(
             plan, batches, self.data, train=True, between=lambda: self.events("on_substep_end")
         )
-        learning_rate = self.policy.learning_rate
+        learning_rate = self.engines.policy.learning_rate
         grad_norm = self._update() if counts.rows else self._pass_over()
         state = self.state
         state.global_step += 1
         state.epoch = plan.epoch + (plan.step + 1) / self.sampler.steps_per_epoch
-        self.tokens += counts.sequence_tokens
-        self.rows += counts.rows
-        self.loss_sum += items["loss"][0]
-        self.losses += items["loss"][1]  # none where a window left nothing to learn from
+        self.totals.tokens += counts.sequence_tokens
+        self.totals.rows += counts.rows
+        self.totals.loss_sum += items["loss"][0]
+        self.totals.losses += items["loss"][1]  # none where a window left nothing to learn from
         if self.args.include_num_input_tokens_seen:
-            state.num_input_tokens_seen = self.tokens
+            state.num_input_tokens_seen = self.totals.tokens
         self.history.add(items)
-        self.last = {"grad_norm": grad_norm, "learning_rate": learning_rate}
-        reduced = self.trainer.method.check_window(counts)
+        self.totals.last = {"grad_norm": grad_norm, "learning_rate": learning_rate}
+        reduced = self.context.method.check_window(counts)
         if reduced is not None:
-            self.reduced_windows += 1
-            say = self.trainer.tell if self.args.disable_tqdm else self.progress.note
+            self.totals.reduced_windows += 1
+            say = self.context.tell if self.args.disable_tqdm else self.progress.note
             say(f"step {state.global_step}: {reduced}")
         self.progress.advance(means(items), counts.sequence_tokens)
 
     def _update(self) -> float:
         """Apply the gradient; return its norm."""
-        policy = self.policy
+        policy = self.engines.policy
         self.events("on_pre_optimizer_step")
-        with self.trainer.phases("step"):
+        with self.context.phases("step"):
             grad_norm = policy.step()
         self.events("on_optimizer_step")
         if not math.isfinite(grad_norm) and not policy.skips_overflow:
@@ -191,53 +221,49 @@ class TrainingLoop:
         """A window that left nothing to learn from: the schedule moves on and no weight does."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)  # that is meant
-            self.policy.scheduler.step()
+            self.engines.policy.scheduler.step()
         return 0.0
 
-    @property
-    def policy(self) -> PolicyEngine:
-        """The training engine."""
-        policy = self.trainer.window_pass.models.policy
-        assert isinstance(policy, PolicyEngine)
-        return policy
-
     def _log(self) -> None:
-        record = {**self.history.pop(self.trainer.method.logs_sums), **self.last, "num_tokens": self.tokens}
+        record = {
+            **self.history.pop(self.context.method.logs_sums),
+            **self.totals.last,
+            "num_tokens": self.totals.tokens,
+        }
         if self.args.include_num_input_tokens_seen:
-            record["num_input_tokens_seen"] = self.tokens
+            record["num_input_tokens_seen"] = self.totals.tokens
         if self.args.include_tokens_per_second:
-            record["tokens_per_second"] = self.tokens / (time.monotonic() - self.started) / world_size()
-        self.trainer.log(record)
-        self.trainer.window_pass.logged(self.state.global_step)
+            record["tokens_per_second"] = self.totals.tokens / self._seconds() / world_size()
+        self.context.log(record)
+        self.engines.window_pass.logged(self.state.global_step)
 
     def _evaluate(self) -> None:
-        metrics = self.trainer.evaluate()
+        metrics = self.evaluate()
         if self.best.improved(metrics) and self.args.load_best_model_at_end:
             self.events.control.should_save = True  # or there would be nothing to come back to
         shown = {name: round(value, 4) for name, value in metrics.items() if name.endswith(("loss", "margins"))}
         self.progress.note(f"step {self.state.global_step}: {shown}")
 
     def _save(self) -> None:
-        trainer = self.trainer
-        folder = trainer.output_dir / f"{CHECKPOINT_PREFIX}{self.state.global_step}"
-        first = trainer.is_world_process_zero()
-        with trainer.phases("save"):
-            write_model(self.policy.scorer.model, trainer.processing_class, folder, first_rank=first)
+        context, first = self.context, self.context.is_first
+        folder = context.output_dir / f"{CHECKPOINT_PREFIX}{self.state.global_step}"
+        with context.phases("save"):
+            write_model(self.engines.policy.scorer.model, context.processing_class, folder, first_rank=first)
             self.best.saved(folder)
-            trainer.write_state(folder)
+            self.write_state(folder)
             if first:
-                prune_checkpoints(trainer.output_dir, self.args.save_total_limit, keep=self.best.folder)
+                prune_checkpoints(context.output_dir, self.args.save_total_limit, keep=self.best.folder)
             barrier()
 
     def _return_to_best(self) -> None:
         """Put the weights of the best evaluation back into the policy."""
         folder = from_first_rank(self.best.folder)
         if folder is None:
-            self.trainer.tell("load_best_model_at_end: no evaluation was finite, so these are the last step's weights")
+            self.context.tell("load_best_model_at_end: no evaluation was finite, so these are the last step's weights")
         if folder is None or self.state.best_global_step == self.state.global_step:
             return
-        with self.trainer.phases("load best"):
-            load_weights(self.policy.scorer.model, folder, first_rank=self.trainer.is_world_process_zero())
+        with self.context.phases("load best"):
+            load_weights(self.engines.policy.scorer.model, folder, first_rank=self.context.is_first)
         self.progress.note(f"weights of {folder.name}: {self.args.metric_for_best_model} {self.state.best_metric:.6g}")
 
     def _rescue(self) -> str:
@@ -250,20 +276,44 @@ class TrainingLoop:
     def _finish(self) -> TrainOutput:
         if self.args.load_best_model_at_end:
             self._return_to_best()
-        seconds, steps = time.monotonic() - self.started, self.state.global_step
+        seconds, steps = self._seconds(), self.state.global_step
         metrics = {
             "train_runtime": seconds,
-            "train_samples_per_second": self.rows / seconds,
+            "train_samples_per_second": self.totals.rows / seconds,
             "train_steps_per_second": steps / seconds,
-            "train_loss": self.loss_sum / self.losses if self.losses else math.nan,
+            "train_loss": self.totals.loss_sum / self.totals.losses if self.totals.losses else math.nan,
         }
         if self.args.include_tokens_per_second:
-            metrics["train_tokens_per_second"] = self.tokens / seconds / world_size()
-        if self.reduced_windows:
-            metrics[self.trainer.method.reduced_windows] = self.reduced_windows
-        self.trainer.log(metrics)
-        self.trainer.log_file.write({"event": "end", "phases": self.trainer.phases.summary()})
+            metrics["train_tokens_per_second"] = self.totals.tokens / seconds / world_size()
+        if self.totals.reduced_windows:
+            metrics[self.context.method.reduced_windows] = self.totals.reduced_windows
+        self.context.log(metrics)
+        self.context.log_file.write({"event": "end", "phases": self.context.phases.summary()})
         self.events("on_train_end")
-        self.trainer.save_state()
-        write_report(self.trainer, show=True)
+        self.write_state(self.context.output_dir)
         return TrainOutput(steps, metrics["train_loss"], {**metrics, "epoch": self.state.epoch or 0.0})
+
+
+class _RandomAtStart(RandomStreams):
+    """Random streams that are restored where the run goes on, not where its state is loaded.
+
+    Between the two a DataLoader's iterator draws once from torch's generator, as it did before the restart if that was
+    within an epoch; at the end of one, the draw is still to come.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: Mapping[str, Any] | None = None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._loaded = state
+
+    def before(self, step: int) -> None:
+        """Called before the iterator of an epoch is made, of which ``step`` windows are done."""
+        if step == 0:
+            self.after()
+
+    def after(self) -> None:
+        """Called when it has been made."""
+        if self._loaded is not None:
+            super().load_state_dict(self._loaded)
+            self._loaded = None

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from alignment.config.options import AlignmentConfig
-from alignment.data.batching import AnyBatch, Batch, Collate
+from alignment.data.batching import Batch, BatchT, Collate
 from alignment.data.formats import Kind
+from alignment.data.report import DataReport
 from alignment.data.windows import WindowCounts
 from alignment.engines.phases import Phases
 from alignment.engines.scoring import ScoringEngine, SequenceScores
 from alignment.models.architecture import CAUSAL_LM, Architecture
+from alignment.references.base import Reference, RowIds
 from alignment.reporting.metrics import MetricSums
-
-
-class Reference(Protocol):
-    """Anything that gives summed completion log-probs of the reference model, wherever it lives."""
-
-    def sequence_logps(self, batch: Batch) -> Tensor:
-        """(S,) fp32, no graph."""
-
-    def close(self) -> None:
-        """Release what it holds."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +37,47 @@ class Models:
                 self.reference.close()
 
 
+@dataclass(frozen=True)
+class Window(Generic[BatchT]):
+    """What there is to compute a window with.
+
+    Attributes:
+        batches: this rank's micro-batches.
+        counts: global counts.
+        models: the run's.
+        sums: where metrics of the window are added up.
+        phases: where time and tokens are recorded.
+        dataset: names the dataset that row ids are of; ``""`` where the batches hold what was generated.
+    """
+
+    batches: Sequence[BatchT]
+    counts: WindowCounts
+    models: Models
+    sums: MetricSums
+    phases: Phases
+    dataset: str
+
+    def reference_logps(
+        self, sequences: Callable[[BatchT], tuple[Batch, RowIds]], *, tokens: bool = False
+    ) -> list[Tensor]:
+        """(S,) log-probs of each micro-batch under the reference: the phase ``reference``.
+
+        Args:
+            sequences: a micro-batch's, and the rows that they are of.
+            tokens: (N,) log-probs of the completion tokens instead, in the order of ``Batch.targets``.
+        """
+        reference = self.models.reference
+        assert reference is not None
+        ask = reference.token_logps if tokens else reference.sequence_logps
+        found = []
+        with self.phases("reference") as record:
+            for each in self.batches:
+                batch, ids = sequences(each)
+                record.tokens += batch.tokens
+                found.append(ask(batch, ids))
+        return found
+
+
 class RowLosses(NamedTuple):
     """``local``: 0-dim with graph, this rank's sum over the window's global count; ``rows``: (R,) detached."""
 
@@ -52,16 +85,26 @@ class RowLosses(NamedTuple):
     rows: Tensor
 
 
-class Method(ABC):
-    """One alignment method. It holds no state between windows."""
+class Method(ABC, Generic[BatchT]):
+    """One alignment method, of the batches that it collates. It holds no state between windows.
 
-    name: ClassVar[str]
+    Attributes:
+        kind: the rows that it needs.
+        completions: the columns of tokenised rows that hold completions.
+        metrics: the names of what it measures beside the loss.
+        architecture: what is trained.
+        needs_tokens: :meth:`losses` gets the log-prob of each completion token as well.
+        logs_sums: log sums and counts of each class beside the means.
+        reduced_windows: what the number of windows that :meth:`check_window` noted is called.
+    """
+
     kind: ClassVar[Kind]
     completions: ClassVar[tuple[str, ...]]
-    architecture: ClassVar[Architecture] = CAUSAL_LM  # what is trained
     metrics: ClassVar[tuple[str, ...]]
-    logs_sums: ClassVar[bool] = False  # log sums and counts of each class beside the means
-    reduced_windows: ClassVar[str] = "reduced_windows"  # what the number of windows that check_window noted is called
+    architecture: ClassVar[Architecture] = CAUSAL_LM
+    needs_tokens: ClassVar[bool] = False
+    logs_sums: ClassVar[bool] = False
+    reduced_windows: ClassVar[str] = "reduced_windows"
 
     def __init__(self, options: AlignmentConfig) -> None:
         self.options = options
@@ -69,7 +112,7 @@ class Method(ABC):
     @property
     @abstractmethod
     def collate(self) -> Collate:
-        """The function that makes this method's batches."""
+        """The function that makes batches of rows, on each rank."""
 
     @property
     def needs_reference(self) -> bool:
@@ -84,33 +127,42 @@ class Method(ABC):
     @property
     def passes(self) -> int:
         """How often a window's micro-batches are gone through without training, for the progress of an evaluation."""
-        return 1
+        return 2 if self.needs_reference else 1
+
+    def advice(self, report: DataReport, window_rows: int) -> list[str]:
+        """Sentences about a run that can go on as it is, each with what to set; see :mod:`.advice`.
+
+        Args:
+            report: of the rows to train on.
+            window_rows: rows of one optimizer step, over all ranks.
+        """
+        return []
 
     def check_window(self, counts: WindowCounts) -> str | None:
         """A sentence for the user about a window that is computed in a reduced form, else None."""
         return None
 
     @abstractmethod
-    def scored(self, batch: AnyBatch) -> Batch:
+    def scored(self, batch: BatchT) -> Batch:
         """The sequences that the policy scores with a graph."""
 
-    def sweep(
-        self, batches: Sequence[AnyBatch], counts: WindowCounts, models: Models, sums: MetricSums, phases: Phases
-    ) -> Any:
-        """The pass without gradients over the whole window; what it returns is handed to :meth:`losses`."""
+    def before_training(self, window: Window[BatchT]) -> Any:
+        """The passes without gradients over the whole window; what it returns is handed to :meth:`losses`."""
         return None
 
     @abstractmethod
     def losses(
-        self, batch: AnyBatch, index: int, scores: SequenceScores, swept: Any, counts: WindowCounts, sums: MetricSums
+        self, batch: BatchT, index: int, scores: SequenceScores, known: Any, window: Window[BatchT]
     ) -> RowLosses:
-        """Loss of one micro-batch; metrics go to ``sums``.
+        """Loss of one micro-batch; metrics go to ``window.sums``.
 
         Args:
             batch: on the host.
             index: number of the micro-batch in its window.
             scores: of :meth:`scored`'s sequences, with statistics.
-            swept: what :meth:`sweep` returned.
-            counts: global counts of the window.
-            sums: this window's accumulator.
+            known: what :meth:`before_training` returned.
+            window: that the micro-batch is of.
         """
+
+
+AnyMethod: TypeAlias = Method[Any]  # of whatever batches

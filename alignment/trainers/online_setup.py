@@ -6,15 +6,13 @@ Everything that can be known is checked before a model is loaded.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from transformers import PreTrainedModel
-from transformers.trainer_callback import CallbackHandler
 
 from alignment.config.dtypes import DtypePlan
 from alignment.config.errors import OptionError
-from alignment.config.online_dpo import OnlineDPOConfig
+from alignment.config.options_online import OnlineOptions
 from alignment.config.refusals import shown
 from alignment.data.prompt_rows import prompt_row
 from alignment.engines.launch_env import rank
@@ -28,10 +26,13 @@ from alignment.rewards.combined import Rewards
 from alignment.rewards.functions import FunctionReward
 from alignment.rewards.judges import Judge
 from alignment.rewards.samples import RewardSource
+from alignment.trainers.companion import Companion
 from alignment.trainers.completion_log import CompletionLog
+from alignment.trainers.context import RunContext
 from alignment.trainers.critics import Critic, JudgeCritic, RewardCritic
 from alignment.trainers.data_setup import PreparedData
-from alignment.trainers.online_window import Online
+from alignment.trainers.method import Models
+from alignment.trainers.online_window import Online, OnlineWindowPass
 from alignment.trainers.reward_arguments import (
     check_apart,
     check_judge_alone,
@@ -41,12 +42,13 @@ from alignment.trainers.reward_arguments import (
     loaded,
     tokenizer_of_each,
 )
+from alignment.trainers.window import WindowPass
 
 COMPLETIONS = "completions.jsonl"
 Function: TypeAlias = Callable[..., Any] | PreTrainedModel | str
 
 
-class OnlinePlan:
+class OnlinePlan(Companion):
     """The critic and the sampling of a run, from options and from what the constructor was given.
 
     Args:
@@ -59,6 +61,7 @@ class OnlinePlan:
         tokenizers: of the only classifier, or a list with one for each source of rewards, the reward model first, and
             None for functions; None loads each one's own.
         trained: live models of the run that no classifier may be.
+        beta: of an epoch, by its number.
 
     Raises:
         OptionError: nothing scores, or a judge and rewards both would; or one of them cannot be used.
@@ -67,7 +70,7 @@ class OnlinePlan:
 
     def __init__(
         self,
-        options: OnlineDPOConfig,
+        options: OnlineOptions,
         dtypes: DtypePlan,
         stage: int,
         reward_model: str | PreTrainedModel | None = None,
@@ -75,8 +78,9 @@ class OnlinePlan:
         judge: Any = None,
         tokenizers: Any = None,
         trained: Sequence[Any] = (),
+        beta: Callable[[int], float] = lambda epoch: 0.0,
     ) -> None:
-        self.options, self.dtypes = options, dtypes
+        self.options, self.dtypes, self.beta = options, dtypes, beta
         check_generation_kwargs(options.generation_kwargs or {})
         if options.ds3_gather_for_generation is not None and stage != 3:
             raise OptionError(
@@ -148,9 +152,20 @@ class OnlinePlan:
                 classifier.check(row.prompt, data.place(first), row.template)
             first += part.report.rows_out
 
-    def online(self, policy: ScoringEngine, tokenizer: Any, folder: Path, handler: CallbackHandler) -> Online:
+    def window_pass(self, context: RunContext, models: Models, aux_coefficient: float | None) -> WindowPass:
+        """Rollout and scoring before every window; what they decide belongs to the state of the run."""
+        online = self._online(models.policy, context)
+        register = context.run_state.register
+        register("rollout", online.rollout)
+        register("completions", online.log)
+        window_pass = OnlineWindowPass(
+            context.method, models, context.phases, aux_coefficient, self.options, online, self.beta
+        )
+        return register("online", window_pass)
+
+    def _online(self, policy: ScoringEngine, context: RunContext) -> Online:
         """What makes pairs with this policy."""
-        options = self.options
+        options, tokenizer = self.options, context.processing_class
         rollout = RolloutEngine(
             policy,
             options.rollout_backend,
@@ -159,7 +174,8 @@ class OnlinePlan:
             longest_context=options.max_length,
             progress=rank() == 0 and not options.disable_tqdm,
         )
-        table = CompletionTable(folder / COMPLETIONS, handler.callbacks) if rank() == 0 else None
+        file = context.output_dir / COMPLETIONS
+        table = CompletionTable(file, context.events.handler.callbacks) if rank() == 0 else None
         return Online(
             rollout=rollout,
             sampling=self._sampling(policy.scorer.model, tokenizer),
@@ -184,19 +200,20 @@ class OnlinePlan:
             extra=options.generation_kwargs or {},
         )
 
-    def build(self) -> None:
-        """Load the reward models. Collective."""
+    @property
+    def metrics(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.critic.metrics
+
+    def build(self) -> list[str]:
+        """Load the reward models."""
         for classifier in self.classifiers:
             classifier.build()
-
-    def describe(self) -> list[str]:
-        """Lines for the start of a run."""
         return [classifier.describe() for classifier in self.classifiers]
 
     def settings(self) -> dict[str, Any]:
         """The DeepSpeed JSON of the reward models, by file name."""
         names = ("reward_deepspeed.json", *(f"reward_deepspeed_{n}.json" for n in range(2, len(self.classifiers) + 1)))
-        return {name: classifier.ds_config for name, classifier in zip(names, self.classifiers)}
+        return {name: classifier.frozen.ds_config for name, classifier in zip(names, self.classifiers)}
 
     def close(self) -> None:
         """Release the reward models."""

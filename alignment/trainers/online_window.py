@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from alignment.config.online_dpo import OnlineDPOConfig
+from alignment.config.options_online import OnlineOptions
 from alignment.data.batching import AnyBatch, PromptBatch
 from alignment.data.windows import WindowPlan
 from alignment.engines.collectives import gathered
@@ -20,10 +20,10 @@ from alignment.engines.rollout.request import RolloutRequest, Sampling
 from alignment.engines.rollout.seeding import seeded
 from alignment.reporting.metrics import MetricSums
 from alignment.trainers.completion_log import CompletionLog
-from alignment.trainers.critics import Critic
+from alignment.trainers.critics import Critic, FirstAnswer, first_answers
 from alignment.trainers.data_setup import PreparedData
 from alignment.trainers.generations import Generated, described, further_columns
-from alignment.trainers.method import Method, Models
+from alignment.trainers.method import AnyMethod, Models
 from alignment.trainers.pairs import REASONS, Ranking, pair_of, plan_pairs, ranked_batches
 from alignment.trainers.window import WindowPass
 
@@ -67,15 +67,6 @@ class Online:
     log: CompletionLog
 
 
-@dataclass(frozen=True)
-class _Start:
-    """What the start policy made of an evaluation set, on this rank."""
-
-    data: PreparedData
-    groups: list[Generated]
-    rankings: list[Ranking]
-
-
 class OnlineWindowPass(WindowPass):
     """Computes windows of prompts.
 
@@ -83,21 +74,24 @@ class OnlineWindowPass(WindowPass):
         method, models, phases, aux_coefficient: as for every window.
         options: the run's.
         online: what makes pairs.
+        beta: of an epoch, by its number; written into every batch.
     """
 
     def __init__(
         self,
-        method: Method,
+        method: AnyMethod,
         models: Models,
         phases: Phases,
         aux_coefficient: float | None,
-        options: OnlineDPOConfig,
+        options: OnlineOptions,
         online: Online,
+        beta: Callable[[int], float],
     ) -> None:
         super().__init__(method, models, phases, aux_coefficient)
-        self.options, self.online = options, online
+        self.options, self.online, self.beta = options, online, beta
         self._epoch = 0
-        self._starts: list[_Start] = []
+        # Of the start policy, for every prompt of an evaluation set, on this rank; by the set's key.
+        self._starts: dict[str, list[FirstAnswer]] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -108,12 +102,24 @@ class OnlineWindowPass(WindowPass):
     def facts(self) -> list[tuple[str, str]]:
         return [("rollout", self.online.rollout.describe())]
 
+    def state_dict(self) -> dict[str, Any]:
+        """The newest epoch, and the start policy's answers."""
+        return {"epoch": self._epoch, "starts": {key: list(map(list, each)) for key, each in self._starts.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        self._epoch = state["epoch"]
+        self._starts = {key: [FirstAnswer(*each) for each in answers] for key, answers in state["starts"].items()}
+
+    def dataset_of(self, data: PreparedData) -> str:
+        return ""
+
     def begin(self, evaluation: Iterable[tuple[WindowPlan, Sequence[AnyBatch], PreparedData]]) -> None:
         """Let the policy, as it is now, answer the prompts of the evaluation sets; wins are counted against that."""
         with self.phases.of_evaluation():
             for plan, batches, data in evaluation:
                 groups, rankings = self._answered(plan, batches, data, None, count=1, train=False)
-                self._starts.append(_Start(data, groups, rankings))
+                self._starts[data.key] = first_answers(groups, rankings)
 
     def logged(self, step: int) -> None:
         """Write the newest window's completions, if it is their turn."""
@@ -126,7 +132,7 @@ class OnlineWindowPass(WindowPass):
         options = self.options
         if train:
             self._epoch = plan.epoch
-        beta = options.betas[min(self._epoch, len(options.betas) - 1)]
+        beta = self.beta(self._epoch)
         sums.add_once("beta", torch.tensor(beta, dtype=torch.float64, device=self.device))
         groups, rankings = self._answered(plan, batches, data, sums, count=options.num_generations, train=train)
         self._measure(groups, rankings, sums)
@@ -187,11 +193,10 @@ class OnlineWindowPass(WindowPass):
         sums: MetricSums,
     ) -> None:
         """How often the policy's first completion is better than the start policy's; ties count half."""
-        start = next((start for start in self._starts if start.data is data), None)
-        if start is None:
+        if data.key not in self._starts:
             return
         seeds = window_seeds(self.options.seed, plan, rank(), train=False)
         with self.phases("score"), seeded(seeds.code):
-            points = self.online.critic.wins(groups, rankings, start.groups, start.rankings, seeds.order)
+            points = self.online.critic.wins(groups, rankings, self._starts[data.key], seeds.order)
         known = [point for point in points if point is not None]
         sums.add("win_rate", sum(known), len(known))

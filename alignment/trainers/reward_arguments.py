@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from alignment.config.errors import OptionError
-from alignment.config.online_dpo import OnlineDPOConfig
+from alignment.config.options_online import OnlineOptions
 from alignment.rewards.loading import load_callable
 
 
@@ -86,7 +86,7 @@ def tokenizer_of_each(tokenizers: Any, sources: int, owners: Sequence[int]) -> l
 
 
 def check_judge_alone(
-    judge: Any, options: OnlineDPOConfig, reward_model: Any, functions: Sequence[Any], tokenizers: Any
+    judge: Any, options: OnlineOptions, reward_model: Any, functions: Sequence[Any], tokenizers: Any
 ) -> None:
     """A judge decides without rewards.
 

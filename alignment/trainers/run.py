@@ -7,31 +7,20 @@ from transformers.utils import logging as transformers_logging
 
 from alignment.config.checks import check_command_line
 from alignment.config.options import AlignmentConfig
+from alignment.config.registry import METHODS
 from alignment.trainers.base import AlignmentTrainer
-from alignment.trainers.cpo import CPOTrainer
 from alignment.trainers.dry_run import print_dry_run
-from alignment.trainers.kto import KTOTrainer
 from alignment.trainers.named_data import evaluation_data, training_data
-from alignment.trainers.online_dpo import OnlineDPOTrainer
-from alignment.trainers.reward import RewardTrainer
-from alignment.trainers.sft import SFTTrainer
-from alignment.trainers.summary import REPORT, write_report
-
-TRAINERS: dict[str, type[AlignmentTrainer]] = {
-    "kto": KTOTrainer,
-    "cpo": CPOTrainer,
-    "online_dpo": OnlineDPOTrainer,
-    "reward": RewardTrainer,
-    "sft": SFTTrainer,
-}
+from alignment.trainers.summary import REPORT
 
 
 def build_trainer(options: AlignmentConfig) -> AlignmentTrainer:
     """The trainer of ``options.method`` with the datasets that the options name; nothing is loaded but rows."""
     check_command_line(options)
-    return TRAINERS[options.method](
+    trainer: AlignmentTrainer = METHODS.trainer(options)(
         args=options, train_dataset=training_data(options), eval_dataset=evaluation_data(options)
     )
+    return trainer
 
 
 def run(options: AlignmentConfig) -> None:
@@ -49,6 +38,6 @@ def run(options: AlignmentConfig) -> None:
         trainer.evaluate()
     trainer.save_model()
     trainer.save_state()
-    write_report(trainer, show=False)  # once more, with that evaluation
+    trainer.write_report(show=False)  # once more, with that evaluation
     trainer.tell(f"model, tokenizer, log.jsonl, {REPORT} and more: {trainer.output_dir}")
     trainer.close()

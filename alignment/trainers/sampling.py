@@ -9,10 +9,10 @@ from alignment.config.options import AlignmentConfig
 from alignment.data.windows import WindowSampler
 from alignment.engines.launch_env import world_size
 from alignment.trainers.data_setup import PreparedData, order_seed
-from alignment.trainers.method import Method
+from alignment.trainers.method import AnyMethod
 
 
-def window_sampler(data: PreparedData, method: Method, args: AlignmentConfig) -> WindowSampler:
+def window_sampler(data: PreparedData, method: AnyMethod, args: AlignmentConfig) -> WindowSampler:
     """The sampler of the training data.
 
     Raises:

@@ -2,69 +2,68 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from alignment.engines.collectives import gathered
 from alignment.engines.launch_env import world_size
 from alignment.engines.phases import over_ranks
 from alignment.reporting.plots import draw_history
 from alignment.reporting.progress import memory_gib
 from alignment.reporting.run_report import RunReport, duration
-
-if TYPE_CHECKING:
-    from alignment.trainers.base import AlignmentTrainer
+from alignment.trainers.context import RunContext
+from alignment.trainers.run_engines import RunEngines
 
 REPORT, CURVES = "report.md", "report.png"
 
 
-def write_report(trainer: AlignmentTrainer, *, show: bool) -> None:
+def write_report(context: RunContext, engines: RunEngines, *, show: bool) -> None:
     """Write the report, and with ``show`` print it; collective, for its figures are those of all ranks.
 
     What goes wrong is told and nothing more: a report must not cost a run its weights.
     """
-    summaries = gathered(trainer.phases.summary())
-    largest = max(gathered(memory_gib(trainer.window_pass.device)))
-    if not trainer.is_world_process_zero():
+    summaries = gathered(context.phases.summary())
+    largest = max(gathered(memory_gib(engines.window_pass.device)))
+    if not context.is_first:
         return
     try:
-        _write(trainer, over_ranks(summaries), largest, show)
+        _write(context, engines, over_ranks(summaries), largest, show)
     except Exception as error:  # matplotlib and the file system have their own classes
-        trainer.tell(f"{REPORT}: could not be written: {type(error).__name__}: {error}")
+        context.tell(f"{REPORT}: could not be written: {type(error).__name__}: {error}")
 
 
-def _write(trainer: AlignmentTrainer, phases: dict[str, dict[str, float]], largest: float, show: bool) -> None:
-    title = f"{trainer.args.method}: {trainer.args.run_name or trainer.output_dir.name}"
-    drawn = draw_history(trainer.state.log_history, trainer.output_dir / CURVES, title)
-    cuda = trainer.window_pass.device.type == "cuda"
+def _write(
+    context: RunContext, engines: RunEngines, phases: dict[str, dict[str, float]], largest: float, show: bool
+) -> None:
+    title = f"{context.args.method}: {context.args.run_name or context.output_dir.name}"
+    drawn = draw_history(context.state.log_history, context.output_dir / CURVES, title)
+    cuda = engines.window_pass.device.type == "cuda"
     report = RunReport(
         title=title,
-        facts=_facts(trainer, int(phases.get("learn", {}).get("tokens", 0)), largest),
+        facts=_facts(context, engines, int(phases.get("learn", {}).get("tokens", 0)), largest),
         phases=phases,
         memory="GPU memory" if cuda else "resident memory",
-        train=_last(trainer, "loss"),
-        evaluation={name.removeprefix("eval_"): value for name, value in _evaluation(trainer).items()},
-        advice=trainer.advice,
+        train=_last(context, "loss"),
+        evaluation={name.removeprefix("eval_"): value for name, value in _evaluation(context).items()},
+        advice=context.advice,
         plots={"curves": CURVES} if drawn else None,
     )
-    (trainer.output_dir / REPORT).write_text(report.markdown(), encoding="utf-8")
+    (context.output_dir / REPORT).write_text(report.markdown(), encoding="utf-8")
     if show:
-        trainer.tell(f"\n{report.terminal()}")
+        context.tell(f"\n{report.terminal()}")
 
 
-def _facts(trainer: AlignmentTrainer, tokens: int, largest_gib: float) -> list[tuple[str, str]]:
-    state, data = trainer.state, trainer.train_data
-    facts = [("models", trainer.engine_plan.describe(trainer.policy_source, trainer.reference_source))]
-    facts += trainer.window_pass.facts
-    if data is not None and trainer.sampler is not None:
-        window = trainer.sampler.window
+def _facts(context: RunContext, engines: RunEngines, tokens: int, largest_gib: float) -> list[tuple[str, str]]:
+    state, data = context.state, context.train_data
+    facts = [("models", engines.plan.describe())]
+    facts += engines.window_pass.facts
+    if data is not None and context.sampler is not None:
+        window = context.sampler.window
         facts += [
             ("data", f"{data.where}: {data.report.summary()}"),
             ("steps", f"{state.global_step} of {state.max_steps}, up to {window} rows each, {world_size()} rank(s)"),
         ]
-    if trainer.args.load_best_model_at_end and state.best_global_step is not None:
-        name = trainer.args.metric_for_best_model
+    if context.args.load_best_model_at_end and state.best_global_step is not None:
+        name = context.args.metric_for_best_model
         facts.append(("weights", f"of step {state.best_global_step}, the best by {name}: {state.best_metric:.6g}"))
-    times = _last(trainer, "train_runtime")
+    times = _last(context, "train_runtime")
     if times:
         seconds = times["train_runtime"]
         facts.append(
@@ -74,15 +73,15 @@ def _facts(trainer: AlignmentTrainer, tokens: int, largest_gib: float) -> list[t
     return facts
 
 
-def _evaluation(trainer: AlignmentTrainer) -> dict[str, float]:
+def _evaluation(context: RunContext) -> dict[str, float]:
     """The evaluation of the weights that the run ends with."""
-    best = trainer.args.load_best_model_at_end
-    return _last(trainer, "eval_", trainer.state.best_global_step if best else None)
+    best = context.args.load_best_model_at_end
+    return _last(context, "eval_", context.state.best_global_step if best else None)
 
 
-def _last(trainer: AlignmentTrainer, sign: str, step: int | None = None) -> dict[str, float]:
+def _last(context: RunContext, sign: str, step: int | None = None) -> dict[str, float]:
     """The log's newest entry (of ``step``) with a name that begins with ``sign``, without its bookkeeping."""
-    for entry in reversed(trainer.state.log_history):
+    for entry in reversed(context.state.log_history):
         if step in (None, entry["step"]) and any(name.startswith(sign) for name in entry):
             return {name: value for name, value in entry.items() if name not in ("step", "epoch", "num_tokens")}
     return {}

@@ -20,7 +20,7 @@ from alignment.engines.scoring import PolicyEngine
 from alignment.reporting.metrics import MetricSums
 from alignment.reporting.progress import Progress
 from alignment.trainers.data_setup import PreparedData
-from alignment.trainers.method import Method, Models
+from alignment.trainers.method import AnyMethod, Models, Window
 
 Items = dict[str, tuple[float, float]]
 
@@ -46,7 +46,7 @@ class WindowPass:
         aux_coefficient: weight of the balancing loss of a mixture of experts; None where there is none.
     """
 
-    def __init__(self, method: Method, models: Models, phases: Phases, aux_coefficient: float | None) -> None:
+    def __init__(self, method: AnyMethod, models: Models, phases: Phases, aux_coefficient: float | None) -> None:
         self.method, self.models, self.phases, self.aux_coefficient = method, models, phases, aux_coefficient
 
     @property
@@ -63,6 +63,10 @@ class WindowPass:
     def facts(self) -> list[tuple[str, str]]:
         """What the report of the run says of how windows were computed, by name."""
         return []
+
+    def dataset_of(self, data: PreparedData) -> str:
+        """What names the dataset that the row ids of batches are of; ``""`` where they hold what was generated."""
+        return data.key
 
     def begin(self, evaluation: Iterable[tuple[WindowPlan, Sequence[AnyBatch], PreparedData]]) -> None:
         """Called before the first step, with the windows of the sets to evaluate on; collective."""
@@ -116,40 +120,39 @@ class WindowPass:
         plan, batches = self.prepared(plan, batches, data, sums, train=train)
         if progress is not None:
             batches = progress.watch(batches, self.method.passes)
-        swept = self.method.sweep(batches, plan.counts, self.models, sums, self.phases)
+        window = Window(batches, plan.counts, self.models, sums, self.phases, self.dataset_of(data))
+        known = self.method.before_training(window)
         losses: list[tuple[tuple[int, ...], Tensor]] = []
         with self.phases("learn" if train else "evaluate") as record:
             for index, batch in enumerate(batches):
                 record.tokens += self.method.scored(batch).tokens
                 if isinstance(policy, PolicyEngine) and train:
-                    local = self._micro_batch(batch, index, plan, swept, sums, losses)
+                    local = self._micro_batch(batch, index, known, window, losses)
                     last = index == len(batches) - 1
                     policy.backward(local, last=last)
                     if not last:
                         between()
                 else:
                     with policy.sweep():
-                        self._micro_batch(batch, index, plan, swept, sums, losses)
+                        self._micro_batch(batch, index, known, window, losses)
             sum_over_ranks(sums.values)
         items = sums.items()
         if train and not math.isfinite(items["loss"][0]):
             raise _non_finite(items["loss"][0], losses, data.source_row)
         return Passed(items, plan.counts)
 
-    def _micro_batch(
-        self, batch: AnyBatch, index: int, plan: WindowPlan, swept: Any, sums: MetricSums, losses: list[Any]
-    ) -> Tensor:
+    def _micro_batch(self, batch: AnyBatch, index: int, known: Any, window: Window[Any], losses: list[Any]) -> Tensor:
         scored = self.method.scored(batch).to(self.device)
-        scores = self.models.policy.forward(scored, stats=True)
-        result = self.method.losses(batch, index, scores, swept, plan.counts, sums)
+        scores = self.models.policy.forward(scored, stats=True, tokens=self.method.needs_tokens)
+        result = self.method.losses(batch, index, scores, known, window)
         local = result.local
         if self.aux_coefficient is not None:
             # A product of batch means has no exact sum over micro-batches: weighted by their share of tokens.
             tokens = scored.attention_mask.sum() if batch.rows else 0
-            share = scores.aux_loss * (tokens / plan.counts.sequence_tokens)
+            share = scores.aux_loss * (tokens / window.counts.sequence_tokens)
             local = local + self.aux_coefficient * share
-            sums.add_part("aux_loss", share)
-        sums.add_part("loss", local)
+            window.sums.add_part("aux_loss", share)
+        window.sums.add_part("loss", local)
         losses.append((batch.rows, result.rows))
         return local
 

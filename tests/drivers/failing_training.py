@@ -9,8 +9,8 @@ from typing import Any
 
 import alignment.cli
 import alignment.data.batching
+import alignment.methods.kto
 import alignment.trainers.base
-import alignment.trainers.kto
 from alignment.config.errors import DataError
 
 
@@ -30,8 +30,8 @@ def disk(*args: Any, **kwargs: Any) -> Any:
 
 
 PLACES = {
-    "data": (alignment.trainers.kto, "collate_unpaired", collate),
-    "loss": (alignment.trainers.kto, "kto_loss", loss),
+    "data": (alignment.methods.kto, "collate_unpaired", collate),
+    "loss": (alignment.methods.kto, "kto_loss", loss),
     "disk": (alignment.trainers.base, "write_model", disk),
 }
 

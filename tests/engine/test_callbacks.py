@@ -270,7 +270,7 @@ def test_early_stopping_without_what_it_needs(
     rows = {"train_dataset": paired_rows(4), "eval_dataset": paired_rows(2)}
     trainer = CPOTrainer(model=model, args=CPOConfig(**options(tmp_path, **more)), **rows)
     trainer.add_callback(EarlyStoppingCallback)
-    monkeypatch.setattr(trainer, "_build", lambda steps: pytest.fail("a model would be loaded"))
+    monkeypatch.setattr(trainer.engines, "build", lambda steps: pytest.fail("a model would be loaded"))
     with pytest.raises(OptionError, match=said):
         trainer.train()
 

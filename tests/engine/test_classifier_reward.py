@@ -57,8 +57,9 @@ PROMPTS, TEXTS = ["once ", "ab", "a long prompt, ", "", "x"], ["upon a time", "b
 def test_scores_are_those_of_the_saved_model_in_order(tmp_path: Path, placement: Any, batch_size: Any) -> None:
     path = make_classifier(tmp_path / "reward", "untied", seed=1)
     reward = source(path, tmp_path, placement=placement, batch_size=batch_size)
-    assert reward.placement == placement or (placement is None and reward.placement == "replica")
-    assert reward.describe() == f"reward model: {path}, {reward.placement}, {batch_size or 2} sequences at once"
+    lives = reward.frozen.placement.name
+    assert lives == (placement or "replica")
+    assert reward.describe() == f"reward model: {path}, {lives}, {batch_size or 2} sequences at once"
     tokenizer = char_tokenizer()
     expected = own_scores(path, [f"{p}{t}</s>" for p, t in zip(PROMPTS, TEXTS)], tokenizer)
     found = reward.score(samples(PROMPTS, TEXTS))
@@ -169,11 +170,11 @@ def test_its_engine_is_configured_apart_from_the_policys(tmp_path: Path) -> None
     path = make_classifier(tmp_path / "reward")
     mapping = zero(3, parameters=True)
     reward = source(path, tmp_path, deepspeed=mapping, batch_size=5)
-    assert reward.placement == "offload"
-    assert reward.ds_config["zero_optimization"]["stage"] == 3
-    assert reward.ds_config["train_micro_batch_size_per_gpu"] == 5
+    assert reward.frozen.placement.name == "offload"
+    assert reward.frozen.ds_config["zero_optimization"]["stage"] == 3
+    assert reward.frozen.ds_config["train_micro_batch_size_per_gpu"] == 5
     with pytest.raises(
-        OptionError, match="^reward_deepspeed: .*'offload', which contradicts reward_placement='replica'"
+        OptionError, match="^DeepSpeed mapping: .*'offload', which contradicts reward_placement='replica'"
     ):
         source(path, tmp_path, deepspeed=mapping, placement="replica")
     with pytest.raises(OptionError, match="zero_optimization.stage=2: a frozen engine is stage 3 or 0"):

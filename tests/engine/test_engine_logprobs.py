@@ -26,8 +26,8 @@ def policy_engine(model: str, folder: Path, stage: int) -> tuple[CPOTrainer, Pol
         output_dir=str(folder), deepspeed=zero(stage), max_length=64, max_prompt_length=None, disable_tqdm=True
     )
     trainer = CPOTrainer(model=model, args=args, train_dataset=paired_rows(8))
-    trainer._build(10)
-    policy = trainer.window_pass.models.policy
+    trainer.engines.build(10)
+    policy = trainer.engines.window_pass.models.policy
     assert isinstance(policy, PolicyEngine)
     return trainer, policy
 
@@ -106,8 +106,9 @@ def test_what_is_only_asked_has_no_dropout(tmp_path: Path) -> None:
     for disabled in (False, True):
         options = KTOConfig(str(tmp_path / f"{disabled}"), disable_dropout=disabled, **args)
         trainer = KTOTrainer(model=path, args=options, train_dataset=unpaired_rows(8), eval_dataset=unpaired_rows(4))
-        trainer._build(10)
-        policy, reference = trainer.window_pass.models.policy, trainer.window_pass.models.reference
+        trainer.engines.build(10)
+        models = trainer.engines.window_pass.models
+        policy, reference = models.policy, models.reference.engine
         assert reference is not None
         torch.manual_seed(0)
         learning = [policy.forward(batch).logps.detach() for _ in range(2)]

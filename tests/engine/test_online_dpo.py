@@ -258,7 +258,7 @@ def test_score_and_reference_have_the_memory_to_themselves(
 
     def watching(completions: list[str], wanted: list[str]) -> list[float]:
         scored.append(_alive())
-        policy = trainer.window_pass.models.policy
+        policy = trainer.engines.window_pass.models.policy
         whole = [p for p in policy.scorer.parameters() if hasattr(p, "ds_id") and not p.ds_persist]
         gathered.append(sum(p.ds_status.name != "NOT_AVAILABLE" for p in whole))
         assert bool(whole) == (stage == "stage3")
@@ -349,7 +349,7 @@ def test_each_reward_model_has_its_own_tokenizer_and_engine(paths: dict[str, str
         args=arguments(tmp_path),
         **common,
     )
-    assert trainer._online is not None and trainer._online.classifiers[0].rows.tokenizer is own
+    assert trainer.companion.classifiers[0].rows.tokenizer is own
     one: dict[str, Any] = {"reward_model": reward, "reward_processing_class": own}
     for given, said in (
         ({"reward_funcs": [letters, reward], "reward_processing_classes": [own]}, "1 for 2 sources of rewards"),

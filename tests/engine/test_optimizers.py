@@ -63,9 +63,9 @@ def test_adam_begins_at_step_0(model: str, tmp_path: Path, bf16: bool) -> None:
             **options(tmp_path / stage, deepspeed=STAGES[stage], bf16=bf16, weight_decay=10.0) | {"max_steps": 2}
         )
         trainer = CPOTrainer(model=model, args=args, train_dataset=paired_rows(12), eval_dataset=paired_rows(12))
-        trainer._build(2)
-        assert trainer._models is not None
-        optimizer = trainer._models.policy.engine.optimizer
+        trainer.engines.build(2)
+        assert trainer.engines.models is not None
+        optimizer = trainer.engines.models.policy.engine.optimizer
         assert hasattr(optimizer, "fp32_groups") == (bf16 and stage == "stage0")
         for masters, weights in zip(getattr(optimizer, "fp32_groups", ()), getattr(optimizer, "fp16_groups", ())):
             assert all(torch.equal(master, weight.float()) for master, weight in zip(masters, weights))

@@ -56,13 +56,13 @@ def row_rewards(trainer: AlignmentTrainer, beta: float) -> list[tuple[bool, floa
     data = trainer.train_data
     plan = evaluation_plan(data.table, world_size=1, batch_size=8, seed=0, draw_partners=False)
     found = []
-    models = trainer.window_pass.models
+    models = trainer.engines.window_pass.models
     for micro in range(len(plan.micro_batches)):
         batch: Any = trainer.method.collate(data.dataset, data.table, plan, micro, 0)
         with models.policy.sweep():
             ratios = models.policy.sequence_logps(batch.matched)
         assert models.reference is not None
-        ratios = ratios - models.reference.sequence_logps(batch.matched)
+        ratios = ratios - models.reference.engine.sequence_logps(batch.matched)
         found += [(bool(label), beta * float(ratio)) for label, ratio in zip(batch.labels, ratios)]
     return found
 

@@ -12,7 +12,7 @@ from helpers import make_model, tiny_config
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MambaConfig, PretrainedConfig
 
 from alignment.config.errors import OptionError
-from alignment.engines.rollout import backends
+from alignment.engines.rollout import continuous
 from alignment.engines.rollout.backends import choose_backend
 from alignment.engines.rollout.engine import RolloutEngine
 from alignment.engines.rollout.processors import ACCEPTED, check_generation_kwargs, generation_config
@@ -79,7 +79,7 @@ def test_keys_that_shape_the_distribution(policy: Any, key: str) -> None:
     answers = engine.generate(RolloutRequest(PROMPTS, 2, sampling(extra={key: value}), 3))
     for prompt, completions in zip(PROMPTS, answers, strict=True):
         assert all(holds is None or holds(prompt, one.ids) for one in completions), completions
-    assert engine.backend == "generate"
+    assert engine.backend.name == "generate"
 
 
 def bare(config: PretrainedConfig, attention: str = "sdpa") -> Any:
@@ -90,18 +90,18 @@ def bare(config: PretrainedConfig, attention: str = "sdpa") -> Any:
 
 def test_which_backend_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     model = bare(tiny_config("tied"))
-    assert choose_backend("auto", model, sampling()) == "generate"
+    assert choose_backend("auto", model, sampling()).name == "generate"
     cuts = sampling(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1)
-    assert choose_backend("continuous", model, cuts) == "continuous"
-    assert choose_backend("generate", model, sampling(repetition_penalty=1.2)) == "generate"
-    with pytest.raises(OptionError, match="vllm.*set auto, continuous or generate"):
+    assert choose_backend("continuous", model, cuts).name == "continuous"
+    assert choose_backend("generate", model, sampling(repetition_penalty=1.2)).name == "generate"
+    with pytest.raises(OptionError, match="vllm.*set one of auto, continuous, generate"):
         choose_backend("vllm", model, sampling())
     # On a GPU the attention decides.
-    monkeypatch.setattr(backends, "device", lambda: torch.device("cuda"))
-    assert choose_backend("auto", model, sampling()) == "generate"
+    monkeypatch.setattr(continuous, "device", lambda: torch.device("cuda"))
+    assert choose_backend("auto", model, sampling()).name == "generate"
     model.config._attn_implementation = "flash_attention_2"
-    assert choose_backend("auto", model, sampling()) == "continuous"
-    assert choose_backend("auto", model, sampling(repetition_penalty=1.2)) == "generate"
+    assert choose_backend("auto", model, sampling()).name == "continuous"
+    assert choose_backend("auto", model, sampling(repetition_penalty=1.2)).name == "generate"
 
 
 @pytest.mark.parametrize(
@@ -124,18 +124,18 @@ def test_continuous_batching_that_is_refused(config: PretrainedConfig, more: dic
     model = bare(config, "eager" if config.model_type in ("gemma2", "mamba") else "sdpa")
     with pytest.raises(OptionError, match=f"rollout_backend='continuous': .*{reason}; set rollout_backend: generate"):
         choose_backend("continuous", model, sampling(**more))
-    assert choose_backend("auto", model, sampling(**more)) == "generate"
+    assert choose_backend("auto", model, sampling(**more)).name == "generate"
 
 
 @pytest.mark.parametrize("has", [{}, {"ContinuousBatchingConfig": object}], ids=["none", "another"])
 def test_a_release_of_transformers_whose_continuous_batching_is_too_old(
     monkeypatch: pytest.MonkeyPatch, has: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(backends, "transformers", SimpleNamespace(__version__="5.0.0", **has))
+    monkeypatch.setattr(continuous, "transformers", SimpleNamespace(__version__="5.0.0", **has))
     model = bare(tiny_config("tied"))
     with pytest.raises(OptionError, match=r"'continuous': transformers 5\.0\.0 lacks .* 5\.20 has; set rollout_back"):
         choose_backend("continuous", model, sampling())
-    assert choose_backend("auto", model, sampling()) == "generate"
+    assert choose_backend("auto", model, sampling()).name == "generate"
 
 
 def test_a_request_is_divided_by_completions_longest_prompts_first() -> None:

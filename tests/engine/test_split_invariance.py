@@ -80,7 +80,7 @@ def test_evaluation_is_the_same_on_two_ranks(results: dict[int, Results], method
 
 @pytest.mark.parametrize(
     "name",
-    ["KTO-plain", "CPO-plain", "KTO-stage0-1-clipped", "CPO-stage0-1-clipped"]
+    ["KTO-plain", "CPO-plain", "DPO-plain", "DPO-hinge", "DPO-ipo", "KTO-stage0-1-clipped", "CPO-stage0-1-clipped"]
     + [f"CPO-{head}-{stage}" for head in HEADS for stage in ("stage0", "stage2", "stage3")],
 )
 def test_against_the_float64_oracle(results: dict[int, Results], name: str) -> None:

@@ -15,12 +15,13 @@ from deepspeed.runtime.zero import parameter_offload
 from helpers import STAGES, make_model, options, paired_rows, unpaired_rows, zero
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
-import alignment.trainers.cpo
-import alignment.trainers.kto
+import alignment.methods.cpo
+import alignment.methods.kto
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer
 from alignment.config.errors import OptionError, OutputError, TrainingError
 from alignment.data.batching import Batch, MicroBatches, UnpairedBatch, collate
 from alignment.engines.scoring import ScoringEngine
+from alignment.references.engine import EngineReference
 from alignment.trainers import data_setup
 from alignment.trainers.base import AlignmentTrainer
 from alignment.trainers.engine_setup import build_engine
@@ -149,15 +150,15 @@ def test_live_model_is_its_own_reference(paths: dict[str, str], tmp_path: Path, 
         processing_class=AutoTokenizer.from_pretrained(paths["policy"]),
         train_dataset=unpaired_rows(12),
     )
-    trainer._build(6)
-    assert trainer._models is not None and trainer._models.reference is not None
+    trainer.engines.build(6)
+    assert trainer.engines.models is not None and isinstance(trainer.engines.models.reference, EngineReference)
     batch = a_batch(paths["policy"])
-    start = trainer._models.reference.sequence_logps(batch).clone()
-    torch.testing.assert_close(trainer._models.policy.sequence_logps(batch), start, rtol=1e-5, atol=1e-5)
+    start = trainer.engines.models.reference.engine.sequence_logps(batch).clone()
+    torch.testing.assert_close(trainer.engines.models.policy.sequence_logps(batch), start, rtol=1e-5, atol=1e-5)
     trainer.train()
     assert losses(trainer)[0] == pytest.approx(0.5, abs=1e-6)
-    torch.testing.assert_close(trainer._models.reference.sequence_logps(batch), start, rtol=0, atol=0)
-    assert float((trainer._models.policy.sequence_logps(batch) - start).abs().min()) > 0.01
+    torch.testing.assert_close(trainer.engines.models.reference.engine.sequence_logps(batch), start, rtol=0, atol=0)
+    assert float((trainer.engines.models.policy.sequence_logps(batch) - start).abs().min()) > 0.01
     trainer.close()
 
 
@@ -178,10 +179,11 @@ def test_stage_2_policy_beside_a_stage_3_reference(paths: dict[str, str], tmp_pa
 
     def reference() -> ScoringEngine:
         assert plan.reference is not None
-        model = trainer.reference_source.load(args, plan.compute, plan.reference)
-        assert all(hasattr(p, "ds_id") for p in model.parameters()), "loaded in partitions, never whole"
-        assert sum(p.numel() for p in model.parameters()) == 0
-        return build_engine(model, args, plan.reference, training_steps=None)
+        engine = plan.reference.build(args).engine
+        parameters = list(engine.scorer.parameters())
+        assert all(hasattr(p, "ds_id") for p in parameters), "loaded in partitions, never whole"
+        assert sum(p.numel() for p in parameters) == 0
+        return engine
 
     if order == "policy first":
         engines = {"policy": policy(), "reference": reference()}
@@ -208,7 +210,9 @@ def test_a_reference_of_another_size_gets_buffers_of_its_own(paths: dict[str, st
         args = KTOConfig(**options(tmp_path / name, ref_placement="sharded", deepspeed="zero3"))
         trainer = KTOTrainer(model=paths["policy"], ref_model=reference, args=args, train_dataset=unpaired_rows(4))
         assert trainer.engine_plan.reference is not None
-        found[name] = trainer.engine_plan.reference["zero_optimization"]["stage3_prefetch_bucket_size"]
+        found[name] = trainer.engine_plan.reference.frozen.ds_config["zero_optimization"][
+            "stage3_prefetch_bucket_size"
+        ]
         policy = trainer.engine_plan.policy["zero_optimization"]["stage3_prefetch_bucket_size"]
         assert policy == found["own"]
     assert found["wide"] == 4 * found["own"]
@@ -239,8 +243,8 @@ def test_saved_folders_load_and_hold_the_trained_weights(paths: dict[str, str], 
     trainer = CPOTrainer(model=paths["policy"], args=args, train_dataset=paired_rows(20))
     output = trainer.train()
     batch = a_batch(paths["policy"])
-    assert trainer._models is not None
-    expected = trainer._models.policy.sequence_logps(batch)
+    assert trainer.engines.models is not None
+    expected = trainer.engines.models.policy.sequence_logps(batch)
     trainer.save_model()
     trainer.close()
     folder = Path(args.output_dir or "")
@@ -273,8 +277,8 @@ def test_close_lets_go_of_every_engine(paths: dict[str, str], tmp_path: Path, st
         model=paths["policy"], ref_model=paths["reference"], args=args, train_dataset=unpaired_rows(8)
     )
     trainer.train()
-    assert trainer._models is not None and isinstance(trainer._models.reference, ScoringEngine)
-    engines = [trainer._models.policy, trainer._models.reference]
+    assert trainer.engines.models is not None and isinstance(trainer.engines.models.reference, EngineReference)
+    engines = [trainer.engines.models.policy, trainer.engines.models.reference.engine]
     assert len(parameter_offload.FWD_MODULE_STACK) == sum(engine.partitioned for engine in engines)
     watched = [
         weakref.ref(thing) for engine in engines for thing in (engine.engine, engine.scorer, engine.scorer.model)
@@ -426,7 +430,7 @@ def test_apo_zero_needs_no_partners(paths: dict[str, str], tmp_path: Path) -> No
 def test_a_non_finite_loss_stops_before_the_update(
     paths: dict[str, str], tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = alignment.trainers.kto.kto_loss, []
+    real, calls = alignment.methods.kto.kto_loss, []
 
     def poisoned(policy_logps: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         calls.append(1)
@@ -434,7 +438,7 @@ def test_a_non_finite_loss_stops_before_the_update(
             policy_logps = policy_logps * torch.tensor([1.0, float("nan")])
         return real(policy_logps, *args, **kwargs)
 
-    monkeypatch.setattr(alignment.trainers.kto, "kto_loss", poisoned)
+    monkeypatch.setattr(alignment.methods.kto, "kto_loss", poisoned)
     args = KTOConfig(
         **options(tmp_path, num_train_epochs=1, deepspeed=STAGES[stage], save_strategy="steps", save_steps=1)
     )
@@ -542,7 +546,7 @@ def test_a_non_finite_evaluation_is_no_stop(
 ) -> None:
     args = CPOConfig(**options(tmp_path))
     trainer = CPOTrainer(model=paths["policy"], args=args, eval_dataset=paired_rows(4))
-    monkeypatch.setattr(alignment.trainers.cpo, "nll", lambda logps, lengths: (logps.sum() * math.nan, lengths.sum()))
+    monkeypatch.setattr(alignment.methods.cpo, "nll", lambda logps, lengths: (logps.sum() * math.nan, lengths.sum()))
     result = trainer.evaluate()
     assert math.isnan(result["eval_loss"]) and math.isfinite(result["eval_rewards/margins"])
     json.dumps(trainer.state.log_history, allow_nan=False)

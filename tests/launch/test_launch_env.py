@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from alignment.cli import wants_cpu
 from alignment.config.errors import AlignmentError
+from alignment.config.parsing import glimpse
 from alignment.engines import launch_env
 from alignment.engines.launch_env import VARIABLES, first_host, prepare_environment, tasks_on_node
 
@@ -182,6 +182,10 @@ def test_tasks_on_node() -> None:
     assert [tasks_on_node("2(x3),1", node) for node in range(4)] == [2, 2, 2, 1]
     with pytest.raises(AlignmentError, match="lists 4 nodes"):
         tasks_on_node("2(x3),1", 4)
+
+
+def wants_cpu(arguments: list[str]) -> bool:
+    return glimpse(arguments).use_cpu
 
 
 def test_wants_cpu(tmp_path: os.PathLike[str]) -> None:

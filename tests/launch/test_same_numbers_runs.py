@@ -27,7 +27,7 @@ CHANGES = {
         "loss",
     ),
     "a metric that is left out": (
-        "alignment/trainers/cpo.py",
+        "alignment/methods/cpo.py",
         '            ("entropy", scores.entropy.sum(), lengths.sum()),\n',
         "",
         "cpo-stage0-1",

@@ -71,10 +71,12 @@ class CPOOptions(StepOptions):
 
 @dataclass(frozen=True)
 class DPOOptions(StepOptions):
-    """Online DPO's options under their public names; ``beta`` is the one of the window's epoch."""
+    """DPO's options under their public names; ``beta`` is that of the epoch, ``means`` are per token and for IPO."""
 
     loss_type: str = "sigmoid"
     beta: float = 0.1
+    label_smoothing: float = 0.0
+    means: bool = False
 
 
 def kto_objective(
@@ -140,19 +142,31 @@ def cpo_objective(
 
 
 def dpo_objective(
-    policy: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor], options: DPOOptions
+    policy: tuple[Tensor, Tensor],
+    reference: tuple[Tensor, Tensor],
+    options: DPOOptions,
+    lengths: tuple[list[int], list[int]] | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """One window's DPO loss and metrics from summed log-probs, (P,) of the chosen and (P,) of the rejected answers.
 
+    IPO compares log-ratios per token where ``options.means`` is set and the answers' ``lengths`` are given.
     ``objective/*`` are means over all 2P sequences, whichever side they are of; the rest are means over pairs.
     """
-    if options.loss_type not in ("sigmoid", "ipo"):
-        raise ValueError(f"loss_type {options.loss_type!r} is not sigmoid or ipo")
+    if options.loss_type not in ("sigmoid", "hinge", "ipo"):
+        raise ValueError(f"loss_type {options.loss_type!r} is not sigmoid, hinge or ipo")
     good, bad = (own - base.detach() for own, base in zip(policy, reference, strict=True))
-    terms = []
-    for gap in good - bad:
-        wins = torch.sigmoid(options.beta * gap)
-        terms.append(-torch.log(wins) if options.loss_type == "sigmoid" else (gap - 0.5 / options.beta).square())
+    gaps = good - bad
+    if options.loss_type == "ipo" and options.means and lengths is not None:
+        gaps = good / torch.tensor(lengths[0]) - bad / torch.tensor(lengths[1])
+    terms, flipped = [], options.label_smoothing
+    for gap in gaps:
+        if options.loss_type == "hinge":
+            terms.append((1 - options.beta * gap) * float(options.beta * gap < 1))
+        elif options.loss_type == "ipo":
+            terms.append((gap - 0.5 / options.beta).square())
+        else:
+            wins = torch.sigmoid(options.beta * gap)
+            terms.append(-(1 - flipped) * torch.log(wins) - flipped * torch.log(1 - wins))
     loss = torch.stack(terms).mean()
     good, bad = good.detach(), bad.detach()
     kl = float(torch.cat([good, bad]).mean())
@@ -252,7 +266,8 @@ def dpo_window(
         with torch.no_grad():
             scored[f"reference_{side}"] = [token_logps(base, *pair, options.max_length) for pair in pairs]
     own, fixed = ((_sums(scored[f"{who}chosen"]), _sums(scored[f"{who}rejected"])) for who in ("", "reference_"))
-    loss, metrics = dpo_objective(own, fixed, options)
+    lengths = list(map(len, scored["chosen"])), list(map(len, scored["rejected"]))
+    loss, metrics = dpo_objective(own, fixed, options, lengths)
     if all("scores" in row for row in rows):
         scores = [score for row in rows for score in row["scores"]]
         metrics["objective/rlhf_reward"] = sum(scores) / len(scores) + metrics["objective/non_score_reward"]

@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 
-from alignment.config.cpo import CPOConfig
-from alignment.config.kto import KTOConfig
-from alignment.config.sft import SFTConfig
+from alignment.config.registry import METHODS
 from alignment.data.report import DataReport
-from alignment.trainers.advice import advice
+from alignment.methods.cpo_options import CPOConfig
+from alignment.methods.kto_options import KTOConfig
+from alignment.methods.sft_options import SFTConfig
 
 
 def said(report: tuple[int, int] = (50, 50), window: int = 16, cls: Any = KTOConfig, **options: Any) -> str:
     """All advice for so many desirable and undesirable rows, one sentence to a line."""
     desirable, undesirable = report
     rows = DataReport(sum(report), sum(report), desirable=desirable, undesirable=undesirable)
-    return "\n".join(advice(cls("out", **options), rows, window))
+    given = cls("out", **options)
+    return "\n".join(METHODS.trainer(given).method_class(given).advice(rows, window))
 
 
 @pytest.mark.parametrize(

@@ -9,24 +9,19 @@ from typing import Any
 
 import pytest
 
-from alignment.config.cpo import CPOConfig
-from alignment.config.deepspeed import (
-    frozen_config,
-    load_deepspeed_config,
-    placement_of,
-    policy_config,
-    reference_placement,
-)
+from alignment.config.deepspeed import load_deepspeed_config, policy_config
 from alignment.config.deepspeed_auto import _RULES
 from alignment.config.deepspeed_keys import REFUSED, SECTIONS, STAGE3_SHORT, TOP_LEVEL, set_at, value_at
 from alignment.config.dtypes import plan_dtypes
 from alignment.config.errors import OptionError
-from alignment.config.kto import KTOConfig
+from alignment.config.frozen import PLACEMENTS, FrozenPlan, placement_of, plan_frozen
 from alignment.config.options import AlignmentConfig
+from alignment.config.options_model import REF_PLACEMENTS
+from alignment.config.options_rollout import REWARD_PLACEMENTS
 from alignment.config.paths import packaged, packaged_names
+from alignment.methods.kto_options import KTOConfig
 
 POLICIES = ("zero0", "zero2", "zero2_offload", "zero3", "zero3_offload")
-PLACEMENTS = ("offload", "sharded", "replica")
 HIDDEN = 1024
 
 
@@ -49,9 +44,18 @@ def refused(base: dict[str, Any], **options: Any) -> str:
     return str(caught.value)
 
 
-def frozen(placement: str, base: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+def frozen(placement: str | None, base: Any = None, **options: Any) -> FrozenPlan:
     config: AlignmentConfig = KTOConfig("out", **options)
-    return frozen_config(config, base, placement, plan_dtypes(config, {}), 1, HIDDEN, micro_batch=4)
+    return plan_frozen(
+        config,
+        "ref",
+        placement=placement,
+        deepspeed=base,
+        dtypes=plan_dtypes(config, {}),
+        world_size=1,
+        hidden_size=HIDDEN,
+        micro_batch=4,
+    )
 
 
 def autos(value: Any) -> bool:
@@ -90,7 +94,7 @@ def test_policy_is_what_deepspeed_reads(name: str, options: dict[str, Any]) -> N
 def test_frozen_is_what_deepspeed_reads(placement: str) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    config = frozen(placement, bf16=True)
+    config = frozen(placement, bf16=True).ds_config
     assert not autos(config) and placement_of(config) == placement
     read = DeepSpeedConfig(copy.deepcopy(config))
     assert (read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps, read.train_batch_size) == (4, 1, 4)
@@ -284,7 +288,6 @@ def test_short_names_are_written_in_full() -> None:
         ("replica", {"gradient_clipping": 1.0}, ["gradient_clipping=1.0", "no optimizer step"]),
         ("replica", {"train_batch_size": 3}, ["train_batch_size=3", "4 rows"]),
         ("replica", {"bf16": {"enabled": True}}, ["bf16.enabled=true", "float32"]),
-        ("adapter", None, ["ref_placement='adapter'", "offload, sharded, replica"]),
         ("replica", {"optimizer": {}}, ["optimizer={}"]),
     ],
 )
@@ -296,13 +299,17 @@ def test_refused_references(placement: str, base: dict[str, Any] | None, said: l
 
 
 def test_placement_of_the_reference() -> None:
-    assert reference_placement(CPOConfig("out")) == "none"
-    assert reference_placement(KTOConfig("out")) == "replica"
-    assert reference_placement(KTOConfig("out", ref_placement="sharded")) == "sharded"
-    assert reference_placement(KTOConfig("out", ref_deepspeed="ref_offload")) == "offload"
-    assert reference_placement(KTOConfig("out", ref_deepspeed={"zero_optimization": {"stage": 3}})) == "sharded"
+    assert frozen(None).placement.name == "replica"
+    assert frozen("sharded").placement.name == "sharded"
+    assert frozen(None, "ref_offload").placement.name == "offload"
+    assert frozen(None, {"zero_optimization": {"stage": 3}}).placement.name == "sharded"
     on_the_device = {"zero_optimization": {"stage": 3, "offload_param": {"device": "none"}}}
-    assert reference_placement(KTOConfig("out", ref_deepspeed=on_the_device)) == "sharded"
+    assert frozen(None, on_the_device).placement.name == "sharded"
+
+
+def test_the_table_of_placements_is_the_only_one() -> None:
+    assert set(PLACEMENTS) < set(REF_PLACEMENTS) and tuple(PLACEMENTS) == REWARD_PLACEMENTS
+    assert PLACEMENTS["sharded"].describe(2, 4).startswith("sharded (2 bytes per parameter, divided by 4 rank(s)")
 
 
 @pytest.mark.parametrize(

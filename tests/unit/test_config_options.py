@@ -14,12 +14,13 @@ import pytest
 
 from alignment.config import refusals
 from alignment.config.conversion import parse_optim_args
-from alignment.config.cpo import CPOConfig
 from alignment.config.errors import AlignmentError, OptionError
 from alignment.config.fields import Strategy
-from alignment.config.kto import KTOConfig
-from alignment.config.methods import METHODS, option_names
-from alignment.config.online_dpo import OnlineDPOConfig
+from alignment.config.registry import METHODS, option_names
+from alignment.methods.cpo_options import CPOConfig
+from alignment.methods.dpo_options import DPOConfig
+from alignment.methods.kto_options import KTOConfig
+from alignment.methods.online_dpo_options import OnlineDPOConfig
 
 
 @pytest.fixture(autouse=True)
@@ -139,6 +140,15 @@ def test_wrong_type(name: str, given: Any, said: str) -> None:
             ["gradient_checkpointing_kwargs={'a': 1}", "gradient_checkpointing=False"],
         ),
         (KTOConfig, {"per_device_train_batch_size": 1}, ["gradient_accumulation_steps >= 2; 16 advised"]),
+        (DPOConfig, {"loss_type": "robust"}, ["loss_type='robust'", "not supported", "sigmoid, hinge, ipo"]),
+        (DPOConfig, {"loss_type": "sigmoid_"}, ["loss_type='sigmoid_'", "no such loss", "did you mean 'sigmoid'"]),
+        (DPOConfig, {"loss_type": ["sigmoid", "ipo"]}, ["loss_type=['sigmoid', 'ipo']", "a sum of several losses"]),
+        (DPOConfig, {"label_smoothing": 0.5}, ["label_smoothing=0.5", "below 0.5"]),
+        (DPOConfig, {"label_smoothing": 0.1, "loss_type": "hinge"}, ["label_smoothing=0.1", "loss_type='hinge'"]),
+        (DPOConfig, {"ref_placement": "none"}, ["ref_placement='none'", "DPO needs a reference"]),
+        (DPOConfig, {"stratify_labels": True}, ["stratify_labels=True", "DPO's rows have no labels"]),
+        (DPOConfig, {"beta": 0}, ["beta=0.0", "greater than 0"]),
+        (DPOConfig, {"loss_weights": [1.0]}, ["loss_weights=[1.0]", "a sum of several losses"]),
         (CPOConfig, {"loss_type": "simpoo"}, ["loss_type='simpoo'", "did you mean 'simpo'", "alphapo"]),
         (CPOConfig, {"label_smoothing": 0.5}, ["label_smoothing=0.5", "below 0.5"]),
         (CPOConfig, {"label_smoothing": 0.1, "loss_type": "ipo"}, ["label_smoothing=0.1", "loss_type='ipo'"]),
@@ -258,6 +268,10 @@ def test_every_default_of_the_feature_list() -> None:
         assert options.bf16 is None and options.deepspeed is None and options.trust_remote_code is False
     assert (kto.loss_type, kto.desirable_weight, kto.undesirable_weight) == ("kto", 1.0, 1.0)
     assert (cpo.loss_type, cpo.label_smoothing, cpo.simpo_gamma) == ("sigmoid", 0.0, 0.5)
+    dpo = DPOConfig("out", loss_type=["ipo"])  # type: ignore[arg-type]
+    assert (dpo.loss_type, dpo.beta, dpo.learning_rate, dpo.max_length) == ("ipo", 0.1, 1e-6, 1024)
+    assert (dpo.max_prompt_length, dpo.truncation_mode, dpo.label_smoothing) == (None, "keep_start", 0.0)
+    assert DPOConfig("out").loss_type == "sigmoid"
 
 
 @pytest.mark.parametrize("cls", METHODS.values())

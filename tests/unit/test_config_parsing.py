@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 import alignment
-from alignment.config.cpo import CPOConfig
 from alignment.config.errors import OptionError
-from alignment.config.kto import KTOConfig
-from alignment.config.methods import METHODS, option_names
 from alignment.config.parsing import parse
 from alignment.config.paths import packaged, packaged_names
 from alignment.config.recipes import read_recipe
+from alignment.config.registry import METHODS, option_names
+from alignment.methods.cpo_options import CPOConfig
+from alignment.methods.kto_options import KTOConfig
 
 NEEDED = ["--output_dir", "out", "--dataset_name", "rows.jsonl", "--model_name_or_path", "m"]
 
@@ -123,7 +123,7 @@ def test_what_the_command_line_needs(left_out: str) -> None:
         ("method: kto\nbeta: 1\nbeta: 2\n", ["line 3", "beta", "twice"]),
         ("method: kto\nbeta: 1\ntraining:\n  beta: 2\n", ["section training", "beta=2", "twice"]),
         ("beta: 1\n", ["method is missing", "kto, cpo"]),
-        ("method: dpo\n", ["method='dpo'", "kto, cpo"]),
+        ("method: ppo\n", ["method='ppo'", "kto, cpo"]),
         ("method: kto\nbeta: x\n", ["beta='x'", "a number"]),
         ("method: kto\ntraining:\n  betta: 1\n", ["betta=1", "did you mean 'beta'"]),
         ("method: kto\nbetta:\n", ["betta=None", "did you mean 'beta'"]),
@@ -165,6 +165,7 @@ RECIPES = {
     "cpo_simpo": ("cpo", "simpo"),
     "alphapo": ("cpo", "alphapo"),
     "ipo": ("cpo", "ipo"),
+    "dpo": ("dpo", "sigmoid"),
     "online_dpo": ("online_dpo", "sigmoid"),
     "reward": ("reward", None),
     "sft": ("sft", None),

@@ -11,13 +11,13 @@ from data_tokenizers import PLAIN, char_tokenizer
 from datasets import Dataset
 
 from alignment.config.errors import DataError, OptionError
-from alignment.config.kto import KTOConfig
 from alignment.config.parsing import parse
 from alignment.data.columns import arranged
 from alignment.data.formats import unpaired_rows
 from alignment.data.prepare import load_prepared, prepare
 from alignment.data.sources import dataset_from_python, load_split
 from alignment.data.truncation import Limits
+from alignment.methods.kto_options import KTOConfig
 
 ALPACA = {"prompt": "instruction", "query": "input", "completion": "output", "label": "kto_tag"}
 ROW = {"instruction": "do", "input": "it", "output": "ok", "kto_tag": True}
@@ -63,7 +63,7 @@ def test_a_mapped_column_is_known_by_its_new_name_only() -> None:
 
 def test_a_column_that_was_given_another_name_is_missing_under_its_own() -> None:
     data = Dataset.from_list([{"chosen": "b", "rejected": "c"}])
-    with pytest.raises(DataError, match="^data: CPO needs the missing chosen; columns: chosen, rejected; "):
+    with pytest.raises(DataError, match="^data: training needs the missing chosen; columns: chosen, rejected; "):
         arranged(data, {"prompt": "chosen"}, "paired", "data")
 
 
@@ -105,10 +105,14 @@ def test_labels_of_csv_files(tmp_path: Path) -> None:
         (
             {"prompt": "instruction"},
             "paired",
-            "CPO needs the missing chosen, rejected; columns: a, instruction; if they",
+            "training needs the missing chosen, rejected; columns: a, instruction; if they",
         ),
-        ({"prompt": "instruction", "completion": "a"}, "unpaired", "KTO needs the missing label .* set column_map"),
-        (None, "single", "SFT needs prompt and completion, .* columns are a, instruction; .* set column_map"),
+        (
+            {"prompt": "instruction", "completion": "a"},
+            "unpaired",
+            "training needs the missing label .* set column_map",
+        ),
+        (None, "single", "training needs prompt and completion, .* columns are a, instruction; .* set column_map"),
     ],
 )
 def test_missing_columns_are_named(names: dict[str, str] | None, kind: Any, said: str) -> None:

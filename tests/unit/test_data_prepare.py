@@ -203,7 +203,7 @@ def test_strict_data_and_nothing_left(tmp_path: Path) -> None:
 
 
 def test_columns_are_checked_first(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="CPO needs chosen and rejected, .* use method kto"):
+    with pytest.raises(DataError, match="training needs chosen and rejected, .* are for a method on unpaired rows"):
         run(KTO, "paired", tmp_path)
     with pytest.raises(DataError, match="^data: holds no rows"):
         empty = Dataset.from_dict({"chosen": [], "rejected": []})

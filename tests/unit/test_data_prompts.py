@@ -202,7 +202,7 @@ def test_a_stream_keeps_every_column_of_prompts_only(tmp_path: Path) -> None:
     [
         (
             [{"question": "a", "messages": [USER]}],
-            "data: Online DPO needs the missing prompt; columns: question, mess",
+            "data: training needs the missing prompt; columns: question, mess",
         ),
         ([{"prompt": "a"}, {"prompt": None}], "data row 2: prompt is missing; every row needs one"),
         ([{"prompt": 5}], r"data row 1: prompt is 5 \(an integer\); give a string or a list of {role, content}"),
@@ -268,5 +268,5 @@ def test_a_faulty_margin_is_named_with_its_row(tmp_path: Path) -> None:
 
 
 def test_missing_columns_of_a_reward_model(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="^data: the reward model needs the missing rejected; columns: chosen, compl"):
+    with pytest.raises(DataError, match="^data: training needs the missing rejected; columns: chosen, compl"):
         made([{"chosen": "a", "completion": "b", "label": True}], tmp_path, "compared")

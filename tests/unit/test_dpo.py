@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from alignment.config.online_dpo import ONLINE_DPO_LOSS_TYPES
+from alignment.methods.online_dpo_options import ONLINE_DPO_LOSS_TYPES
 from alignment.objectives.dpo import DPO_LOSS_TYPES, dpo_loss
 
 CASES: list[dict[str, Any]] = [

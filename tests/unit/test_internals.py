@@ -32,11 +32,15 @@ NAMES = {"ds_id", "ds_status", "ds_numel", "ds_shape", "ds_tensor", "ds_persist"
 NAMES |= {"get_param_coordinator", "parameter_offload", "FWD_MODULE_STACK", "fp16_groups", "fp32_groups"}
 INTERNALS = ROOT / "alignment" / "internals"
 FILES = sorted(path for path in (ROOT / "alignment").rglob("*.py") if INTERNALS not in path.parents)
-PYTHONS = {
-    name
-    for kind in (object, type, types.FunctionType, types.ModuleType, types.TracebackType, BaseException, dict)
-    for name in dir(kind)
-} | {*dir(builtins), "__version__", "__file__", "__path__"}
+PYTHONS = (
+    {
+        name
+        for kind in (object, type, types.FunctionType, types.ModuleType, types.TracebackType, BaseException, dict)
+        for name in dir(kind)
+    }
+    | {*dir(builtins), "__version__", "__file__", "__path__"}
+    | {"_replace"}
+)  # the last of named tuples
 
 
 def attributes(node: ast.AST) -> str | None:

@@ -10,8 +10,8 @@ from oracle import dense
 from torch import Tensor
 from torch.testing import assert_close
 
-from alignment.config import cpo as config_cpo
-from alignment.config import kto as config_kto
+from alignment.methods import cpo_options as config_cpo
+from alignment.methods import kto_options as config_kto
 from alignment.objectives import cpo as objectives_cpo
 from alignment.objectives import kto as objectives_kto
 from alignment.objectives.cpo import cpo_loss

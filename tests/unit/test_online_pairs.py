@@ -24,7 +24,7 @@ from alignment.reporting.metrics import MetricSums, means
 from alignment.rewards.combined import Rewards
 from alignment.rewards.functions import FunctionReward
 from alignment.rewards.judges import Judge
-from alignment.trainers.critics import JudgeCritic, RewardCritic
+from alignment.trainers.critics import FirstAnswer, JudgeCritic, RewardCritic, first_answers
 from alignment.trainers.data_setup import PreparedData, PreparedPart
 from alignment.trainers.generations import Generated, continuations, described, further_columns, samples_of
 from alignment.trainers.online_window import Seeds, window_seeds
@@ -164,7 +164,9 @@ def described_data(prompts: Sequence[Any], columns: Sequence[dict[str, Any]]) ->
     dataset = Dataset.from_dict({**stored, "columns": [*map(json.dumps, columns)], "row": [0] * len(prompts)})
     lengths = np.ones(len(prompts), dtype=np.int64)
     parts = tuple(PreparedPart(f"part {number}", DataReport(1, 1)) for number in range(len(prompts)))
-    return PreparedData("data", dataset, RowTable(lengths, lengths[:, None]), DataReport(len(prompts), 1), parts)
+    return PreparedData(
+        "data", "key", dataset, RowTable(lengths, lengths[:, None]), DataReport(len(prompts), 1), parts
+    )
 
 
 def test_a_text_goes_on_where_its_prompt_ends_and_a_message_stands_alone() -> None:
@@ -228,7 +230,7 @@ def test_wins_are_of_first_completions_and_ties_count_half() -> None:
     ours = [group(0, "abc", ""), group(1, "ab", "abcd"), group(2, "ab", "a"), group(3, "n", "a"), group(4, "a", "b")]
     theirs = [group(0, "ab"), group(1, "abc"), group(2, "xy"), group(3, "a"), group(4, "n")]
     rankings = [critic.rank(groups, [], 0, None) for groups in (ours, theirs)]
-    assert critic.wins(ours, rankings[0], theirs, rankings[1], 0) == [1.0, 0.0, 0.5, None, None]
+    assert critic.wins(ours, rankings[0], first_answers(theirs, rankings[1]), 0) == [1.0, 0.0, 0.5, None, None]
 
 
 class Words:
@@ -261,7 +263,12 @@ def test_a_judge_counts_wins_between_policies() -> None:
     ours = [group(0, "b", "z"), group(1, "a", "z"), group(2, "c", "z"), group(3, "?", "z")]
     theirs = [group(0, "a"), group(1, "b"), group(2, "c"), group(3, "a")]
     for seed in range(20):
-        assert critic.wins(ours, [], theirs, [], seed) == [1.0, 0.0, 0.5, None]
+        assert critic.wins(ours, [], [FirstAnswer(one.texts[0], None) for one in theirs], seed) == [
+            1.0,
+            0.0,
+            0.5,
+            None,
+        ]
 
 
 def test_a_judge_that_says_anything_else_is_named() -> None:

@@ -11,7 +11,7 @@ import difflib
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -23,11 +23,11 @@ from alignment.config import dtypes  # noqa: E402
 from alignment.config.conversion import hints, members  # noqa: E402
 from alignment.config.errors import OptionError, OutputError  # noqa: E402
 from alignment.config.fields import option  # noqa: E402
-from alignment.config.kto import KTOConfig  # noqa: E402
-from alignment.config.methods import METHODS, option_names  # noqa: E402
 from alignment.config.option_tables import option_tables, with_tables  # noqa: E402
 from alignment.config.options import AlignmentConfig  # noqa: E402
 from alignment.config.refusals import refused_fields  # noqa: E402
+from alignment.config.registry import METHODS, option_names  # noqa: E402
+from alignment.methods.kto_options import KTOConfig  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "data" / "options.txt"
 OBJECTS = ("args", "options")  # what the package calls an options object
@@ -46,7 +46,7 @@ PROBES: dict[str, Any] = {
     "deepspeed": {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 7}},
     "ref_deepspeed": "ref_sharded",
 }
-WITH_REFERENCE = ("kto", "online_dpo")
+WITH_REFERENCE = ("kto", "dpo", "online_dpo")
 # Read by transformers' DefaultFlowCallback; tests/engine/test_callbacks.py shows the effect.
 READ_BY_CALLBACKS = {"logging_first_step"}
 FIELDS = [(cls, field) for cls in METHODS.values() for field in dataclasses.fields(cls)]
@@ -89,13 +89,19 @@ def golden_text() -> str:
     return "\n".join(methods)
 
 
+class Source(NamedTuple):
+    """As much of a model's source as planning looks at."""
+
+    config: Any
+
+
 def produced(options: AlignmentConfig) -> tuple[Any, ...]:
     """What the configuration makes of options: dtype plan, DeepSpeed JSON and placement, and its properties."""
     from helpers import tiny_config
 
     from alignment.trainers.engine_setup import plan_engines
 
-    model = tiny_config("tied")
+    model = Source(tiny_config("tied"))
     plan = plan_engines(options, model, model if options.method in WITH_REFERENCE else None)
     return plan, options.eval_batch_size, options.resolved_bf16, options.resolved_fp16
 
@@ -165,12 +171,13 @@ def test_options_that_act_through_the_configuration_change_what_it_produces(
 def test_the_values_arrive_where_deepspeed_reads_them() -> None:
     options = KTOConfig("out", use_cpu=True, **{n: v for n, v in PROBES.items() if n not in ("fp16", "ref_placement")})
     plan, eval_batch_size, bf16, _ = produced(options)
-    assert (plan.policy["gradient_clipping"], plan.reference["gradient_clipping"]) == (0.5, 0.0)
+    reference = plan.reference.frozen
+    assert (plan.policy["gradient_clipping"], reference.ds_config["gradient_clipping"]) == (0.5, 0.0)
     assert plan.policy["train_micro_batch_size_per_gpu"] == 3
     assert plan.policy["gradient_accumulation_steps"] == 3
     assert plan.policy["zero_optimization"]["stage3_max_live_parameters"] == 7
-    assert plan.policy["bf16"]["enabled"] is plan.reference["bf16"]["enabled"] is bf16 is True
-    assert (plan.placement, plan.reference["zero_optimization"]["stage"]) == ("sharded", 3)
+    assert plan.policy["bf16"]["enabled"] is reference.ds_config["bf16"]["enabled"] is bf16 is True
+    assert (reference.placement.name, reference.ds_config["zero_optimization"]["stage"]) == ("sharded", 3)
     assert plan.dtypes.compute == "bfloat16"
     assert eval_batch_size == 3
     assert "eval_batch_size" in READ, "the property through which per_device_eval_batch_size acts"

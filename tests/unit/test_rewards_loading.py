@@ -98,8 +98,8 @@ def test_a_judge_is_an_object_with_that_method(file: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("length", ": name it as file.py:function or package.module:function"),
-        ("{folder}/own.py:", ": name it as file.py:function"),
+        ("length", ": name it as file.py:name or package.module:name"),
+        ("{folder}/own.py:", ": name it as file.py:name"),
         ("{folder}/none.py:f", "/none.py cannot be read: No such file or directory; set the path of a file"),
         ("{folder}/own.py:lenght", "/own.py has no 'lenght'; did you mean 'length'?"),
         ("{folder}/own.py:zzz", "has no 'zzz'; it has: length, count, Scorer, Prefers, Needs"),

@@ -1,73 +1,118 @@
-"""Which backend generates: what was asked for, as far as the model, the processors and the device allow it."""
+"""The backends that generate, behind one protocol, and the choice of one."""
 
 from __future__ import annotations
 
-import transformers
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
 from transformers import PreTrainedModel
 
 from alignment.config.errors import OptionError
-from alignment.engines.collectives import device
-from alignment.engines.rollout.processors import generation_config
-from alignment.engines.rollout.request import Sampling
-from alignment.internals.transformers import (
-    attention_implementation,
-    is_flash_attention_requested,
-    logits_processors,
-    paged_cache_obstacle,
-    supports_paged_attention,
-)
-
-# Continuous batching hands a processor the scores alone, without the tokens before them. transformers marks those that
-# are content with that, but has not judged this one yet.
-_SCORES_ALONE = ("MinPLogitsWarper",)
+from alignment.engines.rollout.request import Completion, Sampling, Work
 
 
-def choose_backend(asked: str, model: PreTrainedModel, sampling: Sampling) -> str:
-    """``continuous`` or ``generate``, from what ``rollout_backend`` asks for.
+@dataclass(frozen=True)
+class Generation:
+    """What a backend generates a chunk with.
 
-    ``auto`` takes continuous batching where it is supported, the device is a GPU and the model computes attention by
-    a flash kernel, which alone reads a paged cache in place; other kernels copy and mask the whole of it for every
-    token. On a CPU (4 layers of width 256, vocabulary 32000, 8 prompts of 20 to 120 tokens twice, 64 new ones) it
-    took 1.1 to 1.3 times as long as ``generate`` where every completion ran to its full length, and 0.7 times as long
-    where one token in 40 ended one: ask for it where completions end early at very different lengths.
+    Attributes:
+        model: in eval mode; its weights are whole, or gathered around the forward of each layer.
+        sampling: what to draw from.
+        device: where the model computes.
+        by_layer: weights are gathered layer by layer: keep computing until every rank has finished.
+        logps: return log-probs.
+        tick: called for each unit of progress.
+    """
+
+    model: PreTrainedModel
+    sampling: Sampling
+    device: torch.device
+    by_layer: bool = False
+    logps: bool = False
+    tick: Callable[[], object] = lambda: None
+
+
+class RolloutBackend(ABC):
+    """One way to generate completions on each rank.
+
+    Attributes:
+        name: as ``rollout_backend`` says it.
+        needs_whole_weights: cannot be used where ZeRO-3 gathers weights layer by layer.
+        unit: what a tick of the progress bar counts.
+    """
+
+    name: ClassVar[str]
+    needs_whole_weights: ClassVar[bool]
+    unit: ClassVar[str]
+
+    @abstractmethod
+    def obstacle(self, model: PreTrainedModel, sampling: Sampling) -> str | None:
+        """Why it cannot generate with this model and this sampling, or None."""
+
+    @abstractmethod
+    def pays(self, model: PreTrainedModel) -> bool:
+        """Whether ``auto`` takes it on this device, where it can be used."""
+
+    @abstractmethod
+    def ticks(self, chunk: Sequence[Work], sampling: Sampling) -> int:
+        """Units of progress of a chunk, at most."""
+
+    @abstractmethod
+    def generate(self, chunk: Sequence[Work], generation: Generation) -> list[list[Completion]]:
+        """The completions of each entry of a chunk, drawn from torch's global generator as it stands.
+
+        Args:
+            chunk: at least one prompt of at least one token.
+            generation: what to generate it with.
+
+        Raises:
+            TrainingError: generation failed.
+        """
+
+
+def backends() -> tuple[RolloutBackend, ...]:
+    """Every backend, the one that ``auto`` prefers first. A new one is added here."""
+    from alignment.engines.rollout.continuous import ContinuousBackend
+    from alignment.engines.rollout.padded import PaddedBackend
+
+    return ContinuousBackend(), PaddedBackend()
+
+
+def choose_backend(asked: str, model: PreTrainedModel, sampling: Sampling, *, whole: bool = True) -> RolloutBackend:
+    """The backend that ``rollout_backend`` asks for; ``auto``: the first one that can be used and pays.
+
+    Args:
+        asked: a name, or ``auto``.
+        model: the policy's model.
+        sampling: what to draw from.
+        whole: whether every rank has whole weights during a rollout.
 
     Raises:
-        OptionError: an explicit ``continuous`` that is not possible, with the reason; ``vllm``.
+        OptionError: the backend that was named does not exist or cannot be used, with the reason.
     """
-    if asked == "vllm":
-        raise OptionError(
-            "rollout_backend='vllm': generating with vLLM is not supported yet; set auto, continuous or generate"
-        )
-    if asked == "generate":
-        return asked
-    obstacle = continuous_obstacle(model, sampling)
-    if asked == "continuous":
-        if obstacle is not None:
-            raise OptionError(f"rollout_backend='continuous': {obstacle}; set rollout_backend: generate")
-        return asked
-    pays = device().type == "cuda" and is_flash_attention_requested(model.config)
-    return "continuous" if obstacle is None and pays else "generate"
-
-
-def continuous_obstacle(model: PreTrainedModel, sampling: Sampling) -> str | None:
-    """Why continuous batching cannot be used, or None."""
-    if not hasattr(getattr(transformers, "ContinuousBatchingConfig", None), "page_size"):
-        return f"transformers {transformers.__version__} lacks the continuous batching that 5.20 has"
-    for processor in logits_processors(model, generation_config(sampling)):
-        name = type(processor).__name__
-        if not getattr(processor, "supports_continuous_batching", False) and name not in _SCORES_ALONE:
-            return f"transformers' continuous batching does not support {name}"
-    architecture, config = type(model).__name__, model.config.get_text_config()
-    if not supports_paged_attention(model):
-        return f"transformers' continuous batching does not support {architecture}"
-    # Compressed or shared keys and values have no place in its cache.
-    if getattr(config, "kv_lora_rank", None) or getattr(config, "num_kv_shared_layers", None):
-        return f"transformers' continuous batching does not support the cache of {architecture}"
-    # Its eager attention is not the model's own: it knows no soft cap and no sinks.
-    attention = attention_implementation(model)
-    if attention != "sdpa" and not is_flash_attention_requested(model.config):
-        return f"it computes attention by sdpa or a flash kernel, and {architecture} was loaded with {attention}"
-    obstacle = paged_cache_obstacle(config)
+    known = backends()
+    if asked == "auto":
+        return next(one for one in known if one.pays(model) and _obstacle(one, model, sampling, whole) is None)
+    named = next((one for one in known if one.name == asked), None)
+    names = ", ".join(["auto", *(one.name for one in known)])
+    if named is None:
+        raise OptionError(f"rollout_backend={asked!r}: not supported yet; set one of {names}")
+    obstacle = _obstacle(named, model, sampling, whole)
     if obstacle is not None:
-        return f"transformers' continuous batching does not support {architecture} ({obstacle})"
+        raise OptionError(f"rollout_backend={asked!r}: {obstacle}")
+    return named
+
+
+def _obstacle(backend: RolloutBackend, model: PreTrainedModel, sampling: Sampling, whole: bool) -> str | None:
+    reason = backend.obstacle(model, sampling)
+    if reason is not None:
+        return f"{reason}; set rollout_backend: generate"
+    if backend.needs_whole_weights and not whole:
+        return (
+            "needs the weights whole, and ZeRO-3 gathers them layer by layer here; set ds3_gather_for_generation: "
+            "true, or rollout_backend: generate"
+        )
     return None

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from alignment.config.errors import DataError, OptionError
+from alignment.config.errors import DataError
 from alignment.engines.collectives import largest_over_ranks
-from alignment.engines.rollout.backends import choose_backend
-from alignment.engines.rollout.continuous import generate_continuous
+from alignment.engines.rollout.backends import Generation, RolloutBackend, backends, choose_backend
 from alignment.engines.rollout.memory import Room, measure_room
-from alignment.engines.rollout.padded import generate_padded
 from alignment.engines.rollout.processors import neutral_defaults
 from alignment.engines.rollout.request import Completion, RolloutRequest, Work, chunks
 from alignment.engines.rollout.seeding import seeded
@@ -53,7 +52,7 @@ class RolloutEngine:
         self.policy = policy
         self._asked, self._batch_size, self._gather = backend, batch_size, gather
         self._longest_context, self._progress = longest_context, progress
-        self.backend: str | None = None
+        self.backend: RolloutBackend | None = None
         self.room: Room | None = None
 
     def generate(self, request: RolloutRequest) -> list[list[Completion]]:
@@ -72,7 +71,7 @@ class RolloutEngine:
             parts = self._as_many_on_all_ranks(parts, request)
         results: list[list[Completion]] = [[] for _ in request.prompts]
         try:
-            with self._ready(request.seed, by_layer), self._bar(request, len(parts), backend) as bar:
+            with self._ready(request.seed, by_layer), self._bar(request, parts, backend) as bar:
                 for part in parts:
                     for work, completions in zip(part, self._run(part, request, backend, by_layer, bar)):
                         if work.prompt >= 0:
@@ -84,18 +83,30 @@ class RolloutEngine:
 
     def describe(self) -> str:
         """What the first rollout decided, for the log; empty before it."""
-        if self.room is None:
+        if self.room is None or self.backend is None:
             return ""
         gathered = ""
         if self.policy.partitioned:
             gathered = ", weights gathered " + ("once for each rollout" if self.room.gather else "layer by layer")
-        return f"{self.backend}, up to {self.room.batch_size} completions at once on each rank{gathered}"
+        return f"{self.backend.name}, up to {self.room.batch_size} completions at once on each rank{gathered}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the first rollout decided; empty before it."""
+        if self.room is None or self.backend is None:
+            return {}
+        return {"backend": self.backend.name, **asdict(self.room)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keep to what :meth:`state_dict` says was decided, however much memory there is now."""
+        if state:
+            self.backend = next(one for one in backends() if one.name == state["backend"])
+            self.room = Room(gather=state["gather"], batch_size=state["batch_size"])
 
     @property
     def _model(self) -> PreTrainedModel:
         return self.policy.scorer.model
 
-    def _decide(self, request: RolloutRequest) -> tuple[Room, str]:
+    def _decide(self, request: RolloutRequest) -> tuple[Room, RolloutBackend]:
         """Measured at the first call, where all ranks meet."""
         if self.room is None or self.backend is None:
             room = measure_room(
@@ -106,15 +117,9 @@ class RolloutEngine:
                 generations=request.num_generations,
                 scores=request.sampling.max_new_tokens if request.logps else 0,
             )
-            backend = choose_backend(self._asked, self._model, request.sampling)
-            if self.policy.partitioned and not room.gather and backend == "continuous":
-                if self._asked == "continuous":
-                    raise OptionError(
-                        "rollout_backend='continuous': needs the weights whole, and ZeRO-3 gathers them layer by "
-                        "layer here; set ds3_gather_for_generation: true, or rollout_backend: generate"
-                    )
-                backend = "generate"
-            self.room, self.backend = room, backend
+            whole = room.gather or not self.policy.partitioned
+            self.backend = choose_backend(self._asked, self._model, request.sampling, whole=whole)
+            self.room = room
         return self.room, self.backend
 
     def _as_many_on_all_ranks(self, parts: list[list[Work]], request: RolloutRequest) -> list[list[Work]]:
@@ -137,36 +142,27 @@ class RolloutEngine:
             yield
 
     def _run(
-        self, part: Sequence[Work], request: RolloutRequest, backend: str, by_layer: bool, bar: tqdm[None]
+        self, part: Sequence[Work], request: RolloutRequest, backend: RolloutBackend, by_layer: bool, bar: tqdm[None]
     ) -> list[list[Completion]]:
-        if backend == "continuous":
-            return generate_continuous(
-                self._model, part, request.sampling, logps=request.logps, ended=lambda: bar.update()
-            )
-        sampling = request.sampling
+        sampling, end = request.sampling, bar.n + backend.ticks(part, request.sampling)
         if part[0].prompt < 0:  # a dummy follows the other ranks, however long they take
             sampling = replace(sampling, max_new_tokens=1, extra={})
-        end = bar.n + request.sampling.max_new_tokens
-        completions = generate_padded(
-            self._model,
-            part,
-            sampling,
-            device=self.policy.device,
-            synced=by_layer,
-            logps=request.logps,
-            stepped=lambda: bar.update(),
+        generation = Generation(
+            self._model, sampling, self.policy.device, by_layer, request.logps, tick=lambda: bar.update()
         )
+        completions = backend.generate(part, generation)
         bar.update(end - bar.n)  # it may have ended early
         return completions
 
     @contextlib.contextmanager
-    def _bar(self, request: RolloutRequest, parts: int, backend: str) -> Iterator[tqdm[None]]:
-        """A bar over completions, or where they are drawn in lock-step over the tokens of one after another chunk."""
-        total, unit = len(request.prompts) * request.num_generations, "seq"
-        if backend == "generate":
-            total, unit = parts * request.sampling.max_new_tokens, "step"
+    def _bar(
+        self, request: RolloutRequest, parts: Sequence[Sequence[Work]], backend: RolloutBackend
+    ) -> Iterator[tqdm[None]]:
+        total = sum(backend.ticks(part, request.sampling) for part in parts)
         shown = self._progress and total > 0
-        with tqdm(total=total, desc="rollout", unit=unit, disable=not shown, leave=False, dynamic_ncols=True) as bar:
+        with tqdm(
+            total=total, desc="rollout", unit=backend.unit, disable=not shown, leave=False, dynamic_ncols=True
+        ) as bar:
             yield bar
 
 

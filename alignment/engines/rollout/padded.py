@@ -9,51 +9,53 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from alignment.engines.rollout.backends import Generation, RolloutBackend
 from alignment.engines.rollout.padding import padding_unseen
 from alignment.engines.rollout.processors import generation_config
 from alignment.engines.rollout.request import Completion, Sampling, Work
 
 
-def generate_padded(
-    model: PreTrainedModel,
-    chunk: Sequence[Work],
-    sampling: Sampling,
-    *,
-    device: torch.device,
-    synced: bool,
-    logps: bool = False,
-    stepped: Callable[[], object] = lambda: None,
-) -> list[list[Completion]]:
-    """The completions of a chunk, as lists in its order.
+class PaddedBackend(RolloutBackend):
+    """Works everywhere."""
 
-    Args:
-        model: in eval mode.
-        chunk: at least one prompt of at least one token.
-        sampling: what to draw from.
-        device: where the model computes.
-        synced: keep computing until every rank has finished, as ZeRO-3 needs where it gathers layer by layer.
-        logps: return log-probs; costs the memory of all scores, (rows, max_new_tokens, vocabulary) in fp32.
-        stepped: called when a token has been drawn for every row that has not ended.
-    """
-    rows = [work.ids for work in chunk for _ in range(work.count)]
-    width = max(map(len, rows))
-    padding = [width - len(row) for row in rows]
-    ids = torch.tensor([[sampling.pad_token_id] * left + list(row) for left, row in zip(padding, rows)], device=device)
-    mask = torch.tensor([[0] * left + [1] * len(row) for left, row in zip(padding, rows)], device=device)
-    with padding_unseen(model, padding, device):
-        output = model.generate(
-            ids,
-            attention_mask=mask,
-            generation_config=generation_config(sampling, logps),
-            stopping_criteria=StoppingCriteriaList([_Steps(stepped)]),
-            synced_gpus=synced,
+    name = "generate"
+    needs_whole_weights = False
+    unit = "step"
+
+    def obstacle(self, model: PreTrainedModel, sampling: Sampling) -> str | None:
+        """There is none."""
+        return None
+
+    def pays(self, model: PreTrainedModel) -> bool:
+        """Always."""
+        return True
+
+    def ticks(self, chunk: Sequence[Work], sampling: Sampling) -> int:
+        """One for each token that is drawn for all rows; fewer if all of them end before."""
+        return sampling.max_new_tokens
+
+    def generate(self, chunk: Sequence[Work], generation: Generation) -> list[list[Completion]]:
+        """As :class:`RolloutBackend` says; ``logps`` cost all scores, (rows, new tokens, vocabulary) in fp32."""
+        sampling, device, logps = generation.sampling, generation.device, generation.logps
+        rows = [work.ids for work in chunk for _ in range(work.count)]
+        width = max(map(len, rows))
+        padding = [width - len(row) for row in rows]
+        padded = [[sampling.pad_token_id] * left + list(row) for left, row in zip(padding, rows)]
+        mask = [[0] * left + [1] * len(row) for left, row in zip(padding, rows)]
+        with padding_unseen(generation.model, padding, device):
+            output = generation.model.generate(
+                torch.tensor(padded, device=device),
+                attention_mask=torch.tensor(mask, device=device),
+                generation_config=generation_config(sampling, logps),
+                stopping_criteria=StoppingCriteriaList([_Steps(generation.tick)]),
+                synced_gpus=generation.by_layer,
+            )
+        generated = (output.sequences if logps else output)[:, width:]
+        likelihoods = _logps(output.scores, generated).tolist() if logps else [None] * len(rows)
+        done = iter(
+            [Completion.cut(row, sampling, likelihood) for row, likelihood in zip(generated.tolist(), likelihoods)]
         )
-    generated = (output.sequences if logps else output)[:, width:]
-    likelihoods = _logps(output.scores, generated).tolist() if logps else [None] * len(rows)
-    done = iter(
-        [Completion.cut(row, sampling, likelihood) for row, likelihood in zip(generated.tolist(), likelihoods)]
-    )
-    return [[next(done) for _ in range(work.count)] for work in chunk]
+        return [[next(done) for _ in range(work.count)] for work in chunk]
 
 
 class _Steps(StoppingCriteria):

@@ -10,13 +10,13 @@ from alignment.config.errors import OptionError
 from alignment.config.fields import option
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import SequenceOptions
-from alignment.config.refusals import shown
+from alignment.config.options_model import ReferenceOptions
 
 KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
 
 
 @dataclass(kw_only=True)
-class KTOConfig(SequenceOptions, AlignmentConfig):
+class KTOConfig(ReferenceOptions, SequenceOptions, AlignmentConfig):
     """Kahneman-Tversky optimisation: https://arxiv.org/abs/2402.01306; APO-zero: https://arxiv.org/abs/2408.06266.
 
     Raises:
@@ -30,11 +30,6 @@ class KTOConfig(SequenceOptions, AlignmentConfig):
     beta: float = option(0.1, "Strength of the pull towards the reference.")
     desirable_weight: float = option(1.0, "Weight of the loss of desirable rows.")
     undesirable_weight: float = option(1.0, "Weight of the loss of undesirable rows.")
-    precompute_ref_log_probs: bool = option(False, "Compute the reference's log-probs once and keep them on disk.")
-    precompute_ref_batch_size: int | None = option(None, "Batch size of that.")
-    sync_ref_model: bool = option(False, "Move the reference towards the policy during training (TR-DPO).")
-    ref_model_mixup_alpha: float = option(0.6, "Share of the policy in such a move.")
-    ref_model_sync_steps: int = option(512, "Optimizer steps between such moves.")
 
     def resolve(self) -> None:
         """Check KTO's own options."""
@@ -43,10 +38,7 @@ class KTOConfig(SequenceOptions, AlignmentConfig):
         checks.at_least(self, 0, "desirable_weight", "undesirable_weight")
         if self.desirable_weight == self.undesirable_weight == 0:
             raise OptionError("desirable_weight=0.0 and undesirable_weight=0.0: nothing to train; set one above 0")
-        if self.ref_placement == "none":
-            raise OptionError(
-                f"{shown('ref_placement', 'none')}: KTO needs a reference; set offload, sharded or replica"
-            )
+        checks.need_reference(self, "KTO")
         if self.loss_type == "kto" and self.window_size == 1:
             raise OptionError(
                 "gradient_accumulation_steps=1 with per_device_train_batch_size=1 on one process: KTO's KL needs at "

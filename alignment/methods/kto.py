@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from alignment.config.kto import KTOConfig
-from alignment.data.batching import AnyBatch, Batch, Collate, UnpairedBatch, collate_unpaired
+from alignment.data.batching import Batch, Collate, UnpairedBatch, collate_unpaired
+from alignment.data.report import DataReport
 from alignment.data.windows import WindowCounts
 from alignment.engines.collectives import sum_over_ranks
-from alignment.engines.phases import Phases
 from alignment.engines.scoring import SequenceScores
+from alignment.methods.kto_options import KTOConfig
 from alignment.objectives.kto import kto_kl, kto_loss
-from alignment.reporting.metrics import MetricSums
+from alignment.references.base import RowIds
+from alignment.trainers.advice import about_labels, about_learning_rate, about_window
 from alignment.trainers.base import AlignmentTrainer
-from alignment.trainers.method import Method, Models, RowLosses
+from alignment.trainers.method import Method, RowLosses, Window
+from alignment.trainers.pair_metrics import sides
 
 
-class _Swept(NamedTuple):
+class _Known(NamedTuple):
+    """``kl``: 0-dim; ``reference``: (R,) of each micro-batch, the reference's log-probs of the rows' own answers."""
+
     kl: Tensor
     reference: list[Tensor]
 
 
-class KTOMethod(Method):
+class KTOMethod(Method[UnpairedBatch]):
     """KTO's reference point is the KL of the *whole window*, estimated before any gradient is computed."""
 
-    name = "kto"
     kind = "unpaired"
     completions = ("completion_ids",)
-    metrics = (
-        "kl",
-        "entropy",
-        *(f"{what}/{side}" for what in ("rewards", "logps", "logits") for side in ("chosen", "rejected")),
-    )
+    metrics = ("kl", "entropy", *sides("rewards", "logps", "logits"))
     logs_sums = True
     reduced_windows = "windows_without_kl"
     options: KTOConfig
@@ -56,57 +54,50 @@ class KTOMethod(Method):
     def passes(self) -> int:
         return 3 if self.draws_partners else 2
 
+    def advice(self, report: DataReport, window_rows: int) -> list[str]:
+        options = self.options
+        sooner = ", at a smaller beta sooner"
+        noisy = "KTO's KL is estimated from these rows alone" if self.draws_partners else None
+        return [
+            *about_labels(options, report, options.desirable_weight, options.undesirable_weight),
+            *about_learning_rate(options, options.beta, sooner),
+            *about_window(options, window_rows, noisy),
+        ]
+
     def check_window(self, counts: WindowCounts) -> str | None:
         if self.draws_partners and counts.partnered == 0:
             return "a window of one row has no partner to estimate the KL from: it used kl 0"
         return None
 
-    def scored(self, batch: AnyBatch) -> Batch:
-        assert isinstance(batch, UnpairedBatch)
+    def scored(self, batch: UnpairedBatch) -> Batch:
         return batch.matched
 
-    def sweep(
-        self, batches: Sequence[AnyBatch], counts: WindowCounts, models: Models, sums: MetricSums, phases: Phases
-    ) -> _Swept:
-        assert models.reference is not None
-        matched, mismatched = [], []
-        with phases("reference") as record:
-            for batch in batches:
-                assert isinstance(batch, UnpairedBatch)
-                record.tokens += batch.joint.tokens
-                logps = models.reference.sequence_logps(batch.joint)
-                matched.append(logps[: len(batch.rows)])
-                mismatched.append(logps[len(batch.rows) :])
-        ratios = torch.zeros(2, dtype=torch.float64, device=sums.values.device)
-        if counts.partnered:
-            with phases("kl") as record, models.policy.sweep():
-                for batch, reference in zip(batches, mismatched):
-                    assert isinstance(batch, UnpairedBatch)
+    def before_training(self, window: Window[UnpairedBatch]) -> _Known:
+        logps = window.reference_logps(lambda b: (b.joint, RowIds(window.dataset, b.rows, b.partners)))
+        matched = [part[: len(batch.rows)] for batch, part in zip(window.batches, logps)]
+        mismatched = [part[len(batch.rows) :] for batch, part in zip(window.batches, logps)]
+        ratios = torch.zeros(2, dtype=torch.float64, device=window.sums.values.device)
+        if window.counts.partnered:
+            policy = window.models.policy
+            with window.phases("kl") as record, policy.sweep():
+                for batch, reference in zip(window.batches, mismatched):
                     record.tokens += batch.mismatched.tokens
-                    policy = models.policy.sequence_logps(batch.mismatched)
-                    ratios += torch.stack(kto_kl(policy.double(), reference.double()))
+                    ratios += torch.stack(kto_kl(policy.sequence_logps(batch.mismatched).double(), reference.double()))
                 sum_over_ranks(ratios)
         kl = (ratios[0] / ratios[1].clamp(min=1)).clamp(min=0)
         if self.draws_partners:
-            sums.add_once("kl", kl)
-        return _Swept(kl.float(), matched)
+            window.sums.add_once("kl", kl)
+        return _Known(kl.float(), matched)
 
     def losses(
-        self,
-        batch: AnyBatch,
-        index: int,
-        scores: SequenceScores,
-        swept: _Swept,
-        counts: WindowCounts,
-        sums: MetricSums,
+        self, batch: UnpairedBatch, index: int, scores: SequenceScores, known: _Known, window: Window[UnpairedBatch]
     ) -> RowLosses:
-        assert isinstance(batch, UnpairedBatch)
-        logps, labels = scores.logps, batch.labels.to(scores.logps.device)
+        logps, labels, sums = scores.logps, batch.labels.to(scores.logps.device), window.sums
         result = kto_loss(
             logps,
-            swept.reference[index],
+            known.reference[index],
             labels,
-            swept.kl,
+            known.kl,
             loss_type=self.options.loss_type,
             beta=self.options.beta,
             desirable_weight=self.options.desirable_weight,
@@ -121,7 +112,7 @@ class KTOMethod(Method):
             sums.add(f"rewards/{name}", result.rewards.where(members, 0).sum(), rows)
             sums.add(f"logps/{name}", logps.where(members, 0).sum(), rows)
             sums.add(f"logits/{name}", scores.logits.where(members, 0).sum(), tokens)
-        return RowLosses(result.losses.sum() / counts.rows, result.losses.detach())
+        return RowLosses(result.losses.sum() / window.counts.rows, result.losses.detach())
 
 
 class KTOTrainer(AlignmentTrainer):

@@ -1,59 +1,29 @@
-"""The options of Online DPO."""
+"""The options of a method that generates its own completions and has them scored: the groups, and their checks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from alignment.config import checks
 from alignment.config.errors import OptionError
-from alignment.config.fields import option
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_rollout import RewardOptions, RolloutOptions
 from alignment.config.refusals import shown
 
-ONLINE_DPO_LOSS_TYPES = ("sigmoid", "ipo")
 _REWARD_OPTIONS = ("reward_model_path", "reward_funcs", "reward_weights", "missing_eos_penalty")
 _CLASSIFIER_OPTIONS = ("reward_batch_size", "reward_placement", "reward_deepspeed")
 
 
 @dataclass(kw_only=True)
-class OnlineDPOConfig(RewardOptions, RolloutOptions, AlignmentConfig):
-    """DPO on pairs of the policy's own completions, ranked as they come: https://arxiv.org/abs/2402.04792.
+class OnlineOptions(RewardOptions, RolloutOptions, AlignmentConfig):
+    """What such methods share; a method derives its own options from it, and calls :meth:`check_online`."""
 
-    Raises:
-        OptionError: an unknown name, a value of the wrong type, or one that cannot be used.
-    """
-
-    TITLE: ClassVar[str] = "Online DPO"
-    method: ClassVar[str] = "online_dpo"
-
-    learning_rate: float = option(5e-7, "Peak learning rate.")
-    loss_type: str = option("sigmoid", "Loss: `sigmoid` or `ipo`.", choices=ONLINE_DPO_LOSS_TYPES)
-    beta: float | list[float] = option(
-        0.1,
-        "Strength of the pull towards the reference; a list has one for each epoch, the last for all further ones.",
-    )
-
-    def resolve(self) -> None:
-        """Check Online DPO's own options."""
+    def check_online(self) -> None:
+        """Check sampling, lengths and who scores."""
         self._check_sampling()
         checks.check_lengths(self, rows_per_unit=2)
-        if not self.betas or not all(beta > 0 for beta in self.betas):
-            raise OptionError(f"{shown('beta', self.beta)}: must be greater than 0; set a positive number")
-        if self.ref_placement == "none":
-            raise OptionError("ref_placement='none': Online DPO needs a reference; set offload, sharded or replica")
-        if self.stratify_labels:
-            raise OptionError(
-                "stratify_labels=True: Online DPO's rows have no labels to deal out evenly; leave it out"
-            )
         if self.judge is not None:
             self.check_judge(self.judge)
-
-    @property
-    def betas(self) -> tuple[float, ...]:
-        """The beta of each epoch, the last one also of all further epochs."""
-        return tuple(self.beta) if isinstance(self.beta, list) else (self.beta,)
 
     @property
     def max_prompt_length(self) -> int:

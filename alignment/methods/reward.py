@@ -6,26 +6,27 @@ import copy
 from collections.abc import Collection
 from typing import Any, ClassVar
 
-from alignment.config.reward import RewardConfig
-from alignment.data.batching import AnyBatch, Batch, Collate, PairedBatch, collate_compared, ends
-from alignment.data.windows import WindowCounts
+from transformers import PreTrainedModel
+
+from alignment.data.batching import Batch, Collate, PairedBatch, collate_compared, ends
 from alignment.engines.scoring import SequenceScores
+from alignment.methods.reward_options import RewardConfig
 from alignment.models.architecture import REWARD_MODEL
 from alignment.objectives.reward import bradley_terry
-from alignment.reporting.metrics import MetricSums
 from alignment.trainers.base import AlignmentTrainer
-from alignment.trainers.method import Method, RowLosses
+from alignment.trainers.companion import Companion
+from alignment.trainers.method import Method, RowLosses, Window
+from alignment.trainers.pair_metrics import REWARDS, add_rewards
 
 _ROWS_LOOKED_AT = 1000  # to know which tokens sequences end with
 
 
-class RewardMethod(Method):
+class RewardMethod(Method[PairedBatch]):
     """One forward scores both answers of every pair at their last tokens."""
 
-    name = "reward"
     kind = "compared"
     completions = ("chosen_ids", "rejected_ids")
-    metrics = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "mean_reward")
+    metrics = (*REWARDS, "mean_reward")
     architecture = REWARD_MODEL
     options: RewardConfig
 
@@ -33,14 +34,13 @@ class RewardMethod(Method):
     def collate(self) -> Collate:
         return collate_compared
 
-    def scored(self, batch: AnyBatch) -> Batch:
-        assert isinstance(batch, PairedBatch)
+    def scored(self, batch: PairedBatch) -> Batch:
         return ends(batch.pairs)
 
     def losses(
-        self, batch: AnyBatch, index: int, scores: SequenceScores, swept: Any, counts: WindowCounts, sums: MetricSums
+        self, batch: PairedBatch, index: int, scores: SequenceScores, known: Any, window: Window[PairedBatch]
     ) -> RowLosses:
-        assert isinstance(batch, PairedBatch) and batch.margins is not None
+        assert batch.margins is not None
         rewards, pairs = scores.logps, len(batch.rows)
         result = bradley_terry(
             rewards[:pairs],
@@ -48,14 +48,9 @@ class RewardMethod(Method):
             batch.margins.to(rewards.device),
             self.options.center_rewards_coefficient,
         )
-        for name, total, count in (
-            ("rewards/chosen", result.chosen_rewards.sum(), pairs),
-            ("rewards/rejected", result.rejected_rewards.sum(), pairs),
-            ("rewards/accuracies", (result.chosen_rewards > result.rejected_rewards).sum(), pairs),
-            ("mean_reward", rewards.sum(), 2 * pairs),
-        ):
-            sums.add(name, total, count)
-        return RowLosses(result.losses.sum() / counts.rows, result.losses.detach())
+        add_rewards(window.sums, result.chosen_rewards, result.rejected_rewards)
+        window.sums.add("mean_reward", rewards.sum(), 2 * pairs)
+        return RowLosses(result.losses.sum() / window.counts.rows, result.losses.detach())
 
 
 class RewardTrainer(AlignmentTrainer):
@@ -69,18 +64,26 @@ class RewardTrainer(AlignmentTrainer):
     config_class: ClassVar[type[RewardConfig]] = RewardConfig
     method_class = RewardMethod
 
+    def _companion(self) -> Companion:
+        return _Pad()
+
     def _prepare_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
         super()._prepare_datasets(train_dataset, eval_dataset)
+        assert isinstance(self.companion, _Pad)
         endings = {self.processing_class.eos_token_id}
         if self.train_data is not None:
             rows = self.train_data.dataset[:_ROWS_LOOKED_AT]
             endings |= {ids[-1] for name in self.method.completions for ids in rows[name]}
-        self.processing_class, self._pad = with_own_pad(self.processing_class, endings)
+        self.processing_class, self.companion.token = with_own_pad(self.processing_class, endings)
 
-    def _build(self, training_steps: int | None) -> None:
-        super()._build(training_steps)
-        assert self.model is not None
-        self.model.config.get_text_config().pad_token_id = self._pad
+
+class _Pad(Companion):
+    """Writes the id of the token that pads into the model's configuration."""
+
+    token: int | None = None
+
+    def built(self, model: PreTrainedModel) -> None:
+        model.config.get_text_config().pad_token_id = self.token
 
 
 def with_own_pad(tokenizer: Any, endings: Collection[int | None]) -> tuple[Any, int | None]:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from alignment.config.sft import SFTConfig
-from alignment.data.batching import AnyBatch, Batch, Collate, SingleBatch, collate_single
-from alignment.data.windows import WindowCounts
+from alignment.data.batching import Batch, Collate, SingleBatch, collate_single
 from alignment.engines.scoring import SequenceScores
+from alignment.methods.sft_options import SFTConfig
 from alignment.objectives.likelihood import nll
-from alignment.reporting.metrics import MetricSums
 from alignment.trainers.base import AlignmentTrainer
-from alignment.trainers.method import Method, RowLosses
+from alignment.trainers.method import Method, RowLosses, Window
 
 
-class SFTMethod(Method):
+class SFTMethod(Method[SingleBatch]):
     """The loss is the mean over the answers' tokens of the whole window."""
 
-    name = "sft"
     kind = "single"
     completions = ("completion_ids",)
     metrics = ("entropy", "mean_token_accuracy")
@@ -27,19 +24,18 @@ class SFTMethod(Method):
     def collate(self) -> Collate:
         return collate_single
 
-    def scored(self, batch: AnyBatch) -> Batch:
-        assert isinstance(batch, SingleBatch)
+    def scored(self, batch: SingleBatch) -> Batch:
         return batch.answers
 
     def losses(
-        self, batch: AnyBatch, index: int, scores: SequenceScores, swept: Any, counts: WindowCounts, sums: MetricSums
+        self, batch: SingleBatch, index: int, scores: SequenceScores, known: Any, window: Window[SingleBatch]
     ) -> RowLosses:
-        assert isinstance(batch, SingleBatch) and scores.entropy is not None and scores.top1 is not None
+        assert scores.entropy is not None and scores.top1 is not None
         lengths = batch.answers.lengths.to(scores.logps.device)
         total, tokens = nll(scores.logps, lengths)
-        sums.add("entropy", scores.entropy.sum(), tokens)
-        sums.add("mean_token_accuracy", scores.top1.sum(), tokens)
-        return RowLosses(total / counts.first_completion_tokens, -scores.logps.detach() / lengths)
+        window.sums.add("entropy", scores.entropy.sum(), tokens)
+        window.sums.add("mean_token_accuracy", scores.top1.sum(), tokens)
+        return RowLosses(total / window.counts.first_completion_tokens, -scores.logps.detach() / lengths)
 
 
 class SFTTrainer(AlignmentTrainer):

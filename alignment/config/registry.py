@@ -1,0 +1,124 @@
+"""The methods by name, as import paths: the command line, the public names and the tables of options derive from it.
+
+:mod:`alignment.methods` enters its own. A method from outside is named as ``file.py:Trainer`` or
+``package.module:Trainer``, or is entered by an installed package under the entry point group ``alignment.methods``.
+From Python it needs no entry: its trainer class is called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any
+
+from alignment.config.errors import OptionError
+from alignment.config.refusals import nearest, shown
+from alignment.config.user_code import load_named
+
+if TYPE_CHECKING:
+    from alignment.config.options import AlignmentConfig
+
+GROUP = "alignment.methods"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a method's classes are, as ``module:Class``; its options import without torch, its trainer does not."""
+
+    options: str
+    trainer: str
+
+
+class Registry(Mapping[str, "type[AlignmentConfig]"]):
+    """Method name -> its options class, imported when it is asked for. Iterates over the entered names."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        self._outside: dict[type[AlignmentConfig], Any] = {}
+
+    def enter(self, name: str, options: str, trainer: str) -> None:
+        """Make a method known by ``name``."""
+        self.entries[name] = Entry(options, trainer)
+
+    def __getitem__(self, name: str) -> type[AlignmentConfig]:
+        if name in self.entries:
+            return _imported(self.entries[name].options)
+        trainer = self._loaded(name)
+        options: type[AlignmentConfig] = trainer.config_class
+        self._outside[options] = trainer
+        return options
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def trainer(self, options: AlignmentConfig) -> Any:
+        """The trainer class that these options are of; their class came from here."""
+        outside = self._outside.get(type(options))
+        return outside if outside is not None else _imported(self.entries[options.method].trainer)
+
+    def is_outside(self, name: str | None) -> bool:
+        """Whether a name is that of a method from outside, which has to be imported for its options to be known."""
+        return name is not None and name not in self.entries and (":" in name or name in _installed())
+
+    def check(self, name: str) -> None:
+        """Whether there is such a method; nothing is imported.
+
+        Raises:
+            OptionError: there is not; with the nearest one that there is.
+        """
+        if name in self.entries or self.is_outside(name):
+            return
+        known = [*self.entries, *_installed()]
+        raise OptionError(
+            f"{shown('method', name)}: no such method{nearest(name, known)}; set one of {', '.join(known)}, or "
+            "file.py:Trainer"
+        )
+
+    def _loaded(self, name: str) -> Any:
+        self.check(name)
+        trainer = load_named(name, "method") if ":" in name else _imported_entry(_installed()[name])
+        options = getattr(trainer, "config_class", None)
+        if not isinstance(trainer, type) or not dataclasses.is_dataclass(options):
+            raise OptionError(
+                f"{shown('method', name)}: it is no trainer class; name one that is derived from AlignmentTrainer, "
+                "with a config_class and a method_class"
+            )
+        if not getattr(options, "method", ""):
+            raise OptionError(f"{shown('method', name)}: its config_class has no name; set method = ... in that class")
+        return trainer
+
+
+METHODS = Registry()
+
+
+def option_names(cls: type[AlignmentConfig]) -> set[str]:
+    """The names of all options of one method."""
+    return {field.name for field in dataclasses.fields(cls)}
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+def _installed() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def _imported_entry(entry: EntryPoint) -> Any:
+    try:
+        return entry.load()
+    except Exception as error:  # another package's code
+        raise OptionError(
+            f"{shown('method', entry.name)}: importing {entry.value} raised {type(error).__name__}: {error}; "
+            "correct or uninstall the package that provides it"
+        ) from error

@@ -1,0 +1,74 @@
+"""CPO and its relatives: pairs of answers, no reference model."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from alignment.data.batching import Batch, Collate, PairedBatch, collate_paired
+from alignment.data.report import DataReport
+from alignment.engines.scoring import SequenceScores
+from alignment.methods.cpo_options import CPOConfig
+from alignment.objectives.cpo import LENGTH_NORMALISED, cpo_loss
+from alignment.objectives.likelihood import nll
+from alignment.trainers.advice import about_learning_rate, about_window
+from alignment.trainers.base import AlignmentTrainer
+from alignment.trainers.method import Method, RowLosses, Window
+from alignment.trainers.pair_metrics import REWARDS, add_rewards, add_sides, sides
+
+
+class CPOMethod(Method[PairedBatch]):
+    """One forward scores both answers of every pair; the NLL is a mean over the chosen tokens of the whole window."""
+
+    kind = "paired"
+    completions = ("chosen_ids", "rejected_ids")
+    metrics = (*REWARDS, *sides("logps", "logits"), "nll_loss", "entropy")
+    options: CPOConfig
+
+    @property
+    def collate(self) -> Collate:
+        return collate_paired
+
+    def advice(self, report: DataReport, window_rows: int) -> list[str]:
+        return about_learning_rate(self.options, self.options.beta) + about_window(self.options, window_rows)
+
+    def scored(self, batch: PairedBatch) -> Batch:
+        return batch.pairs
+
+    def losses(
+        self, batch: PairedBatch, index: int, scores: SequenceScores, known: Any, window: Window[PairedBatch]
+    ) -> RowLosses:
+        options, pairs, logps, sums = self.options, len(batch.rows), scores.logps, window.sums
+        assert scores.entropy is not None and scores.logits is not None
+        lengths = batch.pairs.lengths.to(logps.device)
+        result = cpo_loss(
+            logps[:pairs],
+            logps[pairs:],
+            lengths[:pairs],
+            lengths[pairs:],
+            loss_type=options.loss_type,
+            beta=options.beta,
+            label_smoothing=options.label_smoothing,
+            simpo_gamma=options.simpo_gamma,
+            alpha=options.alpha or 0.0,
+        )
+        nll_sum, nll_count = nll(logps[:pairs], lengths[:pairs])
+        shown = logps.detach() / lengths if options.loss_type in LENGTH_NORMALISED else logps
+        add_rewards(sums, result.chosen_rewards, result.rejected_rewards)
+        add_sides(sums, "logps", shown)
+        add_sides(sums, "logits", scores.logits, lengths)
+        sums.add("nll_loss", nll_sum, nll_count)
+        sums.add("entropy", scores.entropy.sum(), lengths.sum())
+        local = result.losses.sum() / window.counts.rows
+        if options.cpo_alpha:
+            local = local + options.cpo_alpha * nll_sum / window.counts.first_completion_tokens
+        return RowLosses(local, result.losses.detach())
+
+
+class CPOTrainer(AlignmentTrainer):
+    """Trains with CPO, SimPO, AlphaPO, IPO or the hinge loss on ``chosen, rejected`` pairs, with or without a prompt.
+
+    The arguments are those of :class:`~alignment.trainers.base.AlignmentTrainer`.
+    """
+
+    config_class: ClassVar[type[CPOConfig]] = CPOConfig
+    method_class = CPOMethod

@@ -1,0 +1,76 @@
+"""DPO on given pairs: answers that are compared by the policy's log-ratios to a reference model."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from alignment.data.batching import Batch, Collate, PairedBatch, collate_paired
+from alignment.data.report import DataReport
+from alignment.engines.scoring import SequenceScores
+from alignment.methods.dpo_options import DPOConfig
+from alignment.objectives.dpo import dpo_loss
+from alignment.references.base import RowIds
+from alignment.trainers.advice import about_learning_rate, about_window
+from alignment.trainers.base import AlignmentTrainer
+from alignment.trainers.method import Method, RowLosses, Window
+from alignment.trainers.pair_metrics import REWARDS, add_rewards, add_sides, sides
+
+
+class DPOMethod(Method[PairedBatch]):
+    """One pass asks the reference for both answers of every pair, one forward scores them with the policy."""
+
+    kind = "paired"
+    completions = ("chosen_ids", "rejected_ids")
+    metrics = (*REWARDS, *sides("logps", "logits"), "entropy")
+    options: DPOConfig
+
+    @property
+    def collate(self) -> Collate:
+        return collate_paired
+
+    @property
+    def needs_reference(self) -> bool:
+        return True
+
+    def advice(self, report: DataReport, window_rows: int) -> list[str]:
+        return about_learning_rate(self.options, self.options.beta) + about_window(self.options, window_rows)
+
+    def scored(self, batch: PairedBatch) -> Batch:
+        return batch.pairs
+
+    def before_training(self, window: Window[PairedBatch]) -> list[Tensor]:
+        return window.reference_logps(lambda batch: (batch.pairs, RowIds(window.dataset, batch.rows)))
+
+    def losses(
+        self, batch: PairedBatch, index: int, scores: SequenceScores, known: list[Tensor], window: Window[PairedBatch]
+    ) -> RowLosses:
+        pairs, logps, reference, sums = len(batch.rows), scores.logps, known[index], window.sums
+        assert scores.entropy is not None and scores.logits is not None
+        lengths = batch.pairs.lengths.to(logps.device)
+        result = dpo_loss(
+            logps[:pairs],
+            logps[pairs:],
+            reference[:pairs],
+            reference[pairs:],
+            loss_type=str(self.options.loss_type),
+            beta=self.options.beta,
+            label_smoothing=self.options.label_smoothing,
+            lengths=(lengths[:pairs], lengths[pairs:]),
+        )
+        add_rewards(sums, result.chosen_rewards, result.rejected_rewards)
+        add_sides(sums, "logps", logps)
+        add_sides(sums, "logits", scores.logits, lengths)
+        sums.add("entropy", scores.entropy.sum(), lengths.sum())
+        return RowLosses(result.losses.sum() / window.counts.rows, result.losses.detach())
+
+
+class DPOTrainer(AlignmentTrainer):
+    """Trains with DPO or IPO on ``chosen, rejected`` pairs, with or without a prompt.
+
+    The arguments are those of :class:`~alignment.trainers.base.AlignmentTrainer`.
+    """
+
+    config_class: ClassVar[type[DPOConfig]] = DPOConfig
+    method_class = DPOMethod

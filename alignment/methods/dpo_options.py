@@ -1,0 +1,68 @@
+"""The options of DPO on pairs that are there before training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from alignment.config import checks
+from alignment.config.errors import OptionError
+from alignment.config.fields import option
+from alignment.config.options import AlignmentConfig
+from alignment.config.options_data import TRUNCATION_MODES, SequenceOptions
+from alignment.config.options_model import ReferenceOptions
+from alignment.config.refusals import nearest, shown
+
+DPO_LOSS_TYPES = ("sigmoid", "hinge", "ipo")
+# TRL's further losses, refused by name.
+_ELSEWHERE = (
+    "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down",
+    "discopop", "sft", "sigmoid_norm",
+)  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class DPOConfig(ReferenceOptions, SequenceOptions, AlignmentConfig):
+    """Direct preference optimisation: https://arxiv.org/abs/2305.18290; IPO: https://arxiv.org/abs/2310.12036.
+
+    Raises:
+        OptionError: an unknown name, a value of the wrong type, or one that cannot be used.
+    """
+
+    TITLE: ClassVar[str] = "DPO"
+    method: ClassVar[str] = "dpo"
+
+    max_prompt_length: int | None = option(None, "Longest prompt, in tokens; unset: only `max_length` counts.")
+    truncation_mode: str = option(
+        "keep_start", "Which part of a prompt that is too long is kept.", choices=TRUNCATION_MODES
+    )
+    loss_type: str | list[str] = option("sigmoid", "Loss: `sigmoid`, `hinge` or `ipo` (on means over tokens).")
+    beta: float = option(0.1, "Strength of the pull towards the reference; of `ipo` its tau.")
+    label_smoothing: float = option(0.0, "Probability that a pair's labels are swapped (only with `sigmoid`).")
+
+    def resolve(self) -> None:
+        """Check DPO's own options; a list with one loss becomes that loss."""
+        checks.check_lengths(self, rows_per_unit=2)
+        checks.positive(self, "beta")
+        checks.need_reference(self, "DPO")
+        checks.refuse_labels(self, "DPO")
+        self._check_loss()
+        if not 0 <= self.label_smoothing < 0.5:
+            raise OptionError(f"{shown('label_smoothing', self.label_smoothing)}: set it to 0 or more and below 0.5")
+        if self.label_smoothing and self.loss_type != "sigmoid":
+            raise OptionError(
+                f"{shown('label_smoothing', self.label_smoothing)}: it has no effect with "
+                f"{shown('loss_type', self.loss_type)}; leave it out or set loss_type to sigmoid"
+            )
+
+    def _check_loss(self) -> None:
+        given = shown("loss_type", self.loss_type)
+        if isinstance(self.loss_type, list):
+            if len(self.loss_type) != 1:
+                raise OptionError(f"{given}: a sum of several losses is not supported; set one of them")
+            (self.loss_type,) = self.loss_type
+        if self.loss_type in _ELSEWHERE:
+            raise OptionError(f"{given}: not supported; set one of {', '.join(DPO_LOSS_TYPES)}")
+        if self.loss_type not in DPO_LOSS_TYPES:
+            near = nearest(str(self.loss_type), DPO_LOSS_TYPES)
+            raise OptionError(f"{given}: no such loss{near}; set one of {', '.join(DPO_LOSS_TYPES)}")

@@ -1,0 +1,46 @@
+"""The options of Online DPO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from alignment.config import checks
+from alignment.config.errors import OptionError
+from alignment.config.fields import option
+from alignment.config.options_online import OnlineOptions
+from alignment.config.refusals import shown
+
+ONLINE_DPO_LOSS_TYPES = ("sigmoid", "ipo")
+
+
+@dataclass(kw_only=True)
+class OnlineDPOConfig(OnlineOptions):
+    """DPO on pairs of the policy's own completions, ranked as they come: https://arxiv.org/abs/2402.04792.
+
+    Raises:
+        OptionError: an unknown name, a value of the wrong type, or one that cannot be used.
+    """
+
+    TITLE: ClassVar[str] = "Online DPO"
+    method: ClassVar[str] = "online_dpo"
+
+    learning_rate: float = option(5e-7, "Peak learning rate.")
+    loss_type: str = option("sigmoid", "Loss: `sigmoid` or `ipo`.", choices=ONLINE_DPO_LOSS_TYPES)
+    beta: float | list[float] = option(
+        0.1,
+        "Strength of the pull towards the reference; a list has one for each epoch, the last for all further ones.",
+    )
+
+    def resolve(self) -> None:
+        """Check Online DPO's own options."""
+        self.check_online()
+        if not self.betas or not all(beta > 0 for beta in self.betas):
+            raise OptionError(f"{shown('beta', self.beta)}: must be greater than 0; set a positive number")
+        checks.need_reference(self, "Online DPO")
+        checks.refuse_labels(self, "Online DPO")
+
+    @property
+    def betas(self) -> tuple[float, ...]:
+        """The beta of each epoch, the last one also of all further epochs."""
+        return tuple(self.beta) if isinstance(self.beta, list) else (self.beta,)

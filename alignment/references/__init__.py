@@ -1,0 +1,1 @@
+"""Log-probs of the reference model, wherever they come from."""

@@ -1,0 +1,124 @@
+"""Everything that a run needs to go on after a restart, beside weights and optimizer: one owner, named parts.
+
+Whatever changes while a run lasts, and would be missed, is registered here by the code that changes it. A test walks
+every attribute that a step changes and fails on one that is neither registered nor excused.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+
+class Stateful(Protocol):
+    """A part of the state of a run on this rank; what it gives is made of what JSON knows."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Any, /) -> None: ...
+
+
+Part = TypeVar("Part", bound=Stateful)
+
+
+class RunState:
+    """The parts of a run's state by name."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, Stateful] = {}
+        self._waiting: dict[str, Any] = {}
+
+    def register(self, name: str, part: Part) -> Part:
+        """Make ``part`` belong to the state; it gets what was loaded for it, if it was made after that."""
+        self.parts[name] = part
+        if name in self._waiting:
+            part.load_state_dict(self._waiting.pop(name))
+        return part
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of every part."""
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave, of parts that will be registered later once they are."""
+        self._waiting = dict(state)
+        for name in [name for name in self.parts if name in self._waiting]:
+            self.parts[name].load_state_dict(self._waiting.pop(name))
+
+    @property
+    def missing(self) -> list[str]:
+        """What was loaded for parts that nobody has registered."""
+        return list(self._waiting)
+
+
+@dataclass
+class Totals:
+    """Sums over a run, for rates, means and the log.
+
+    Attributes:
+        tokens: that were learnt from.
+        rows: the same.
+        reduced_windows: windows that were computed in a reduced form.
+        loss_sum, losses: of all windows, and how many of them had one.
+        seconds: that the run took before it was restarted.
+        last: what the newest step says of itself, such as its learning rate.
+    """
+
+    tokens: int = 0
+    rows: int = 0
+    reduced_windows: int = 0
+    loss_sum: float = 0.0
+    losses: float = 0.0
+    seconds: float = 0.0
+    last: dict[str, float] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every field."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        for each in fields(self):
+            setattr(self, each.name, state[each.name])
+
+
+class RandomStreams:
+    """The process-wide random generators of Python, NumPy and torch, on this rank's devices."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The generators as they stand."""
+        version, internal, gauss = random.getstate()
+        numpy = np.random.get_state(legacy=False)
+        assert isinstance(numpy, dict)
+        inner = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in numpy["state"].items()}
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        return {
+            "python": [version, list(internal), gauss],
+            "numpy": {**numpy, "state": inner},
+            "torch": _text(torch.get_rng_state()),
+            "cuda": [_text(state) for state in cuda],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+        inner = {**state["numpy"]["state"], "key": np.array(state["numpy"]["state"]["key"], dtype=np.uint32)}
+        np.random.set_state({**state["numpy"], "state": inner})
+        torch.set_rng_state(_tensor(state["torch"]))
+        if state["cuda"]:
+            torch.cuda.set_rng_state_all([_tensor(text) for text in state["cuda"]])
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,0 +1,95 @@
+"""ORPO, a method that is defined outside the package: https://arxiv.org/abs/2403.07691.
+
+Supervised fine-tuning on the chosen answers and, in the same forward, a penalty on the odds of the rejected ones:
+
+    deepspeed launch/train.py launch/recipes/cpo.yaml --method examples/orpo.py:ORPOTrainer --beta 0.1 ...
+
+From Python, ``ORPOTrainer(model, args=ORPOConfig("out"), train_dataset=rows).train()``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from alignment.config import checks
+from alignment.config.fields import option
+from alignment.config.options import AlignmentConfig
+from alignment.config.options_data import SequenceOptions
+from alignment.data.batching import Batch, Collate, PairedBatch, collate_paired
+from alignment.engines.scoring import SequenceScores
+from alignment.objectives.likelihood import nll
+from alignment.trainers.base import AlignmentTrainer
+from alignment.trainers.method import Method, RowLosses, Window
+from alignment.trainers.pair_metrics import REWARDS, add_rewards, add_sides, sides
+
+
+@dataclass(kw_only=True)
+class ORPOConfig(SequenceOptions, AlignmentConfig):
+    """The options of ORPO."""
+
+    TITLE: ClassVar[str] = "ORPO"
+    method: ClassVar[str] = "orpo"
+
+    learning_rate: float = option(8e-6, "Peak learning rate.")
+    beta: float = option(0.1, "Weight of the odds ratio beside the likelihood of the chosen answers (lambda).")
+
+    def resolve(self) -> None:
+        """Check the lengths; there is no reference model."""
+        checks.check_lengths(self, rows_per_unit=2)
+        checks.positive(self, "beta")
+        checks.refuse_reference(self, "ORPO")
+
+
+def log_odds(mean_logps: Tensor) -> Tensor:
+    """``log(p / (1 - p))`` of the length-normalised likelihood p, from its logarithm (any shape, below 0)."""
+    return mean_logps - torch.log(-torch.expm1(mean_logps))
+
+
+def odds_ratio_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Negative log-sigmoid of the log odds ratio, from mean log-probs of the answers, (P,) each."""
+    return -F.logsigmoid(log_odds(chosen) - log_odds(rejected))
+
+
+class ORPOMethod(Method[PairedBatch]):
+    """One forward scores both answers of every pair."""
+
+    kind = "paired"
+    completions = ("chosen_ids", "rejected_ids")
+    metrics = (*REWARDS, *sides("logps"), "nll_loss", "log_odds_ratio")
+    options: ORPOConfig
+
+    @property
+    def collate(self) -> Collate:
+        return collate_paired
+
+    def scored(self, batch: PairedBatch) -> Batch:
+        return batch.pairs
+
+    def losses(
+        self, batch: PairedBatch, index: int, scores: SequenceScores, known: Any, window: Window[PairedBatch]
+    ) -> RowLosses:
+        pairs, beta, sums = len(batch.rows), self.options.beta, window.sums
+        lengths = batch.pairs.lengths.to(scores.logps.device)
+        means = scores.logps / lengths
+        losses = odds_ratio_loss(means[:pairs], means[pairs:])
+        likelihood, tokens = nll(scores.logps[:pairs], lengths[:pairs])
+        rewards = beta * means.detach()
+        add_rewards(sums, rewards[:pairs], rewards[pairs:])
+        add_sides(sums, "logps", means)
+        sums.add("nll_loss", likelihood, tokens)
+        sums.add("log_odds_ratio", (log_odds(means[:pairs]) - log_odds(means[pairs:])).sum(), pairs)
+        # Sums over the counts of the whole window: any split into batches and ranks gives the same update.
+        local = likelihood / window.counts.first_completion_tokens + beta * losses.sum() / window.counts.rows
+        return RowLosses(local, losses.detach())
+
+
+class ORPOTrainer(AlignmentTrainer):
+    """Trains with ORPO on ``chosen, rejected`` pairs, with or without a prompt."""
+
+    config_class: ClassVar[type[ORPOConfig]] = ORPOConfig
+    method_class = ORPOMethod

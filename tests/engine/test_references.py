@@ -1,0 +1,112 @@
+"""References by their protocol: what is asked of one is enough for a store of log-probs to take its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import make_model, options, paired_rows, unpaired_rows
+from torch import Tensor
+
+import alignment
+from alignment.data.batching import Batch
+from alignment.references.base import RowIds
+from alignment.references.engine import EngineReference, ReferencePlan
+from alignment.trainers.base import AlignmentTrainer
+
+pytestmark = pytest.mark.usefixtures("own_process_group")
+Key = tuple[str, int, int]
+
+
+def keys(count: int, ids: RowIds) -> list[Key]:
+    """A key for each of ``count`` sequences: dataset, row, and which completion or whose follows its prompt."""
+    partnered = [(row, partner) for row, partner in zip(ids.rows, ids.partners) if partner >= 0]
+    own = count - len(partnered)
+    completions = own // len(ids.rows) if ids.rows else 0
+    found = [(ids.dataset, row, -1 - number) for number in range(completions) for row in ids.rows]
+    return found + [(ids.dataset, row, partner) for row, partner in partnered]
+
+
+class Recorder:
+    """An engine whose answers are written down."""
+
+    def __init__(self, engine: EngineReference, store: dict[Key, Tensor]) -> None:
+        self.engine, self.store = engine, store
+
+    def sequence_logps(self, batch: Batch, ids: RowIds) -> Tensor:
+        found = self.engine.sequence_logps(batch, ids)
+        self.store |= zip(keys(len(found), ids), found.unbind(), strict=True)
+        return found
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class Store:
+    """Answers from what was written down, without a model."""
+
+    def __init__(self, store: dict[Key, Tensor]) -> None:
+        self.store = store
+
+    def sequence_logps(self, batch: Batch, ids: RowIds) -> Tensor:
+        found = [self.store[key] for key in keys(len(batch.lengths), ids)]
+        return torch.stack(found) if found else torch.zeros(0)
+
+    def close(self) -> None:
+        """It holds nothing."""
+
+
+@pytest.mark.parametrize("method", ["KTO", "DPO"])
+def test_a_store_takes_the_place_of_the_model(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked up by row, by partner and by which answer it is, also where the window is cut in another way."""
+    model, reference = make_model(tmp_path / "model"), make_model(tmp_path / "reference", seed=1)
+    rows = unpaired_rows(10) if method == "KTO" else paired_rows(10)
+    held = unpaired_rows(3, seed=5) if method == "KTO" else paired_rows(3, seed=5)
+    build, store, logs = ReferencePlan.build, {}, []
+
+    def trained(name: str, **more: Any) -> AlignmentTrainer:
+        args = getattr(alignment, f"{method}Config")(
+            **{**options(tmp_path / name, num_train_epochs=1, eval_strategy="epoch", optim="sgd"), **more}
+        )
+        trainer: AlignmentTrainer = getattr(alignment, f"{method}Trainer")(
+            model, reference, args=args, train_dataset=rows, eval_dataset=held
+        )
+        trainer.train()
+        trainer.close()
+        return trainer
+
+    monkeypatch.setattr(ReferencePlan, "build", lambda plan, args: Recorder(build(plan, args), store))
+    logs.append(trained("recorded").state.log_history)
+    assert len({key[0] for key in store}) == 2, "rows of the two datasets have names of their own"
+    partners = {row: partner for _, row, partner in store if partner >= 0}
+    assert bool(partners) == (method == "KTO") and all(row != partner for row, partner in partners.items())
+    monkeypatch.setattr(ReferencePlan, "build", lambda plan, args: Store(store))
+    split = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "per_device_eval_batch_size": 2}
+    logs.append(trained("looked-up", **split).state.log_history)
+    for engine, looked_up in zip(*logs, strict=True):
+        for name in ("loss", "kl", "grad_norm", "rewards/chosen", "eval_loss", "eval_rewards/margins"):
+            assert (name in engine) == (name in looked_up)
+            assert looked_up.get(name, 0.0) == pytest.approx(engine.get(name, 0.0), rel=1e-4, abs=1e-6), name
+
+
+def test_a_reference_needs_no_policy(tmp_path: Path) -> None:
+    """Built alone, asked, released: then the policy has the device to itself."""
+    model, reference = make_model(tmp_path / "model"), make_model(tmp_path / "reference", seed=1)
+    args = alignment.KTOConfig(**options(tmp_path))
+    trainer = alignment.KTOTrainer(model, reference, args=args, train_dataset=unpaired_rows(4))
+    plan, data = trainer.engine_plan.reference, trainer.train_data
+    assert plan is not None and data is not None and trainer.sampler is not None and trainer.engines.models is None
+    window = trainer.sampler.plan(0, 0)
+    batch: Any = trainer.method.collate(data.dataset, data.table, window, 0, 0)
+    alone = plan.build(args)
+    ids = RowIds(data.key, batch.rows, batch.partners)
+    sums, tokens = alone.sequence_logps(batch.joint, ids), alone.token_logps(batch.joint, ids)
+    alone.close()
+    assert trainer.engines.models is None
+    torch.testing.assert_close(torch.zeros_like(sums).index_add(0, batch.joint.segments, tokens), sums)
+    trainer.engines.build(1)
+    assert trainer.engines.models is not None
+    torch.testing.assert_close(trainer.engines.models.reference.sequence_logps(batch.joint, ids), sums)
+    trainer.close()

@@ -1,0 +1,303 @@
+"""The state of a run is whole: what it holds is enough to go on from, and nothing that a step changes is left out."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drivers.canned import LONGEST
+from helpers import make_classifier, make_model, options, paired_rows, unpaired_rows
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import AutoConfig, EarlyStoppingCallback
+
+import alignment
+from alignment.trainers.base import AlignmentTrainer
+from alignment.trainers.loop import TrainingLoop
+from alignment.trainers.run_engines import RunEngines
+from alignment.trainers.run_state import RunState, Totals
+
+pytestmark = pytest.mark.usefixtures("own_process_group")
+METHODS = ("KTO", "CPO", "DPO", "SFT", "Reward", "OnlineDPO", "OnlineDPO-judge")
+STEPS = 6  # two epochs
+TIMES = ("runtime", "per_second")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """With dropout, so that a random stream that goes on at the wrong place changes the loss."""
+    folder = tmp_path_factory.mktemp("models")
+    paths = {
+        "policy": make_model(folder / "policy", seed=1),
+        "classifier": make_classifier(folder / "classifier", "untied", seed=1),
+    }
+    for path in paths.values():
+        config = AutoConfig.from_pretrained(path)
+        config.attention_dropout = 0.3
+        config.save_pretrained(path)
+    return paths
+
+
+def vowels(completions: list[str], **_: Any) -> list[float]:
+    return [sum(letter in "aeiou" for letter in text) / (1 + len(text)) for text in completions]
+
+
+def judge(prompts: list[Any], pairs: list[list[Any]]) -> list[int]:
+    return [int(len(first) < len(second)) for first, second in pairs]
+
+
+def make(name: str, models: dict[str, str], folder: Path, **more: Any) -> AlignmentTrainer:
+    """A trainer whose run depends on everything that a restart could lose."""
+    method, _, how = name.partition("-")
+    given = options(
+        folder,
+        num_train_epochs=2,
+        lr_scheduler_type="linear",
+        learning_rate=5e-3,
+        logging_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        metric_for_best_model="loss",
+        greater_is_better=True,  # so that evaluations get worse, and patience is used up
+        disable_dropout=False,
+        include_num_input_tokens_seen=True,
+        **more,
+    )
+    arguments: dict[str, Any] = {"callbacks": [EarlyStoppingCallback(early_stopping_patience=50)]}
+    rows: Callable[..., list[dict[str, Any]]] = unpaired_rows if method in ("KTO", "SFT") else paired_rows
+    if method == "OnlineDPO":
+        del given["max_prompt_length"]
+        given |= {"max_new_tokens": LONGEST, "beta": [0.4, 0.2], "log_completions": 2, "num_completions_to_log": 2}
+        arguments |= {"judge": judge} if how else {"reward_funcs": vowels}
+        rows = lambda count, seed: [{"prompt": row["prompt"]} for row in paired_rows(count, seed)]  # noqa: E731
+    if method == "SFT":
+        rows = lambda count, seed: [{**r, "label": None} for r in unpaired_rows(count, seed)]  # noqa: E731
+    made: AlignmentTrainer = getattr(alignment, f"{method}Trainer")(
+        model=models["classifier" if method == "Reward" else "policy"],
+        args=getattr(alignment, f"{method}Config")(**given),
+        train_dataset=rows(12, 3),
+        eval_dataset=rows(4, 4),
+        **arguments,
+    )
+    return made
+
+
+class Snapshot:
+    """A run between two steps: its state as JSON, and copies of the weights and of the optimizer's state."""
+
+    def __init__(self, loop: TrainingLoop) -> None:
+        policy = loop.engines.policy
+        self.state = json.dumps(loop.context.run_state.state_dict())
+        self.weights = [parameter.detach().clone() for parameter in policy.scorer.parameters()]
+        self.optimizer = copy.deepcopy(policy.engine.optimizer.state_dict())
+
+    @torch.no_grad()
+    def copy_into(self, engines: RunEngines) -> None:
+        for parameter, value in zip(engines.policy.scorer.parameters(), self.weights, strict=True):
+            parameter.copy_(value)
+        engines.policy.engine.optimizer.load_state_dict(copy.deepcopy(self.optimizer))
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, after: Callable[[TrainingLoop], None]) -> None:
+    """Call ``after`` at every boundary between steps."""
+    boundary = TrainingLoop._boundary
+
+    def then(loop: TrainingLoop) -> None:
+        boundary(loop)
+        after(loop)
+
+    monkeypatch.setattr(TrainingLoop, "_boundary", then)
+
+
+def logged(trainer: AlignmentTrainer) -> list[dict[str, Any]]:
+    return [{n: v for n, v in e.items() if not n.endswith(TIMES)} for e in trainer.state.log_history]
+
+
+def completions(trainer: AlignmentTrainer) -> list[dict[str, Any]]:
+    file = trainer.output_dir / "completions.jsonl"
+    return list(map(json.loads, file.read_text().splitlines())) if file.exists() else []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_fresh_trainer_goes_on_from_any_step(
+    method: str, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshots: list[Snapshot] = []
+    with monkeypatch.context() as patched:
+        watched(patched, lambda loop: snapshots.append(Snapshot(loop)))
+        whole = make(method, models, tmp_path / "whole")
+        whole.train()
+    assert len(snapshots) == STEPS
+    for step, snapshot in enumerate(snapshots[:-1], start=1):
+        with monkeypatch.context() as patched:
+            build = RunEngines.build
+
+            def built(engines: RunEngines, steps: int | None, build: Any = build, before: Snapshot = snapshot) -> None:
+                build(engines, steps)
+                before.copy_into(engines)
+
+            patched.setattr(RunEngines, "build", built)
+            random.seed(step)
+            torch.manual_seed(step)
+            again = make(method, models, tmp_path / f"again {step}")
+            again.context.run_state.load_state_dict(json.loads(snapshot.state))
+            again.train()
+        assert again.context.run_state.missing == []
+        assert logged(again) == logged(whole), f"after step {step}"
+        assert completions(again) == [row for row in completions(whole) if row["step"] > step]
+        for name in ("best_metric", "best_global_step", "num_input_tokens_seen", "epoch"):
+            assert getattr(again.state, name) == getattr(whole.state, name), name
+        for one, other in zip(again.model.parameters(), whole.model.parameters(), strict=True):  # type: ignore[union-attr]
+            assert torch.equal(one, other), f"after step {step}"
+        again.close()
+    whole.close()
+
+
+# Everything that changes is restored -------------------------------------------------------------------------------
+
+# Attributes that a step changes and that no restart needs, each with the reason.
+EXCUSED = {
+    "loop._started": "a clock of this process; the seconds before are in totals",
+    "loop._before": "the seconds before this process began, which totals hold",
+    "loop.progress._tokens": "of the progress bar, whose rate is that of this process",
+    "trainer.sampler._order.0": "the rows of an epoch in order are a function of seed and epoch, made when asked for",
+    "trainer.sampler._order.1": "the same",
+}
+_OWN = ("alignment.", "transformers.trainer_callback", "torch.optim.lr_scheduler")
+_OPAQUE = (nn.Module, Optimizer, type)
+
+
+def leaves(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, str]]:
+    """Every value that can be reached, by its path; objects of other libraries by their identity."""
+    if isinstance(value, (bool, int, float, str, bytes, type(None))):
+        yield path, repr(value)
+        return
+    if isinstance(value, (Tensor, np.ndarray)):
+        yield path, f"{type(value).__name__} {hash(value.tobytes()) if isinstance(value, np.ndarray) else id(value)}"
+        return
+    if id(value) in seen or callable(value) and not hasattr(value, "state_dict"):
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        yield f"{path}.len", str(len(value))
+        for key, one in value.items():
+            yield from leaves(one, f"{path}.{key}", seen)
+    elif isinstance(value, (list, tuple, set)):
+        yield f"{path}.len", str(len(value))
+        for number, one in enumerate(value):
+            yield from leaves(one, f"{path}.{number}", seen)
+    elif type(value).__module__.startswith(_OWN) and not isinstance(value, _OPAQUE) and hasattr(value, "__dict__"):
+        for name, one in vars(value).items():
+            yield from leaves(one, f"{path}.{name}", seen)
+    else:
+        yield path, f"<{type(value).__name__} {id(value)}>"
+
+
+def everything(loop: TrainingLoop, trainer: AlignmentTrainer) -> dict[str, str]:
+    """What can be reached from the trainer and its loop; the process's random streams; the files that grow."""
+    found: dict[str, str] = {}
+    for name in ("log.jsonl", "completions.jsonl"):
+        file = trainer.output_dir / name
+        found[f"file {name}"] = str(file.stat().st_size if file.exists() else 0)
+    found["random python"] = str(hash(random.getstate()))
+    found["random numpy"] = str(hash(np.random.get_state(legacy=False)["state"]["key"].tobytes()))  # type: ignore[call-overload]
+    found["random torch"] = str(hash(torch.get_rng_state().numpy().tobytes()))
+    seen: set[int] = {id(loop.context.run_state)}
+    for path, value in (*leaves(trainer, "trainer", seen), *leaves(loop, "loop", seen)):
+        found[path] = value
+    return found
+
+
+class Comparison:
+    """Takes the state after the first step, puts it back after the fifth, and looks at what that leaves different."""
+
+    def __init__(self, trainer: AlignmentTrainer, without: str | None = None) -> None:
+        self.trainer, self.without = trainer, without
+        self.changed: set[str] = set()
+        self.left: dict[str, str] = {}
+
+    def __call__(self, loop: TrainingLoop) -> None:
+        step = loop.state.global_step
+        if step == 1:
+            self.state = json.dumps(loop.context.run_state.state_dict())
+            self.before = everything(loop, self.trainer)
+        if step == 5:
+            draw()
+            after = everything(loop, self.trainer)
+            now = loop.context.run_state.state_dict()
+            self.changed = {path for path in after if after[path] != self.before.get(path)}
+            self.put_back(loop, json.loads(self.state))
+            restored = everything(loop, self.trainer)
+            for path in (restored.keys() | self.before.keys()) - EXCUSED.keys():
+                if restored.get(path) != self.before.get(path):
+                    self.left[path] = f"{self.before.get(path)} -> {restored.get(path)}"
+            loop.context.run_state.load_state_dict(now)
+            loop.random.after()
+
+    def put_back(self, loop: TrainingLoop, state: dict[str, Any]) -> None:
+        if self.without is not None:
+            loop.context.run_state.parts.pop(self.without)
+        loop.context.run_state.load_state_dict(state)
+        loop.random.after()
+        loop.context.run_state._waiting.clear()
+
+
+def draw() -> None:
+    """Move every random stream on."""
+    random.random(), np.random.rand(700), torch.rand(1)
+
+
+def compared(
+    method: str, models: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch, without: str | None = None
+) -> Comparison:
+    trainer = make(method, models, folder, max_steps=5)
+    comparison = Comparison(trainer, without)
+    with monkeypatch.context() as patched:
+        watched(patched, comparison)
+        trainer.train()
+    trainer.close()
+    return comparison
+
+
+@pytest.mark.parametrize("method", ["KTO", "OnlineDPO"])
+def test_what_a_step_changes_is_in_the_state(
+    method: str, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = compared(method, models, tmp_path, monkeypatch)
+    assert {"trainer.state.global_step", "random torch", "file log.jsonl", "loop.totals.tokens"} <= found.changed
+    assert found.left == {}
+
+
+PARTS = ("trainer", "phases", "log", "history", "totals", "random", "data", "schedule", "completions", "online")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_that_is_not_registered_is_missed(
+    part: str, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compared("OnlineDPO", models, tmp_path, monkeypatch, without=part).left != {}
+
+
+def test_the_parts_are_these(models: dict[str, str], tmp_path: Path) -> None:
+    """``rollout`` changes at the first window and never again, so that no step shows it; see below."""
+    trainer = make("OnlineDPO", models, tmp_path, max_steps=1)
+    trainer.train()
+    assert set(trainer.context.run_state.parts) == {*PARTS, "rollout"}
+    rollout = trainer.context.run_state.state_dict()["rollout"]
+    assert rollout["backend"] == "generate" and rollout["batch_size"] >= 1
+    trainer.close()
+
+
+def test_a_state_waits_for_the_part_that_it_is_of() -> None:
+    state = RunState()
+    state.load_state_dict({"totals": {**vars(Totals()), "tokens": 7}, "gone": {}})
+    assert state.missing == ["totals", "gone"]
+    assert state.register("totals", Totals()).tokens == 7
+    assert state.missing == ["gone"]

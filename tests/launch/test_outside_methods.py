@@ -1,0 +1,197 @@
+"""A method from outside the package: ``examples/orpo.py`` by the command line, by an entry point and from Python."""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from helpers import make_model, options, paired_rows
+from oracle.dense import load, token_logps
+
+from alignment import SFTConfig, SFTTrainer
+from alignment.config import registry
+from alignment.config.errors import OptionError
+from alignment.config.help import help_text
+from alignment.config.parsing import glimpse, parse
+from alignment.config.registry import METHODS
+from alignment.config.user_code import load_named
+from alignment.methods.sft import SFTMethod
+from alignment.trainers.method import RowLosses
+from tools.ranks import RankServer
+
+pytestmark = pytest.mark.usefixtures("own_process_group")
+ORPO = f"{ROOT / 'examples' / 'orpo.py'}:ORPOTrainer"
+
+
+NAMELESS = """\
+import dataclasses
+
+@dataclasses.dataclass
+class Options:
+    method = ""
+
+class Trainer:
+    config_class = Options
+"""
+
+
+def named(name: str) -> Any:
+    return load_named(f"{ROOT / 'examples' / 'orpo.py'}:{name}", "method")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("outside")
+    make_model(folder / "model", seed=3)
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in paired_rows(8, seed=2)))
+    return folder
+
+
+def arguments(folder: Path, out: Path, *more: str) -> list[str]:
+    return [
+        *("--method", ORPO, "--model_name_or_path", str(folder / "model")),
+        *("--dataset_name", str(folder / "pairs.jsonl"), "--output_dir", str(out), "--beta", "0.3", "--use_cpu"),
+        *("--max_steps", "2", "--logging_steps", "1", "--disable_tqdm", "--optim", "sgd", "--learning_rate", "0.1"),
+        *("--max_length", "64", "--max_prompt_length", "32"),
+        *more,
+    ]
+
+
+def logged(out: Path) -> list[dict[str, Any]]:
+    entries = map(json.loads, (out / "log.jsonl").read_text().splitlines())
+    return [entry for entry in entries if "grad_norm" in entry]
+
+
+def test_golden_values() -> None:
+    """p = 0.05 and 0.08 per token: odds of 1/19 and 2/23."""
+    chosen, rejected = (torch.tensor([math.log(p)], dtype=torch.float64) for p in (0.05, 0.08))
+    assert float(named("log_odds")(chosen)) == pytest.approx(math.log(1 / 19), rel=1e-12)
+    ratio = (1 / 19) / (2 / 23)
+    assert float(named("odds_ratio_loss")(chosen, rejected)) == pytest.approx(math.log(1 + 1 / ratio), rel=1e-12)
+
+
+def test_two_ranks_by_the_command_line(folder: Path, tmp_path: Path, ranks: RankServer) -> None:
+    """Two ranks make the updates that one makes, the first of them from the loss that float64 gives."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    train = ROOT / "launch" / "train.py"
+    ranks.run(train, *arguments(folder, one, "--per_device_train_batch_size", "8"), nproc=1)
+    split = ("--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2", "--deepspeed", "zero3")
+    ranks.run(train, *arguments(folder, two, *split), nproc=2)
+    for alone, shared in zip(logged(one), logged(two), strict=True):
+        for name in ("loss", "grad_norm", "nll_loss", "log_odds_ratio", "rewards/margins", "logps/chosen"):
+            assert shared[name] == pytest.approx(alone[name], rel=1e-5, abs=1e-6), name
+    assert logged(one)[0]["loss"] == pytest.approx(float64_loss(folder, beta=0.3), rel=1e-5)
+    assert json.loads((two / "options.json").read_text())["method"] == "orpo"
+
+
+def float64_loss(folder: Path, beta: float) -> float:
+    """The loss of all rows, written down plainly."""
+    model, nll, tokens, penalty = load(str(folder / "model")), 0.0, 0, []
+    from data_tokenizers import char_tokenizer
+
+    tokenizer = char_tokenizer()
+    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    for row in rows:
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        odds = []
+        for side in ("chosen", "rejected"):
+            ids = [*tokenizer(row[side], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+            logps = token_logps(model, prompt, ids, 1024).detach()
+            p = float(logps.mean().exp())
+            odds.append(p / (1 - p))
+            if side == "chosen":
+                nll, tokens = nll - float(logps.sum()), tokens + len(ids)
+        penalty.append(-math.log(odds[0] / (odds[0] + odds[1])))
+    return nll / tokens + beta * sum(penalty) / len(rows)
+
+
+def test_from_python(folder: Path, tmp_path: Path) -> None:
+    rows = paired_rows(8, seed=2)
+    args = named("ORPOConfig")(**options(tmp_path / "out", beta=0.3, max_steps=1, per_device_train_batch_size=8))
+    trainer = named("ORPOTrainer")(str(folder / "model"), args=args, train_dataset=rows)
+    result = trainer.train()
+    trainer.close()
+    assert result.training_loss == pytest.approx(float64_loss(folder, beta=0.3), rel=1e-5)
+
+
+def test_a_loss_of_single_tokens(folder: Path, tmp_path: Path) -> None:
+    """The log-probs of tokens that a method asks for are those whose sums every other method gets, graph included."""
+
+    class ByToken(SFTMethod):
+        needs_tokens = True
+
+        def losses(self, batch: Any, index: int, scores: Any, known: Any, window: Any) -> RowLosses:
+            assert scores.token_logps.shape == batch.answers.targets.shape
+            whole = super().losses(batch, index, scores, known, window)
+            local = -scores.token_logps.sum() / window.counts.first_completion_tokens
+            assert float(local) == pytest.approx(float(whole.local), rel=1e-6)
+            return RowLosses(local, whole.rows)
+
+    class ByTokenTrainer(SFTTrainer):
+        method_class = ByToken
+
+    rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in paired_rows(8, seed=2)]
+    found = []
+    for cls in (SFTTrainer, ByTokenTrainer):
+        args = SFTConfig(**options(tmp_path / cls.__name__, max_steps=2, optim="sgd", learning_rate=0.2))
+        trainer = cls(str(folder / "model"), args=args, train_dataset=rows)
+        trainer.train()
+        found.append([(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history[:2]])
+        trainer.close()
+    assert found[0][1][0] < found[0][0][0] - 0.01
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+
+
+def test_its_options_are_options(folder: Path, tmp_path: Path) -> None:
+    parsed = parse(arguments(folder, tmp_path))
+    assert (type(parsed).__name__, parsed.method, parsed.beta) == ("ORPOConfig", "orpo", 0.3)  # type: ignore[attr-defined]
+    assert METHODS.trainer(parsed).__name__ == "ORPOTrainer"
+    assert glimpse(arguments(folder, tmp_path)) == (ORPO, True)
+    with pytest.raises(OptionError, match="^betta='0.1': unknown option; did you mean 'beta'"):
+        parse([*arguments(folder, tmp_path), "--betta", "0.1"])
+    with pytest.raises(OptionError, match="loss_type='sigmoid': an option of method "):
+        parse([*arguments(folder, tmp_path), "--loss_type", "sigmoid"])
+    assert "ORPO (--method orpo):" in help_text({"orpo": type(parsed)})
+
+
+def test_a_recipe_names_it(folder: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"method: {ORPO}\nuse_cpu: true\ntraining:\n  beta: 0.4\n")
+    given = arguments(folder, tmp_path)[2:]
+    assert glimpse([str(recipe)]) == (ORPO, True)
+    assert parse([str(recipe), *given]).beta == 0.3  # type: ignore[attr-defined]
+
+
+def test_an_installed_package_provides_it(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    entries = {"orpo": EntryPoint("orpo", "orpo:ORPOTrainer", registry.GROUP), "gone": EntryPoint("gone", "no:X", "")}
+    monkeypatch.setattr(registry, "_installed", lambda: entries)
+    given = ["--method", "orpo", *arguments(folder, tmp_path)[2:]]
+    assert type(parse(given)).__name__ == "ORPOConfig"
+    with pytest.raises(OptionError, match="^method='gone': importing no:X raised ModuleNotFoundError"):
+        parse(["--method", "gone"])
+    with pytest.raises(OptionError, match="no such method; did you mean 'orpo'"):
+        parse(["--method", "orppo"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Trainer = 3", "it is no trainer class"),
+        ("class Trainer: ...", "it is no trainer class"),
+        ("class Trainier: ...", "has no 'Trainer'; did you mean 'Trainier'"),
+        ("1 / 0", "importing mine.py raised ZeroDivisionError: division by zero .mine.py line 1."),
+        (NAMELESS, "its config_class has no name"),
+    ],
+)
+def test_what_is_no_method(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(OptionError, match=f"^method='.*mine.py:Trainer': .*{said}"):
+        parse(["--method", f"{tmp_path / 'mine.py'}:Trainer"])
