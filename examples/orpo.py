@@ -2,7 +2,8 @@
 
 Supervised fine-tuning on the chosen answers and, in the same forward, a penalty on the odds of the rejected ones:
 
-    deepspeed launch/train.py launch/recipes/cpo.yaml --method examples/orpo.py:ORPOTrainer --beta 0.1 ...
+    deepspeed launch/train.py --method examples/orpo.py:ORPOTrainer --model_name_or_path MODEL \\
+        --dataset_name pairs.jsonl --output_dir out/orpo --beta 0.1
 
 From Python, ``ORPOTrainer(model, args=ORPOConfig("out"), train_dataset=rows).train()``.
 """

@@ -98,6 +98,8 @@ def plan_frozen(
     Raises:
         OptionError: stage 1 or 2, anything about an optimizer, or a JSON that contradicts ``placement``.
     """
+    if placement is not None and placement not in PLACEMENTS:
+        raise OptionError(f"{owner}_placement={placement!r}: it has no engine; set one of {', '.join(PLACEMENTS)}")
     if deepspeed is not None:
         base = load_deepspeed_config(deepspeed, "")
     else:

@@ -19,6 +19,7 @@ from alignment.config.fields import Strategy
 from alignment.config.options_data import DataOptions
 from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions
 from alignment.config.options_training import LoggingOptions, MemoryOptions, SavingOptions, TrainingOptions
+from alignment.config.registry import name_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -147,7 +148,7 @@ class AlignmentConfig(
 
     def to_dict(self) -> dict[str, Any]:
         """All options as plain values, with ``method`` first; a secret is replaced by its name."""
-        values: dict[str, Any] = {"method": self.method}
+        values: dict[str, Any] = {"method": name_of(self)}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name in refusals.SECRETS and value is not None:

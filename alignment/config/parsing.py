@@ -7,6 +7,7 @@ values go as they are to the options class, whose conversion is the only one.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn
@@ -15,6 +16,7 @@ from alignment.config import checks
 from alignment.config.conversion import hints, members
 from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
+from alignment.config.paths import packaged_names
 from alignment.config.recipes import read_recipe
 from alignment.config.refusals import unknown_option
 from alignment.config.registry import METHODS, option_names
@@ -36,14 +38,30 @@ class Glimpse(NamedTuple):
 
 def glimpse(argv: list[str]) -> Glimpse:
     """The method and ``use_cpu`` as the arguments or the recipe give them; nothing where they cannot be read."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--method", nargs="?")
+    parser.add_argument("--use_cpu", nargs="?", const="true")
     try:
-        recipe, given = read_arguments(argv, strict=False)
-        given = {**(read_recipe(recipe) if recipe is not None else {}), **given}
+        seen, rest = parser.parse_known_args(argv)
     except OptionError:
         return Glimpse(None, False)  # `parse` says so
-    method = given.get("method")
-    use_cpu = str(given.get("use_cpu", False)).lower() in ("true", "1", "yes", "on")
-    return Glimpse(method if isinstance(method, str) else None, use_cpu)
+    method, use_cpu = seen.method, seen.use_cpu
+    if method is None or use_cpu is None:
+        recipe = _readable_recipe(rest)
+        method = recipe.get("method") if method is None else method
+        use_cpu = recipe.get("use_cpu", False) if use_cpu is None else use_cpu
+    return Glimpse(method if isinstance(method, str) else None, str(use_cpu).lower() in ("true", "1", "yes", "on"))
+
+
+def _readable_recipe(rest: list[str]) -> dict[str, Any]:
+    """What the recipe says that is among these tokens; nothing where there is none, or none that can be read."""
+    names = packaged_names("recipes")
+    for token, before in zip(rest, ["", *rest]):
+        value = before.startswith("-") and "=" not in before and not before.startswith("--local")
+        if not value and (token.endswith((".yaml", ".yml")) or token in names):
+            with contextlib.suppress(OptionError):
+                return read_recipe(token)
+    return {}
 
 
 def parse(argv: list[str]) -> AlignmentConfig:
@@ -65,7 +83,8 @@ def parse(argv: list[str]) -> AlignmentConfig:
         print(help_text({**METHODS, **outside}))
         raise SystemExit(0)
     recipe = read_recipe(recipe_name, outside.values()) if recipe_name is not None else {}
-    cls = METHODS[_method(given.pop("method", None), recipe.pop("method", None), recipe_name)]
+    method = _method(given.pop("method", None), recipe.pop("method", None), recipe_name)
+    cls = METHODS[method]
     names = option_names(cls)
     for name, value in recipe.items():
         if name not in names:
@@ -74,7 +93,7 @@ def parse(argv: list[str]) -> AlignmentConfig:
         if name not in names:
             raise unknown_option(cls.method, name, value, names)
     try:
-        options = cls(**{**recipe, **given})
+        options = METHODS.named(cls(**{**recipe, **given}), method)
         checks.check_command_line(options)
     except OptionError as error:
         at_fault = re.match(r"(\w+)=", str(error))
@@ -85,14 +104,13 @@ def parse(argv: list[str]) -> AlignmentConfig:
 
 
 def read_arguments(
-    argv: list[str], outside: Iterable[type[AlignmentConfig]] = (), *, strict: bool = True
+    argv: list[str], outside: Iterable[type[AlignmentConfig]] = ()
 ) -> tuple[str | None, dict[str, Any]]:
     """The recipe's name, if there is one, and the options given, as texts (lists of texts for list options).
 
     Args:
         argv: the arguments after the script's name.
         outside: options of methods that are not in the registry.
-        strict: refuse what no method has; else it is left out, each unknown option with one value at most.
 
     Raises:
         OptionError: an option that no method has, one given twice, or a value without an option.
@@ -108,7 +126,7 @@ def read_arguments(
     for name in owners:
         parser.add_argument(f"--{name}", nargs="*", action="append")
     parsed, rest = parser.parse_known_args(argv)
-    recipe = _recipe_name(rest if strict else _without_unknown(rest))
+    recipe = _recipe_name(rest)
     given: dict[str, Any] = {}
     for name, occurrences in vars(parsed).items():
         if name == "local_rank":
@@ -117,16 +135,6 @@ def read_arguments(
             raise OptionError(f"--{name}: given {len(occurrences)} times; keep one")
         given[name] = _value(name, occurrences[0], owners.get(name, ()))
     return recipe, given
-
-
-def _without_unknown(rest: list[str]) -> list[str]:
-    """What argparse did not know, without options and the value that may follow each."""
-    follows = ["", *rest]
-    return [
-        token
-        for token, before in zip(rest, follows)
-        if not token.startswith("-") and not (before.startswith("-") and "=" not in before)
-    ]
 
 
 def _recipe_name(rest: list[str]) -> str | None:

@@ -12,16 +12,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from alignment.config.errors import OptionError
 from alignment.config.refusals import nearest, shown
-from alignment.config.user_code import load_named
+from alignment.config.user_code import FAILURES, load_named, raised
 
 if TYPE_CHECKING:
     from alignment.config.options import AlignmentConfig
 
 GROUP = "alignment.methods"
+_NAME = "_method_name"  # on options: by which name their method was asked for
+Options = TypeVar("Options", bound="AlignmentConfig")
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,6 @@ class Registry(Mapping[str, "type[AlignmentConfig]"]):
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
-        self._outside: dict[type[AlignmentConfig], Any] = {}
 
     def enter(self, name: str, options: str, trainer: str) -> None:
         """Make a method known by ``name``."""
@@ -46,9 +47,7 @@ class Registry(Mapping[str, "type[AlignmentConfig]"]):
     def __getitem__(self, name: str) -> type[AlignmentConfig]:
         if name in self.entries:
             return _imported(self.entries[name].options)
-        trainer = self._loaded(name)
-        options: type[AlignmentConfig] = trainer.config_class
-        self._outside[options] = trainer
+        options: type[AlignmentConfig] = self._loaded(name).config_class
         return options
 
     def __contains__(self, name: object) -> bool:
@@ -60,10 +59,25 @@ class Registry(Mapping[str, "type[AlignmentConfig]"]):
     def __len__(self) -> int:
         return len(self.entries)
 
+    def named(self, options: Options, name: str) -> Options:
+        """The same options, which remember the name that their method was asked for by."""
+        vars(options)[_NAME] = name
+        return options
+
     def trainer(self, options: AlignmentConfig) -> Any:
-        """The trainer class that these options are of; their class came from here."""
-        outside = self._outside.get(type(options))
-        return outside if outside is not None else _imported(self.entries[options.method].trainer)
+        """The trainer class of a run with these options.
+
+        Raises:
+            OptionError: they are of no method that is known here.
+        """
+        name = name_of(options)
+        if self.is_outside(name):
+            return self._loaded(name)
+        if name not in self.entries or type(options) is not self[name]:
+            raise OptionError(
+                f"method={name!r}: no trainer is known for {type(options).__name__}; call the trainer class itself"
+            )
+        return _imported(self.entries[name].trainer)
 
     def is_outside(self, name: str | None) -> bool:
         """Whether a name is that of a method from outside, which has to be imported for its options to be known."""
@@ -100,6 +114,11 @@ class Registry(Mapping[str, "type[AlignmentConfig]"]):
 METHODS = Registry()
 
 
+def name_of(options: AlignmentConfig) -> str:
+    """What to give as ``method`` for a run like this one: its name, or the path that it was asked for by."""
+    return str(vars(options).get(_NAME, options.method))
+
+
 def option_names(cls: type[AlignmentConfig]) -> set[str]:
     """The names of all options of one method."""
     return {field.name for field in dataclasses.fields(cls)}
@@ -115,10 +134,16 @@ def _installed() -> dict[str, EntryPoint]:
 
 
 def _imported_entry(entry: EntryPoint) -> Any:
+    several = [other.value for other in entry_points(group=GROUP, name=entry.name) if other.value != entry.value]
+    if several:
+        raise OptionError(
+            f"{shown('method', entry.name)}: several packages provide it: {', '.join([entry.value, *several])}; name "
+            "one of these"
+        )
     try:
         return entry.load()
-    except Exception as error:  # another package's code
+    except FAILURES as error:
         raise OptionError(
-            f"{shown('method', entry.name)}: importing {entry.value} raised {type(error).__name__}: {error}; "
-            "correct or uninstall the package that provides it"
+            f"{shown('method', entry.name)}: importing {entry.value} raised {raised(error)}; correct or uninstall the "
+            "package that provides it"
         ) from error

@@ -99,7 +99,7 @@ def _from_package(name: str, where: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             raise OptionError(
-                f"{where}: there is no module {error.name!r}; install it, or name a file as file.py:function"
+                f"{where}: there is no module {error.name!r}; install it, or name a file as file.py:name"
             ) from error
         raise OptionError(f"{where}: importing {name} raised {raised(error)}; correct it") from error
     except FAILURES as error:

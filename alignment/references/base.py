@@ -19,7 +19,7 @@ class RowIds(NamedTuple):
     Attributes:
         dataset: names the tokenised dataset; ``""`` for completions that are in no dataset.
         rows: (R,) row numbers in it.
-        partners: (R,) row numbers of KTO's partners, -1 for none; empty if the batch has no such sequences.
+        partners: (R,) row numbers of KTO's partners, -1 for a row without one; empty for methods that draw none.
     """
 
     dataset: str

@@ -247,7 +247,7 @@ class AlignmentTrainer:
             data = {n: self._prepare(d, None, "eval_dataset") for n, d in named_datasets(eval_dataset).items()}
         if not data:
             raise OptionError("eval_dataset: none was given, so there is nothing to evaluate on")
-        if self.engines.models is None:
+        if not self.engines.ready:
             self.engines.build(total_steps(self.args, self.sampler) if self.sampler is not None else None)
         metrics: dict[str, float] = {}
         for name, part in data.items():

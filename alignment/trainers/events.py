@@ -24,11 +24,11 @@ _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_ev
 class Decision(NamedTuple):
     """What happens between two steps, the same on every rank; with none of it the run continues."""
 
-    stop: bool
-    end_epoch: bool
-    save: bool
-    evaluate: bool
-    log: bool
+    stop: bool = False
+    end_epoch: bool = False
+    save: bool = False
+    evaluate: bool = False
+    log: bool = False
 
 
 def reporting_callbacks(report_to: str | list[str]) -> list[type[TrainerCallback]]:

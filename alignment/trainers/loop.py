@@ -10,6 +10,7 @@ import pickle
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from alignment.reporting.progress import Progress
 from alignment.trainers.best import BestModel
 from alignment.trainers.context import RunContext
 from alignment.trainers.data_setup import PreparedData
+from alignment.trainers.events import Decision
 from alignment.trainers.output import CHECKPOINT_PREFIX, prune_checkpoints
 from alignment.trainers.run_engines import RunEngines
 from alignment.trainers.run_state import RandomStreams, Totals
@@ -63,7 +65,9 @@ class TrainingLoop:
         register = context.run_state.register
         self.history, self.totals = register("history", MetricHistory()), register("totals", Totals())
         self.random = register("random", _RandomAtStart())
+        self.boundary = register("boundary", _Boundary())
         register("data", sampler)
+        self.decision = Decision()
 
     def run(self, evaluation: Iterable[tuple[WindowPlan, Sequence[AnyBatch], PreparedData]]) -> TrainOutput:
         """Train to the last step; return transformers' ``TrainOutput``.
@@ -82,6 +86,9 @@ class TrainingLoop:
                 self.engines.window_pass.begin(evaluation)
                 if args.eval_on_start:
                     self.evaluate()  # not of a checkpoint, so not among those that the best is chosen from
+            elif self.boundary.epoch_ends:
+                self.random.after()
+                self._end_epoch()
             for plan, batches in self._windows():
                 if plan.step == 0:
                     self.events("on_epoch_begin")
@@ -100,33 +107,43 @@ class TrainingLoop:
 
     def _boundary(self) -> None:
         """Everything between two steps; after it, the state of the run is whole."""
-        self._act()
-        if self.sampler.step == 0 or self._stops(epoch=True):
-            self.events("on_epoch_end")
-            self._act()
-            if self.sampler.step:  # the rest of the epoch is left out
-                self.sampler.epoch, self.sampler.step = self.sampler.epoch + 1, 0
         self.totals.seconds = self._seconds()
+        self.decision = self.events.decide()
+        self.boundary.epoch_ends = self.sampler.step == 0 or self._stops(epoch=True)
+        self._act()
+        # Callbacks that heard of what was done may end the epoch as well.
+        self.boundary.epoch_ends = self.boundary.epoch_ends or self._stops(epoch=True)
+        if self.boundary.epoch_ends:
+            self._end_epoch()
+        self.totals.seconds = self._seconds()
+
+    def _end_epoch(self) -> None:
+        """What an epoch ends with; the rest of one that a callback ended is left out."""
+        self.boundary.epoch_ends = False
+        self.events("on_epoch_end")
+        self.decision = self.events.decide()
+        self._act()
+        if self.decision.end_epoch and self.sampler.step and not self._stops():
+            self.sampler.epoch, self.sampler.step = self.sampler.epoch + 1, 0
 
     def _stops(self, *, epoch: bool = False) -> bool:
         """Whether the run, or with ``epoch`` at least this epoch, ends here."""
-        control = self.events.control
-        last = control.should_training_stop or self.state.global_step >= self.total_steps
-        return bool(last or (epoch and control.should_epoch_stop))
+        last = self.decision.stop or self.state.global_step >= self.total_steps
+        return last or (epoch and self.decision.end_epoch)
 
     def _act(self) -> None:
-        """Do what all ranks decide together. They decide anew after each thing done, of which callbacks hear."""
-        decision = self.events.decide()
-        if decision.log or (self._stops() and self.history):
+        """Do what all ranks have decided. They decide anew after each thing done, for callbacks hear of it."""
+        if self.decision.log or (self._stops() and self.history):
             self._log()
-            decision = self.events.decide()
-        if decision.evaluate:
+            self.decision = self.events.decide()
+        if self.decision.evaluate:
             self._evaluate()
-            decision = self.events.decide()
-        if decision.save:
+            self.decision = self.events.decide()
+        if self.decision.save:
+            self.events.control.should_save = False  # in what is saved it has happened
             self._save()
             self.events("on_save")
-            self.events.decide()
+            self.decision = self.events.decide()
 
     def _seconds(self) -> float:
         """Since the run began, without the time between a stop and a restart."""
@@ -292,6 +309,23 @@ class TrainingLoop:
         self.events("on_train_end")
         self.write_state(self.context.output_dir)
         return TrainOutput(steps, metrics["train_loss"], {**metrics, "epoch": self.state.epoch or 0.0})
+
+
+@dataclass
+class _Boundary:
+    """How far a run is between two steps, where its state is saved in the midst of it.
+
+    Attributes:
+        epoch_ends: what an epoch ends with is still to be done.
+    """
+
+    epoch_ends: bool = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch_ends": self.epoch_ends}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.epoch_ends = bool(state["epoch_ends"])
 
 
 class _RandomAtStart(RandomStreams):

@@ -53,6 +53,11 @@ class RunEngines:
         return self.plan.source.live if self.models is None else self.models.policy.scorer.model
 
     @property
+    def ready(self) -> bool:
+        """Whether windows can be computed."""
+        return self._pass is not None
+
+    @property
     def window_pass(self) -> WindowPass:
         """The computation of one window; there once engines are."""
         assert self._pass is not None

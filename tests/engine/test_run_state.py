@@ -16,7 +16,7 @@ from drivers.canned import LONGEST
 from helpers import make_classifier, make_model, options, paired_rows, unpaired_rows
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import AutoConfig, EarlyStoppingCallback
+from transformers import AutoConfig, EarlyStoppingCallback, TrainerCallback
 
 import alignment
 from alignment.trainers.base import AlignmentTrainer
@@ -62,13 +62,12 @@ def make(name: str, models: dict[str, str], folder: Path, **more: Any) -> Alignm
         lr_scheduler_type="linear",
         learning_rate=5e-3,
         logging_steps=2,
-        eval_strategy="steps",
         eval_steps=2,
         metric_for_best_model="loss",
         greater_is_better=True,  # so that evaluations get worse, and patience is used up
         disable_dropout=False,
         include_num_input_tokens_seen=True,
-        **more,
+        **{"eval_strategy": "steps", **more},
     )
     arguments: dict[str, Any] = {"callbacks": [EarlyStoppingCallback(early_stopping_patience=50)]}
     rows: Callable[..., list[dict[str, Any]]] = unpaired_rows if method in ("KTO", "SFT") else paired_rows
@@ -136,28 +135,99 @@ def test_a_fresh_trainer_goes_on_from_any_step(
         whole.train()
     assert len(snapshots) == STEPS
     for step, snapshot in enumerate(snapshots[:-1], start=1):
-        with monkeypatch.context() as patched:
-            build = RunEngines.build
-
-            def built(engines: RunEngines, steps: int | None, build: Any = build, before: Snapshot = snapshot) -> None:
-                build(engines, steps)
-                before.copy_into(engines)
-
-            patched.setattr(RunEngines, "build", built)
-            random.seed(step)
-            torch.manual_seed(step)
-            again = make(method, models, tmp_path / f"again {step}")
-            again.context.run_state.load_state_dict(json.loads(snapshot.state))
-            again.train()
-        assert again.context.run_state.missing == []
+        random.seed(step)
+        torch.manual_seed(step)
+        again = resumed(method, models, tmp_path / f"again {step}", snapshot, monkeypatch)
         assert logged(again) == logged(whole), f"after step {step}"
         assert completions(again) == [row for row in completions(whole) if row["step"] > step]
         for name in ("best_metric", "best_global_step", "num_input_tokens_seen", "epoch"):
             assert getattr(again.state, name) == getattr(whole.state, name), name
-        for one, other in zip(again.model.parameters(), whole.model.parameters(), strict=True):  # type: ignore[union-attr]
-            assert torch.equal(one, other), f"after step {step}"
-        again.close()
     whole.close()
+
+
+def resumed(
+    method: str,
+    models: dict[str, str],
+    folder: Path,
+    snapshot: Snapshot,
+    monkeypatch: pytest.MonkeyPatch,
+    **more: Any,
+) -> AlignmentTrainer:
+    """A fresh trainer that has gone on to its end from there."""
+    with monkeypatch.context() as patched:
+        build = RunEngines.build
+
+        def built(engines: RunEngines, steps: int | None) -> None:
+            build(engines, steps)
+            snapshot.copy_into(engines)
+
+        patched.setattr(RunEngines, "build", built)
+        trainer = make(method, models, folder, **more)
+        trainer.context.run_state.load_state_dict(json.loads(snapshot.state))
+        trainer.train()
+    assert trainer.context.run_state.missing == []
+    trainer.close()
+    return trainer
+
+
+class Stop(TrainerCallback):
+    """Ends the run, or only the epoch, after the second step."""
+
+    def __init__(self, flag: str) -> None:
+        self.flag = flag
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        setattr(control, self.flag, state.global_step == 2)
+
+
+@pytest.mark.parametrize("flag", ["should_training_stop", "should_epoch_stop"])
+def test_a_run_that_was_stopped_within_an_epoch_goes_on(
+    flag: str, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was not: where it stopped, or with the next epoch where a callback ended this one."""
+    snapshots: dict[str, list[Snapshot]] = {"whole": [], "stopped": []}
+    ends_epoch = [Stop(flag)] if flag == "should_epoch_stop" else []
+    trainers = {}
+    for name, callbacks in (("whole", ends_epoch), ("stopped", [Stop(flag)])):
+        with monkeypatch.context() as patched:
+            watched(patched, lambda loop, name=name: snapshots[name].append(Snapshot(loop)))  # type: ignore[misc]
+            trainers[name] = make("KTO", models, tmp_path / name)
+            for callback in callbacks:
+                trainers[name].add_callback(callback)
+            trainers[name].train()
+            trainers[name].close()
+    again = resumed("KTO", models, tmp_path / "again", snapshots["stopped"][1], monkeypatch)
+    here = {} if flag == "should_epoch_stop" else {"epoch": 0, "step": 2}
+    data = json.loads(snapshots["stopped"][1].state)["data"]
+    assert {name: data[name] for name in ("epoch", "step")} == (here or {"epoch": 1, "step": 0})
+    steps = [entry for entry in logged(trainers["whole"]) if "grad_norm" in entry]
+    assert [entry for entry in logged(again) if "grad_norm" in entry and entry["step"] % 2 == 0] == [
+        entry for entry in steps if entry["step"] % 2 == 0
+    ]
+
+
+def test_a_state_that_is_saved_in_the_midst_of_a_boundary(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the last step of an epoch, whose evaluation is still to come when it is saved."""
+    snapshots: list[Snapshot] = []
+    epochs = {"eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 3}
+    with monkeypatch.context() as patched:
+        save = TrainingLoop._save
+
+        def saved(loop: TrainingLoop) -> None:
+            save(loop)
+            snapshots.append(Snapshot(loop))
+
+        patched.setattr(TrainingLoop, "_save", saved)
+        whole = make("KTO", models, tmp_path / "whole", **epochs)
+        whole.train()
+        whole.close()
+    assert [json.loads(one.state)["trainer"]["global_step"] for one in snapshots] == [3, 6]
+    assert json.loads(snapshots[0].state)["boundary"] == {"epoch_ends": True}
+    again = resumed("KTO", models, tmp_path / "again", snapshots[0], monkeypatch, **epochs)
+    assert logged(again) == logged(whole)
+    assert [path.name for path in sorted(again.output_dir.glob("checkpoint-*"))] == ["checkpoint-6"]
 
 
 # Everything that changes is restored -------------------------------------------------------------------------------
@@ -166,6 +236,7 @@ def test_a_fresh_trainer_goes_on_from_any_step(
 EXCUSED = {
     "loop._started": "a clock of this process; the seconds before are in totals",
     "loop._before": "the seconds before this process began, which totals hold",
+    "loop.decision.0": "whether to stop is decided between any two steps; the last step does",
     "loop.progress._tokens": "of the progress bar, whose rate is that of this process",
     "trainer.sampler._order.0": "the rows of an epoch in order are a function of seed and epoch, made when asked for",
     "trainer.sampler._order.1": "the same",
@@ -180,7 +251,8 @@ def leaves(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, str]]:
         yield path, repr(value)
         return
     if isinstance(value, (Tensor, np.ndarray)):
-        yield path, f"{type(value).__name__} {hash(value.tobytes()) if isinstance(value, np.ndarray) else id(value)}"
+        content = value.detach().float().cpu().numpy() if isinstance(value, Tensor) else value
+        yield path, f"{type(value).__name__} {hash(content.tobytes())}"
         return
     if id(value) in seen or callable(value) and not hasattr(value, "state_dict"):
         return
@@ -286,10 +358,10 @@ def test_a_part_that_is_not_registered_is_missed(
 
 
 def test_the_parts_are_these(models: dict[str, str], tmp_path: Path) -> None:
-    """``rollout`` changes at the first window and never again, so that no step shows it; see below."""
+    """``rollout`` changes at the first window only, ``boundary`` only where a state is saved between two steps."""
     trainer = make("OnlineDPO", models, tmp_path, max_steps=1)
     trainer.train()
-    assert set(trainer.context.run_state.parts) == {*PARTS, "rollout"}
+    assert set(trainer.context.run_state.parts) == {*PARTS, "rollout", "boundary"}
     rollout = trainer.context.run_state.state_dict()["rollout"]
     assert rollout["backend"] == "generate" and rollout["batch_size"] >= 1
     trainer.close()

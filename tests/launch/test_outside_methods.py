@@ -88,7 +88,7 @@ def test_two_ranks_by_the_command_line(folder: Path, tmp_path: Path, ranks: Rank
         for name in ("loss", "grad_norm", "nll_loss", "log_odds_ratio", "rewards/margins", "logps/chosen"):
             assert shared[name] == pytest.approx(alone[name], rel=1e-5, abs=1e-6), name
     assert logged(one)[0]["loss"] == pytest.approx(float64_loss(folder, beta=0.3), rel=1e-5)
-    assert json.loads((two / "options.json").read_text())["method"] == "orpo"
+    assert json.loads((two / "options.json").read_text())["method"] == ORPO, "as it may be given again"
 
 
 def float64_loss(folder: Path, beta: float) -> float:
@@ -159,6 +159,56 @@ def test_its_options_are_options(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="loss_type='sigmoid': an option of method "):
         parse([*arguments(folder, tmp_path), "--loss_type", "sigmoid"])
     assert "ORPO (--method orpo):" in help_text({"orpo": type(parsed)})
+
+
+def test_the_command_in_its_documentation(folder: Path, tmp_path: Path) -> None:
+    command = (ROOT / "examples" / "orpo.py").read_text().partition("launch/train.py ")[2].partition("\n\n")[0]
+    parsed = parse(command.replace("\\\\", "").replace("examples/", f"{ROOT / 'examples'}/").split())
+    assert (type(parsed).__name__, parsed.output_dir) == ("ORPOConfig", "out/orpo")
+
+
+LISTS = """\
+from dataclasses import dataclass
+from alignment.config.fields import option
+from alignment.methods.dpo import DPOTrainer
+from alignment.methods.dpo_options import DPOConfig
+
+@dataclass(kw_only=True)
+class Options(DPOConfig):
+    TITLE = "Lists"
+    method = "lists"
+    shares: list[float] | None = option(None, "Some numbers.")
+
+class Trainer(DPOTrainer):
+    config_class = Options
+
+class Same(DPOTrainer):
+    pass
+"""
+
+
+def test_options_of_outside_methods_may_be_lists(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(LISTS)
+    name = f"{tmp_path / 'mine.py'}:Trainer"
+    given = [*arguments(folder, tmp_path)[2:], "--shares", "0.5", "0.25", "0.125"]
+    assert parse(["--method", name, *given]).shares == [0.5, 0.25, 0.125]  # type: ignore[attr-defined]
+    assert glimpse([*given, f"--method={name}"]) == (name, True)
+    with pytest.raises(OptionError, match="'nope.yaml': no such file"):
+        parse(["nope.yaml", "--method", name, *given])
+    assert glimpse(["nope.yaml", "--use_cpu"]) == (None, True)
+
+
+def test_each_method_keeps_its_trainer(folder: Path, tmp_path: Path) -> None:
+    """Also where a trainer from outside takes the options of a method of the package; what is unknown is refused."""
+    (tmp_path / "mine.py").write_text(LISTS)
+    given = arguments(folder, tmp_path)[2:]
+    same = parse(["--method", f"{tmp_path / 'mine.py'}:Same", *given])
+    inside = parse(["--method", "dpo", *given])
+    assert type(same) is type(inside)
+    assert [METHODS.trainer(one).__name__ for one in (same, inside)] == ["Same", "DPOTrainer"]
+    other = load_named(f"{tmp_path / 'mine.py'}:Options", "method")("out")
+    with pytest.raises(OptionError, match="^method='lists': no trainer is known for Options; call"):
+        METHODS.trainer(other)
 
 
 def test_a_recipe_names_it(folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""No package below ``methods/`` knows a method: neither its classes nor, to decide anything by, its name."""
+"""No package below ``methods/`` knows a method: neither its classes nor its name, in whatever way it could be used."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from conftest import ROOT
 from alignment.config.registry import METHODS
 
 PACKAGE = ROOT / "alignment"
-# objectives/ and options name losses, one of which is called as its method is.
+# objectives/ names losses, one of which is called as its method is; the demo is above the methods.
 _EXEMPT = ("methods", "objectives", "demo")
+# A text that is a method's name by chance: the first part of the names of the reward model's options.
+_CHANCE = {("rewards/classifier.py", "reward")}
 LOWER = sorted(
     path
     for path in PACKAGE.rglob("*.py")
@@ -21,37 +23,23 @@ LOWER = sorted(
 )
 
 
-def faults(source: str) -> Iterator[str]:
-    """Imports from ``alignment.methods``, and comparisons with and lookups by a method's name."""
+def faults(source: str) -> Iterator[tuple[str, str]]:
+    """Imports from ``alignment.methods``, and texts that are a method's name: the line and what is there."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("alignment.methods"):
-            yield f"line {node.lineno}: imports {node.module}"
-        elif isinstance(node, ast.Import) and any(name.name.startswith("alignment.methods") for name in node.names):
-            yield f"line {node.lineno}: imports a method"
-        elif isinstance(node, ast.Compare) and "loss_type" not in ast.unparse(node):
-            yield from _named(node, [node.left, *node.comparators], "compares with")
-        elif isinstance(node, ast.Subscript):
-            yield from _named(node, [node.slice], "looks up")
-        elif isinstance(node, ast.Dict):
-            yield from _named(node, [key for key in node.keys if key is not None], "has a key")
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "pop"):
-            yield from _named(node, node.args[:1], "looks up")
-        elif isinstance(node, ast.match_case):
-            yield from _named(
-                node.body[0], [p.value for p in ast.walk(node.pattern) if isinstance(p, ast.MatchValue)], "matches"
-            )
-
-
-def _named(node: ast.AST, values: list[ast.expr], what: str) -> Iterator[str]:
-    for value in values:
-        for part in ast.walk(value):
-            if isinstance(part, ast.Constant) and part.value in METHODS.entries:
-                yield f"line {getattr(node, 'lineno', 0)}: {what} {part.value!r}"
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        if any(name.startswith("alignment.methods") for name in names):
+            yield f"line {getattr(node, 'lineno', 0)}", names[0]
+        if isinstance(node, ast.Constant) and node.value in METHODS.entries:
+            yield f"line {node.lineno}", str(node.value)
 
 
 @pytest.mark.parametrize("path", LOWER, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_lower_package_knows_no_method(path: Path) -> None:
-    assert list(faults(path.read_text(encoding="utf-8"))) == []
+    name = str(path.relative_to(PACKAGE))
+    found = [fault for fault in faults(path.read_text(encoding="utf-8")) if (name, fault[1]) not in _CHANCE]
+    assert found == []
 
 
 @pytest.mark.parametrize(
@@ -60,17 +48,13 @@ def test_a_lower_package_knows_no_method(path: Path) -> None:
         "from alignment.methods.kto import KTOTrainer",
         "import alignment.methods.cpo_options as options",
         "if options.method == 'cpo': pass",
-        "if options.method in ('kto', 'cpo'): pass",
+        "if options.method in NAMES: pass\nNAMES = ('kto', 'sigmoid')",
         "x = {'kto': 1}",
         "x = TABLE['online_dpo']",
         "x = TABLE.get('sft', 3)",
         "match method:\n    case 'reward': pass",
+        "def f(name='dpo'): ...",
     ],
 )
 def test_the_walk_sees_it(source: str) -> None:
     assert list(faults(source))
-
-
-@pytest.mark.parametrize("source", ["x = options.loss_type == 'kto'", "x = 'kto'", "f('kto')", "x = {'KTO': 1}"])
-def test_the_walk_lets_it_pass(source: str) -> None:
-    assert list(faults(source)) == []
