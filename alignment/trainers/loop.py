@@ -9,10 +9,8 @@ import math
 import pickle
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput
@@ -31,7 +29,7 @@ from alignment.trainers.data_setup import PreparedData
 from alignment.trainers.events import Decision
 from alignment.trainers.output import CHECKPOINT_PREFIX, prune_checkpoints
 from alignment.trainers.run_engines import RunEngines
-from alignment.trainers.run_state import RandomStreams, Totals
+from alignment.trainers.run_state import Boundary, RandomAtStart, Totals
 from alignment.trainers.sampling import total_steps
 from alignment.trainers.window import NonFiniteLoss
 
@@ -64,8 +62,8 @@ class TrainingLoop:
         self.best = BestModel(context.args, context.state)
         register = context.run_state.register
         self.history, self.totals = register("history", MetricHistory()), register("totals", Totals())
-        self.random = register("random", _RandomAtStart())
-        self.boundary = register("boundary", _Boundary())
+        self.random = register("random", RandomAtStart())
+        self.boundary = register("boundary", Boundary())
         register("data", sampler)
         self.decision = Decision()
 
@@ -122,9 +120,9 @@ class TrainingLoop:
         self.boundary.epoch_ends = False
         self.events("on_epoch_end")
         self.decision = self.events.decide()
-        self._act()
         if self.decision.end_epoch and self.sampler.step and not self._stops():
             self.sampler.epoch, self.sampler.step = self.sampler.epoch + 1, 0
+        self._act()
 
     def _stops(self, *, epoch: bool = False) -> bool:
         """Whether the run, or with ``epoch`` at least this epoch, ends here."""
@@ -309,45 +307,3 @@ class TrainingLoop:
         self.events("on_train_end")
         self.write_state(self.context.output_dir)
         return TrainOutput(steps, metrics["train_loss"], {**metrics, "epoch": self.state.epoch or 0.0})
-
-
-@dataclass
-class _Boundary:
-    """How far a run is between two steps, where its state is saved in the midst of it.
-
-    Attributes:
-        epoch_ends: what an epoch ends with is still to be done.
-    """
-
-    epoch_ends: bool = False
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"epoch_ends": self.epoch_ends}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.epoch_ends = bool(state["epoch_ends"])
-
-
-class _RandomAtStart(RandomStreams):
-    """Random streams that are restored where the run goes on, not where its state is loaded.
-
-    Between the two a DataLoader's iterator draws once from torch's generator, as it did before the restart if that was
-    within an epoch; at the end of one, the draw is still to come.
-    """
-
-    def __init__(self) -> None:
-        self._loaded: Mapping[str, Any] | None = None
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._loaded = state
-
-    def before(self, step: int) -> None:
-        """Called before the iterator of an epoch is made, of which ``step`` windows are done."""
-        if step == 0:
-            self.after()
-
-    def after(self) -> None:
-        """Called when it has been made."""
-        if self._loaded is not None:
-            super().load_state_dict(self._loaded)
-            self._loaded = None

@@ -116,6 +116,51 @@ class RandomStreams:
             torch.cuda.set_rng_state_all([_tensor(text) for text in state["cuda"]])
 
 
+@dataclass
+class Boundary:
+    """How far a run is between two steps, where its state is saved in the midst of it.
+
+    Attributes:
+        epoch_ends: what an epoch ends with is still to be done.
+    """
+
+    epoch_ends: bool = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its only field."""
+        return {"epoch_ends": self.epoch_ends}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        self.epoch_ends = bool(state["epoch_ends"])
+
+
+class RandomAtStart(RandomStreams):
+    """Random streams that are restored where the run goes on, not where its state is loaded.
+
+    Between the two a DataLoader's iterator draws once from torch's generator, as it did before the restart if that was
+    within an epoch; at the end of one, the draw is still to come.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: Mapping[str, Any] | None = None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keep it until the run goes on."""
+        self._loaded = state
+
+    def before(self, step: int) -> None:
+        """Called before the iterator of an epoch is made, of which ``step`` windows are done."""
+        if step == 0:
+            self.after()
+
+    def after(self) -> None:
+        """Called when it has been made."""
+        if self._loaded is not None:
+            super().load_state_dict(self._loaded)
+            self._loaded = None
+
+
 def _text(state: torch.Tensor) -> str:
     return base64.b64encode(state.numpy().tobytes()).decode("ascii")
 
