@@ -112,7 +112,7 @@ def test_a_judge_is_an_object_with_that_method(file: Path) -> None:
         ("{folder}/syntax.py:f", ": importing syntax.py raised SyntaxError: "),
         ("{folder}/leaves.py:f", ": importing leaves.py raised SystemExit: 3 (leaves.py line 1)"),
         ("{folder}/imports.py:f", "raised ModuleNotFoundError: No module named 'nowhere' (imports.py line 1)"),
-        ("nowhere.module:f", ": there is no module 'nowhere'; install it, or name a file as file.py:function"),
+        ("nowhere.module:f", ": there is no module 'nowhere'; install it, or name a file as file.py:name"),
         ("alignment.nothing:f", ": there is no module 'alignment.nothing'"),
         ("alignment.demo.judge:rate", "alignment.demo.judge has no 'rate'; did you mean 'rates'?"),
         ("_imports_beside:f", ": importing _imports_beside raised ModuleNotFoundError: No module named 'nowhere'"),
