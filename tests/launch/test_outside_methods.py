@@ -131,7 +131,7 @@ def test_a_loss_of_single_tokens(folder: Path, tmp_path: Path) -> None:
             assert scores.token_logps.shape == batch.answers.targets.shape
             whole = super().losses(batch, index, scores, known, window)
             local = -scores.token_logps.sum() / window.counts.first_completion_tokens
-            assert float(local) == pytest.approx(float(whole.local), rel=1e-6)
+            assert float(local.detach()) == pytest.approx(float(whole.local.detach()), rel=1e-6)
             return RowLosses(local, whole.rows)
 
     class ByTokenTrainer(SFTTrainer):

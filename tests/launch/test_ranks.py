@@ -110,6 +110,7 @@ def test_a_script_ends_as_under_python(ranks: RankServer, tmp_path: Path, end: s
 def test_a_rank_that_dies_or_hangs_is_named_in_time(
     ranks: RankServer, tmp_path: Path, what: str, bound: float, said: str
 ) -> None:
+    assert ranks.address, "the server has started, which takes longer than any of this"
     start = time.monotonic()
     with pytest.raises(RanksFailed) as failed:
         ranks.run(ODD, what, env={"PIDS": str(tmp_path)}, timeout=3, grace=1)
