@@ -28,7 +28,7 @@ CHANGES = {
     ),
     "a metric that is left out": (
         "alignment/methods/cpo.py",
-        '            ("entropy", scores.entropy.sum(), lengths.sum()),\n',
+        '        sums.add("entropy", scores.entropy.sum(), lengths.sum())\n',
         "",
         "cpo-stage0-1",
         "entropy",
@@ -44,7 +44,7 @@ CHANGES = {
         "alignment/data/windows.py",
         "partners[order] = np.roll(order, -(shift if shift < count else 1))",
         "partners[order] = np.roll(order, -(shift + 1 if shift + 1 < count else 1))",
-        "kto-stage2-2",
+        "kto-other-reference-stage3-1",
         "kl",
     ),
 }
