@@ -103,7 +103,7 @@ def test_the_runs_cover_methods_stages_and_ranks(world: World) -> None:
     quick = {run.name for run in runs(world, quick=True)}
     assert quick < set(every) and len(quick) == 2 * len(methods)
     for engine in engines:
-        assert sum(name.endswith(f"-{engine}") for name in quick) == 2
+        assert sum(name.endswith(f"-{engine}") for name in quick) >= 2
     assert all(sum(name.removesuffix(f"-{engine}") in methods for engine in engines) == 1 for name in quick)
     for run in every.values():
         options = run.options

@@ -116,6 +116,10 @@ def _methods(world: World) -> dict[str, dict[str, Any]]:
             **{"method": "reward", "model_name_or_path": policy, "dataset_name": pairs, "max_prompt_length": None},
             **{"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_steps": 3},
         },
+        "dpo": {
+            **{"method": "dpo", "model_name_or_path": policy, "dataset_name": pairs, **reference},
+            **{"beta": 0.3, "label_smoothing": 0.1},
+        },
     }
 
 
@@ -141,7 +145,7 @@ def runs(world: World, quick: bool) -> list[Run]:
 def _recipe(options: dict[str, Any], stage: str, ranks: int, settings: dict[str, Any]) -> dict[str, Any]:
     more: dict[str, Any] = {"deepspeed": settings, "per_device_train_batch_size": 2}
     more["gradient_accumulation_steps"] = 4 // ranks
-    if options["method"] in ("kto", "online_dpo"):
+    if options["method"] in ("kto", "dpo", "online_dpo"):
         more["ref_placement"] = ("replica", "sharded", "offload")[(len(stage) + ranks) % 3]
     if options["method"] == "online_dpo" and stage.startswith("stage3"):
         more["ds3_gather_for_generation"] = ranks == 1  # otherwise it follows free memory, as the batch size does
