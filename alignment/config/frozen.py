@@ -118,8 +118,14 @@ def plan_frozen(
         config["zero_optimization"]["offload_param"].setdefault("pin_memory", pin)
     else:
         config["zero_optimization"].pop("offload_param", None)
+    fixed = _fixed(dtypes, micro_batch, world_size)
+    return FrozenPlan(PLACEMENTS[found], finished(config, fixed, Situation(hidden_size, stage, pin), where))
+
+
+def _fixed(dtypes: DtypePlan, micro_batch: int, world_size: int) -> dict[str, tuple[Any, str]]:
+    """What the JSON of a frozen engine has to say, by dotted path, each with the reason."""
     why = "a frozen engine takes no optimizer step"
-    fixed: dict[str, tuple[Any, str]] = {
+    return {
         "train_micro_batch_size_per_gpu": (micro_batch, f"a forward of {micro_batch} rows"),
         "gradient_accumulation_steps": (1, why),
         "train_batch_size": (micro_batch * world_size, f"a forward of {micro_batch} rows x {world_size} ranks"),
@@ -127,7 +133,6 @@ def plan_frozen(
         "bf16.enabled": (dtypes.ds["bf16"]["enabled"], f"computing in {dtypes.compute}"),
         "fp16.enabled": (dtypes.ds["fp16"]["enabled"], f"computing in {dtypes.compute}"),
     }
-    return FrozenPlan(PLACEMENTS[found], finished(config, fixed, Situation(hidden_size, stage, pin), where))
 
 
 def _checked_placement(config: dict[str, Any], stage: int, where: str) -> str:
