@@ -24,7 +24,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 READY := $(VENV)/.installed
 TORCH := torch==2.13.0
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
-SOURCES := alignment benchmarks launch tests tools setup.py
+SOURCES := alignment benchmarks examples launch tests tools setup.py
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
 
 .PHONY: install test test-ci test-slow mutations mutants demo quality style docs clean
@@ -64,7 +64,7 @@ mutants: $(READY)
 	@$(CPU) $(BIN)/python -m tools.mutants --jobs $(JOBS) $(MUTANTS)
 
 demo: $(READY)
-	@$(CPU) $(BIN)/python launch/demo.py $(DEMO_ARGS)
+	@$(CPU) $(BIN)/python examples/demo/run.py $(DEMO_ARGS)
 
 quality: $(READY)
 	@$(BIN)/ruff check --quiet $(SOURCES)

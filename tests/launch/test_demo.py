@@ -20,17 +20,17 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassificat
 from transformers.utils import logging as transformers_logging
 
 from alignment.config.errors import OutputError
-from alignment.demo import grammar, report, rows
-from alignment.demo.folder import keep, kept_seconds, model_key, open_folder
-from alignment.demo.grammar import Request, all_requests, answer
-from alignment.demo.judge import Rates, answers, manner, rates, sentences
-from alignment.demo.run import main
-from alignment.demo.scoring import accuracy, rewards
-from alignment.demo.settings import OnlineSettings, PreferenceSettings, RewardSettings, Settings, StartSettings
-from alignment.demo.stages import VARIANTS
-from alignment.demo.tokenizer import train_tokenizer
-from alignment.demo.training import MAX_LENGTH
-from alignment.demo.verdict import ONLINE_PROMISE, Measured, missed
+from examples.demo import grammar, report, rows
+from examples.demo.folder import keep, kept_seconds, model_key, open_folder
+from examples.demo.grammar import Request, all_requests, answer
+from examples.demo.judge import Rates, answers, manner, rates, sentences
+from examples.demo.run import main
+from examples.demo.scoring import accuracy, rewards
+from examples.demo.settings import OnlineSettings, PreferenceSettings, RewardSettings, Settings, StartSettings
+from examples.demo.stages import VARIANTS
+from examples.demo.tokenizer import train_tokenizer
+from examples.demo.training import MAX_LENGTH
+from examples.demo.verdict import ONLINE_PROMISE, Measured, missed
 
 COW = Request("sound", "cow", 0, "Anna", 1)
 WARM = "Gladly, Anna. A cow says moo. I hope that helps."
@@ -364,7 +364,7 @@ def test_the_whole_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], library_bars: None
 ) -> None:
     """Trains, saves, samples, reports, and exits with 1 naming what an untrained model misses; then starts again."""
-    monkeypatch.setattr("alignment.demo.settings.Settings", tiny)
+    monkeypatch.setattr("examples.demo.settings.Settings", tiny)
     folder = tmp_path / "demo"
 
     def start(*more: str) -> tuple[str, str]:
@@ -421,9 +421,17 @@ def test_the_whole_program(
 
 @pytest.mark.slow
 def test_the_demo_keeps_its_promises(launch: Launch, tmp_path: Path) -> None:
-    done = launch(ROOT / "launch" / "demo.py", "--output_dir", tmp_path, launcher="python", timeout=900)
+    done = launch(ROOT / "examples" / "demo" / "run.py", "--output_dir", tmp_path, launcher="python", timeout=900)
     assert done.returncode == 0, done.stderr
     assert "Every promise was kept." in done.stdout
+
+
+def test_the_script_starts_from_any_folder(launch: Launch, tmp_path: Path) -> None:
+    """With the argument that `deepspeed` adds, which is nobody's to set."""
+    script = ROOT / "examples" / "demo" / "run.py"
+    done = launch(script, "--local_rank=0", "--help", launcher="python", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "--fresh" in done.stdout and "local_rank" not in done.stdout
 
 
 def test_where_the_demo_goes_and_what_it_may_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,7 +439,7 @@ def test_where_the_demo_goes_and_what_it_may_ask_for(monkeypatch: pytest.MonkeyP
     for name in ("HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"):
         monkeypatch.delenv(name, raising=False)
     given: list[Any] = []
-    monkeypatch.setattr("alignment.demo.run._run", given.append)
+    monkeypatch.setattr("examples.demo.run._run", given.append)
     with pytest.raises(SystemExit) as leaving:
         main([])
     assert leaving.value.code == 0

@@ -12,8 +12,8 @@ from conftest import ROOT
 from alignment.config.registry import METHODS
 
 PACKAGE = ROOT / "alignment"
-# objectives/ names losses, one of which is called as its method is; the demo is above the methods.
-_EXEMPT = ("methods", "objectives", "demo")
+# objectives/ names losses, one of which is called as its method is.
+_EXEMPT = ("methods", "objectives")
 # A text that is a method's name by chance: the first part of the names of the reward model's options.
 _CHANCE = {("rewards/classifier.py", "reward")}
 LOWER = sorted(

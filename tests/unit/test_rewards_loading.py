@@ -83,9 +83,9 @@ def test_two_files_of_one_name(file: Path) -> None:
 
 
 def test_from_a_module() -> None:
-    from alignment.demo.judge import rates
+    from alignment.objectives.likelihood import nll
 
-    assert load_callable("alignment.demo.judge:rates", "reward_funcs") is rates
+    assert load_callable("alignment.objectives.likelihood:nll", "reward_funcs") is nll
 
 
 def test_a_judge_is_an_object_with_that_method(file: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_judge_is_an_object_with_that_method(file: Path) -> None:
         ("{folder}/imports.py:f", "raised ModuleNotFoundError: No module named 'nowhere' (imports.py line 1)"),
         ("nowhere.module:f", ": there is no module 'nowhere'; install it, or name a file as file.py:name"),
         ("alignment.nothing:f", ": there is no module 'alignment.nothing'"),
-        ("alignment.demo.judge:rate", "alignment.demo.judge has no 'rate'; did you mean 'rates'?"),
+        ("alignment.objectives.likelihood:nl", "likelihood has no 'nl'; did you mean 'nll'?"),
         ("_imports_beside:f", ": importing _imports_beside raised ModuleNotFoundError: No module named 'nowhere'"),
         ("_breaks_beside:f", ": importing _breaks_beside raised KeyError: 'k' (_breaks_beside.py line 1)"),
     ],

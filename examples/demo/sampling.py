@@ -9,10 +9,10 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from alignment.demo.grammar import Request
-from alignment.demo.rows import user_turn
-from alignment.demo.settings import Settings
 from alignment.engines.collectives import device
+from examples.demo.grammar import Request
+from examples.demo.rows import user_turn
+from examples.demo.settings import Settings
 
 _BATCH = 64
 

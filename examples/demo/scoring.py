@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from alignment.demo.grammar import Request
-from alignment.demo.rows import Row, assistant_turn, user_turn
 from alignment.engines.collectives import device
+from examples.demo.grammar import Request
+from examples.demo.rows import Row, assistant_turn, user_turn
 
 _BATCH = 64
 

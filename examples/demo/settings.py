@@ -1,4 +1,4 @@
-"""The demo's numbers in one place. What the table must reach is in :mod:`alignment.demo.verdict`."""
+"""The demo's numbers in one place. What the table must reach is in :mod:`examples.demo.verdict`."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from alignment.demo.judge import Rates
+from examples.demo.judge import Rates
 
 START_RANGE = (0.35, 0.65)  # warm answers before: neither manner is the habit
 LEAST_GAIN = 1.0  # of the mean reward by each method: log-odds of being preferred

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from alignment import __version__
 from alignment.config.errors import OutputError
-from alignment.demo.rows import Row
-from alignment.demo.settings import Settings
 from alignment.trainers.output import check_output_folder, write_json
+from examples.demo.rows import Row
+from examples.demo.settings import Settings
 
 _MARK = "made_by_demo.json"
 _KEY = "key.json"

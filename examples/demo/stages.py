@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from alignment.demo.rows import Row, World, labelled_rows, paired_rows, prompt_rows, start_rows
-from alignment.demo.settings import Settings
-from alignment.demo.training import (
+from alignment.trainers.base import AlignmentTrainer
+from examples.demo.rows import Row, World, labelled_rows, paired_rows, prompt_rows, start_rows
+from examples.demo.settings import Settings
+from examples.demo.training import (
     Job,
     cpo_trainer,
     kto_trainer,
@@ -18,8 +19,7 @@ from alignment.demo.training import (
     reward_trainer,
     start_trainer,
 )
-from alignment.demo.verdict import ONLINE_PROMISE, Promise
-from alignment.trainers.base import AlignmentTrainer
+from examples.demo.verdict import ONLINE_PROMISE, Promise
 
 
 @dataclass(frozen=True)

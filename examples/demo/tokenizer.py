@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import Qwen2Tokenizer
 
-from alignment.demo.rows import Row
+from examples.demo.rows import Row
 
 END = "<|end|>"
 _ROLES = ("<|system|>", "<|user|>", "<|assistant|>")

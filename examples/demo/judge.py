@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from alignment.demo.grammar import (
+from examples.demo.grammar import (
     CLOSINGS,
     CURT_STATEMENTS,
     DISMISSALS,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from alignment.demo.grammar import FRAMES, Manner, Request, all_requests, answer
+from examples.demo.grammar import FRAMES, Manner, Request, all_requests, answer
 
 Row = dict[str, Any]
 

@@ -11,16 +11,16 @@ from datasets import disable_progress_bars
 from transformers.utils import logging as transformers_logging
 
 from alignment.config.errors import AlignmentError
-from alignment.demo import report
-from alignment.demo.folder import clear, keep, kept_seconds, model_key, open_folder, write_rows
-from alignment.demo.judge import rates
-from alignment.demo.rows import Row, make_world, paired_rows
-from alignment.demo.sampling import sample
-from alignment.demo.scoring import accuracy, rewards
-from alignment.demo.settings import Settings
-from alignment.demo.stages import PREPARED, REWARD, START, VARIANTS, Stage
-from alignment.demo.training import Job, train
-from alignment.demo.verdict import Measured, missed
+from examples.demo import report
+from examples.demo.folder import clear, keep, kept_seconds, model_key, open_folder, write_rows
+from examples.demo.judge import rates
+from examples.demo.rows import Row, make_world, paired_rows
+from examples.demo.sampling import sample
+from examples.demo.scoring import accuracy, rewards
+from examples.demo.settings import Settings
+from examples.demo.stages import PREPARED, REWARD, START, VARIANTS, Stage
+from examples.demo.training import Job, train
+from examples.demo.verdict import Measured, missed
 
 EXAMPLES = 3
 TRAINERS_OUTPUT = "trainers.txt"

@@ -11,9 +11,6 @@ from typing import Any
 
 from transformers import Qwen2Config, Qwen2ForCausalLM, set_seed
 
-from alignment.demo.rows import Row
-from alignment.demo.settings import PreferenceSettings, RewardSettings, Settings
-from alignment.demo.tokenizer import train_tokenizer
 from alignment.methods.cpo import CPOTrainer
 from alignment.methods.cpo_options import CPOConfig
 from alignment.methods.kto import KTOTrainer
@@ -25,6 +22,9 @@ from alignment.methods.reward_options import RewardConfig
 from alignment.methods.sft import SFTTrainer
 from alignment.methods.sft_options import SFTConfig
 from alignment.trainers.base import AlignmentTrainer
+from examples.demo.rows import Row
+from examples.demo.settings import PreferenceSettings, RewardSettings, Settings
+from examples.demo.tokenizer import train_tokenizer
 
 MAX_LENGTH = 64  # tokens; the longest row of this world has about 45, the longest request 17
 _WHOLE_PROMPTS: dict[str, Any] = {"max_prompt_length": None}  # Online DPO has no such option: it never cuts one

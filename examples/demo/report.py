@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from alignment.config.errors import OutputError
-from alignment.demo.grammar import Request
-from alignment.demo.judge import answers, manner
-from alignment.demo.rows import Row
-from alignment.demo.settings import Settings
-from alignment.demo.verdict import Measured
 from alignment.reporting.run_report import markdown_table
+from examples.demo.grammar import Request
+from examples.demo.judge import answers, manner
+from examples.demo.rows import Row
+from examples.demo.settings import Settings
+from examples.demo.verdict import Measured
 
 _HEAD = ("", "warm answers", "requests answered", "mean reward", "training")
 
