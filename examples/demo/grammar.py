@@ -1,7 +1,7 @@
 """The demo's world: what can be asked, what is true, and what a warm and a curt answer sound like.
 
 Every answer is a sequence of whole sentences from closed lists, each ending in ``.``, ``!`` or ``?`` and holding none
-of these before its end. That makes the rules of :mod:`examples.demo.judge` exact. Facts stay in lower case wherever
+of these before its end. That makes the rules of :mod:`examples.demo.verdict` exact. Facts stay in lower case wherever
 they are said (days apart), so that a small model meets each as one token.
 """
 

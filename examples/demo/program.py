@@ -12,15 +12,11 @@ from transformers.utils import logging as transformers_logging
 
 from alignment.config.errors import AlignmentError
 from examples.demo import report
-from examples.demo.folder import clear, keep, kept_seconds, model_key, open_folder, write_rows
-from examples.demo.judge import rates
-from examples.demo.rows import Row, make_world, paired_rows
-from examples.demo.sampling import sample
-from examples.demo.scoring import accuracy, rewards
-from examples.demo.settings import Settings
-from examples.demo.stages import PREPARED, REWARD, START, VARIANTS, Stage
-from examples.demo.training import Job, train
-from examples.demo.verdict import Measured, missed
+from examples.demo.data import Row, make_world, paired_rows
+from examples.demo.folder import Settings, clear, keep, kept_seconds, model_key, open_folder, write_rows
+from examples.demo.measuring import accuracy, rewards, sample
+from examples.demo.training import PREPARED, REWARD, START, VARIANTS, Job, Stage, train
+from examples.demo.verdict import Measured, missed, rates
 
 EXAMPLES = 3
 TRAINERS_OUTPUT = "trainers.txt"

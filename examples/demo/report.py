@@ -8,11 +8,10 @@ from pathlib import Path
 
 from alignment.config.errors import OutputError
 from alignment.reporting.run_report import markdown_table
+from examples.demo.data import Row
+from examples.demo.folder import Settings
 from examples.demo.grammar import Request
-from examples.demo.judge import answers, manner
-from examples.demo.rows import Row
-from examples.demo.settings import Settings
-from examples.demo.verdict import Measured
+from examples.demo.verdict import Measured, answers, manner
 
 _HEAD = ("", "warm answers", "requests answered", "mean reward", "training")
 

@@ -39,12 +39,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(given: argparse.Namespace) -> None:
-    from examples.demo.settings import Settings
-
     if world_size() > 1:
         raise AlignmentError(f"WORLD_SIZE={world_size()}: the demo runs in one process; start it with plain python")
     print("loading libraries …", flush=True)
     init_distributed(False)
+    from examples.demo.folder import Settings
     from examples.demo.program import Demo
 
     Demo(Settings(seed=given.seed), given.output_dir, given.fresh).run()

@@ -1,4 +1,8 @@
-"""The trainers of the demo's models, with their options. They use the package as any user's script would."""
+"""The models of the demo in their order: what each is trained on, by which trainer, and with which options.
+
+The trainers are used as any user's script would. ``PREPARED`` are the models that others need, ``VARIANTS`` those that
+are compared; a further method is a further entry.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +26,9 @@ from alignment.methods.reward_options import RewardConfig
 from alignment.methods.sft import SFTTrainer
 from alignment.methods.sft_options import SFTConfig
 from alignment.trainers.base import AlignmentTrainer
-from examples.demo.rows import Row
-from examples.demo.settings import PreferenceSettings, RewardSettings, Settings
-from examples.demo.tokenizer import train_tokenizer
+from examples.demo.data import Row, World, labelled_rows, paired_rows, prompt_rows, start_rows, train_tokenizer
+from examples.demo.folder import PreferenceSettings, RewardSettings, Settings
+from examples.demo.verdict import ONLINE_PROMISE, Promise
 
 MAX_LENGTH = 64  # tokens; the longest row of this world has about 45, the longest request 17
 _WHOLE_PROMPTS: dict[str, Any] = {"max_prompt_length": None}  # Online DPO has no such option: it never cuts one
@@ -56,6 +60,27 @@ class Job:
     def earlier(self, name: str) -> str:
         """The folder of an earlier stage's model."""
         return str(self.demo / name)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A model and how it comes about.
+
+    Attributes:
+        name: of its folder, its rows' file and its settings; for all but the start model also the method's.
+        title: what the table and the messages call it.
+        about: its rows and what is done with them, in a few words.
+        rows: makes its training rows.
+        trainer: makes its trainer.
+        promise: what it has to reach, if it is compared.
+    """
+
+    name: str
+    title: str
+    about: str
+    rows: Callable[[World, Settings], list[Row]]
+    trainer: Callable[[Job], AlignmentTrainer]
+    promise: Promise = Promise()
 
 
 def start_trainer(job: Job) -> SFTTrainer:
@@ -126,6 +151,47 @@ def online_dpo_trainer(job: Job) -> OnlineDPOTrainer:
     return OnlineDPOTrainer(
         model=job.earlier("start"), reward_model=job.earlier("reward"), args=args, train_dataset=job.rows
     )
+
+
+START = Stage(
+    "start",
+    "before",
+    "half of the answers warm and half curt, supervised training from random weights",
+    lambda world, s: start_rows(world.training, s.start.rows, s.seed),
+    start_trainer,
+)
+REWARD = Stage(
+    "reward",
+    "reward model",
+    "pairs of a warm and a curt answer, to score answers with; from the start model",
+    lambda world, s: paired_rows(world.training, s.reward.rows, s.seed),
+    reward_trainer,
+)
+PREPARED = (START, REWARD)  # each from the one before it, or from nothing
+VARIANTS = (
+    Stage(
+        "kto",
+        "after KTO",
+        "single answers, each labelled; from the start model",
+        lambda world, s: labelled_rows(world.training, s.kto.rows, s.seed),
+        kto_trainer,
+    ),
+    Stage(
+        "cpo",
+        "after CPO",
+        "pairs of a warm and a curt answer; from the start model",
+        lambda world, s: paired_rows(world.training, s.cpo.rows, s.seed),
+        cpo_trainer,
+    ),
+    Stage(
+        "online_dpo",
+        "after Online DPO",
+        "requests alone, with answers of its own that the reward model ranks; from the start model",
+        lambda world, s: prompt_rows(world.training, s.online_dpo.rows, s.seed),
+        online_dpo_trainer,
+        ONLINE_PROMISE,
+    ),
+)
 
 
 def train(build: Callable[[Job], AlignmentTrainer], job: Job, said: Path) -> float:

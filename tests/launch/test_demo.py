@@ -20,17 +20,24 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassificat
 from transformers.utils import logging as transformers_logging
 
 from alignment.config.errors import OutputError
-from examples.demo import grammar, report, rows
-from examples.demo.folder import keep, kept_seconds, model_key, open_folder
+from examples.demo import data, grammar, report
+from examples.demo.data import train_tokenizer
+from examples.demo.folder import (
+    OnlineSettings,
+    PreferenceSettings,
+    RewardSettings,
+    Settings,
+    StartSettings,
+    keep,
+    kept_seconds,
+    model_key,
+    open_folder,
+)
 from examples.demo.grammar import Request, all_requests, answer
-from examples.demo.judge import Rates, answers, manner, rates, sentences
+from examples.demo.measuring import accuracy, rewards
 from examples.demo.run import main
-from examples.demo.scoring import accuracy, rewards
-from examples.demo.settings import OnlineSettings, PreferenceSettings, RewardSettings, Settings, StartSettings
-from examples.demo.stages import VARIANTS
-from examples.demo.tokenizer import train_tokenizer
-from examples.demo.training import MAX_LENGTH
-from examples.demo.verdict import ONLINE_PROMISE, Measured, missed
+from examples.demo.training import MAX_LENGTH, VARIANTS
+from examples.demo.verdict import ONLINE_PROMISE, Measured, Rates, answers, manner, missed, rates, sentences
 
 COW = Request("sound", "cow", 0, "Anna", 1)
 WARM = "Gladly, Anna. A cow says moo. I hope that helps."
@@ -125,24 +132,24 @@ def test_rates_count_every_answer() -> None:
 
 
 def test_held_out_requests_are_new_in_every_row() -> None:
-    world = rows.make_world(seed=3, held_out=256)
+    world = data.make_world(seed=3, held_out=256)
     held_out = {request.combination for request in world.held_out}
     assert len(held_out) == 256 and len(world.training) == len(all_requests()) - 256
     assert not held_out & {request.combination for request in world.training}
     texts = {request.text for request in world.held_out}
     made = [
-        *(row["messages"][0]["content"] for row in rows.start_rows(world.training, 6400, 3)),
-        *(row["prompt"][0]["content"] for row in rows.labelled_rows(world.training, 3200, 3)),
-        *(row["prompt"][0]["content"] for row in rows.paired_rows(world.training, 1600, 3)),
-        *(row["prompt"][0]["content"] for row in rows.prompt_rows(world.training, 1600, 3)),
+        *(row["messages"][0]["content"] for row in data.start_rows(world.training, 6400, 3)),
+        *(row["prompt"][0]["content"] for row in data.labelled_rows(world.training, 3200, 3)),
+        *(row["prompt"][0]["content"] for row in data.paired_rows(world.training, 1600, 3)),
+        *(row["prompt"][0]["content"] for row in data.prompt_rows(world.training, 1600, 3)),
     ]
     assert len(made) == 12800 and not texts & set(made)
 
 
 def test_the_seed_decides_world_and_rows() -> None:
     def made(seed: int) -> tuple[Any, ...]:
-        world = rows.make_world(seed, 10)
-        parts = (rows.start_rows, rows.labelled_rows, rows.paired_rows, rows.prompt_rows)
+        world = data.make_world(seed, 10)
+        parts = (data.start_rows, data.labelled_rows, data.paired_rows, data.prompt_rows)
         return (world.held_out, *(part(world.training, 20, seed) for part in parts))
 
     assert made(1) == made(1)
@@ -150,27 +157,27 @@ def test_the_seed_decides_world_and_rows() -> None:
 
 
 def test_rows_hold_both_manners_half_and_half() -> None:
-    world = rows.make_world(0, 256)
-    start = rows.start_rows(world.training, 100, 0)
+    world = data.make_world(0, 256)
+    start = data.start_rows(world.training, 100, 0)
     asked = {request.text: request for request in world.training}
     kinds = [manner(asked[row["messages"][0]["content"]], row["messages"][1]["content"]) for row in start]
     assert (kinds.count("warm"), kinds.count("curt")) == (50, 50)
-    for row in rows.labelled_rows(world.training, 100, 0):
+    for row in data.labelled_rows(world.training, 100, 0):
         request = asked[row["prompt"][0]["content"]]
         assert manner(request, row["completion"][0]["content"]) == ("warm" if row["label"] else "curt")
-    for row in rows.paired_rows(world.training, 100, 0):
+    for row in data.paired_rows(world.training, 100, 0):
         request = asked[row["prompt"][0]["content"]]
         assert manner(request, row["chosen"][0]["content"]) == "warm"
         assert manner(request, row["rejected"][0]["content"]) == "curt"
-    assert all(set(row) == {"prompt"} for row in rows.prompt_rows(world.training, 100, 0))
+    assert all(set(row) == {"prompt"} for row in data.prompt_rows(world.training, 100, 0))
 
 
 # The tokenizer ----------------------------------------------------------------------------------------------------
 
 
 def test_tokenizer_round_trip_and_template(tmp_path: Path) -> None:
-    world = rows.make_world(0, 256)
-    made = rows.start_rows(world.training, 2000, 0)
+    world = data.make_world(0, 256)
+    made = data.start_rows(world.training, 2000, 0)
     tokenizer = train_tokenizer(made)
     messages = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": WARM}]
     assert tokenizer.apply_chat_template(messages, tokenize=False) == f"<|user|>Hi.<|end|><|assistant|>{WARM}<|end|>"
@@ -194,8 +201,8 @@ def test_tokenizer_round_trip_and_template(tmp_path: Path) -> None:
 
 def test_rewards_are_the_saved_classifiers_of_each_answer_alone(tmp_path: Path) -> None:
     """In padded batches, with the chat template around them, the end of the answer included."""
-    world = rows.make_world(0, 100)
-    tokenizer = train_tokenizer(rows.start_rows(world.training, 500, 0))
+    world = data.make_world(0, 100)
+    tokenizer = train_tokenizer(data.start_rows(world.training, 500, 0))
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=16,
@@ -216,7 +223,7 @@ def test_rewards_are_the_saved_classifiers_of_each_answer_alone(tmp_path: Path) 
         ids = tokenizer(f"<|user|>{request.text}<|end|><|assistant|>{text}<|end|>", return_tensors="pt")["input_ids"]
         return float(model(input_ids=ids).logits[0, 0])
 
-    pairs = rows.paired_rows(world.held_out, 100, 0)
+    pairs = data.paired_rows(world.held_out, 100, 0)
     asked = {request.text: request for request in world.held_out}
     requests = [asked[row["prompt"][0]["content"]] for row in pairs]
     warm, curt = ([row[side][0]["content"] for row in pairs] for side in ("chosen", "rejected"))
@@ -329,7 +336,7 @@ def test_only_a_folder_of_its_own_is_used_again(tmp_path: Path) -> None:
 
 
 def test_a_kept_model_is_used_only_for_what_it_was_made_from(tmp_path: Path) -> None:
-    some = rows.start_rows(rows.make_world(0, 5).training, 4, 0)
+    some = data.start_rows(data.make_world(0, 5).training, 4, 0)
     key = model_key("start", some, tiny(), "")
     assert key == model_key("start", some, tiny(), "")
     assert key == model_key("start", some, dataclasses.replace(tiny(), reward=RewardSettings(rows=9)), "")
@@ -364,7 +371,7 @@ def test_the_whole_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], library_bars: None
 ) -> None:
     """Trains, saves, samples, reports, and exits with 1 naming what an untrained model misses; then starts again."""
-    monkeypatch.setattr("examples.demo.settings.Settings", tiny)
+    monkeypatch.setattr("examples.demo.folder.Settings", tiny)
     folder = tmp_path / "demo"
 
     def start(*more: str) -> tuple[str, str]:

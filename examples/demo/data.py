@@ -1,16 +1,26 @@
-"""Which requests are trained on and which are held out, and the rows that each method takes."""
+"""Which requests are trained on and which are held out, the rows that each method takes, and a tokenizer for them."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from transformers import Qwen2Tokenizer
 
 from examples.demo.grammar import FRAMES, Manner, Request, all_requests, answer
 
 Row = dict[str, Any]
+
+END = "<|end|>"
+_ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_VOCABULARY = 1024  # at most; the world has fewer words
 
 
 @dataclass(frozen=True)
@@ -85,3 +95,18 @@ def user_turn(request: Request) -> list[dict[str, str]]:
 def assistant_turn(text: str) -> list[dict[str, str]]:
     """The answer as the messages of a completion."""
     return [{"role": "assistant", "content": text}]
+
+
+def train_tokenizer(rows: Iterable[Row]) -> Any:
+    """Train on the messages of ``rows``; the same rows give the same tokenizer, and ``AutoTokenizer`` the saved one.
+
+    Its class is Qwen2's, because ``AutoTokenizer`` takes that for any folder with a Qwen2 model: with another one, a
+    reloaded tokenizer would cut text differently and have a token more than the model.
+    """
+    texts = (message["content"] for row in rows for message in row["messages"])
+    tokenizer = Qwen2Tokenizer().train_new_from_iterator(
+        texts, _VOCABULARY, new_special_tokens=[END, *_ROLES], show_progress=False
+    )
+    tokenizer.add_special_tokens({"eos_token": END, "additional_special_tokens": list(_ROLES)})
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer

@@ -1,0 +1,72 @@
+"""What a saved model answers, and what the saved reward model says of answers.
+
+Both are loaded from their folders, as a user would load them, and by transformers' own code: what is measured is what
+the folders hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, set_seed
+
+from alignment.engines.collectives import device
+from examples.demo.data import Row, assistant_turn, user_turn
+from examples.demo.folder import Settings
+from examples.demo.grammar import Request
+
+_BATCH = 64
+
+
+def sample(folder: Path, requests: Sequence[Request], settings: Settings, progress: bool) -> list[str]:
+    """Sample from the whole distribution at ``settings.temperature``; the seed decides the draws."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device()).eval()
+    set_seed(settings.seed)
+    texts: list[str] = []
+    starts = range(0, len(requests), _BATCH)
+    for first in tqdm(starts, desc="sampling", disable=not progress, leave=False, dynamic_ncols=True):
+        turns = [user_turn(request) for request in requests[first : first + _BATCH]]
+        prompts = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+        ).to(model.device)
+        ids = model.generate(
+            **prompts,
+            do_sample=True,
+            temperature=settings.temperature,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=settings.max_new_tokens,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        texts += tokenizer.batch_decode(ids[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+    return texts
+
+
+def rewards(folder: Path, requests: Sequence[Request], texts: Sequence[str]) -> list[float]:
+    """The score of one answer to each request."""
+    return _scores(folder, [user_turn(r) + assistant_turn(text) for r, text in zip(requests, texts, strict=True)])
+
+
+def accuracy(folder: Path, pairs: Sequence[Row]) -> float:
+    """The share of ``prompt, chosen, rejected`` rows whose chosen answer has the higher score; a tie is none."""
+    chosen = _scores(folder, [row["prompt"] + row["chosen"] for row in pairs])
+    rejected = _scores(folder, [row["prompt"] + row["rejected"] for row in pairs])
+    return sum(better > worse for better, worse in zip(chosen, rejected, strict=True)) / len(pairs)
+
+
+@torch.inference_mode()
+def _scores(folder: Path, conversations: Sequence[list[dict[str, str]]]) -> list[float]:
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right")
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).to(device()).eval()
+    scores: list[float] = []
+    for first in range(0, len(conversations), _BATCH):
+        batch = tokenizer.apply_chat_template(
+            list(conversations[first : first + _BATCH]), padding=True, return_tensors="pt", return_dict=True
+        ).to(model.device)
+        scores += model(**batch).logits[:, 0].tolist()
+    return scores
