@@ -89,12 +89,6 @@ def step(engine: Any) -> None:
     engine.step()
 
 
-def module_stack() -> list[nn.Module]:
-    """DeepSpeed's stack of the modules in forward."""
-    stack: list[nn.Module] = importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
-    return stack
-
-
 def status(parameter: Any) -> str:
     """What ZeRO-3 calls the state of a parameter, such as ``INFLIGHT``."""
     return str(parameter.ds_status.name)
@@ -103,9 +97,9 @@ def status(parameter: Any) -> str:
 @pytest.fixture
 def stack_as_before() -> Iterator[None]:
     """For tests that leave entries on the stack."""
-    before = list(module_stack())
+    before = list(zero3._module_stack())
     yield
-    module_stack()[:] = before
+    zero3._module_stack()[:] = before
     zero3.forget_release_plans()
 
 
@@ -355,7 +349,7 @@ def test_deepspeeds_hooks_divide_weights_that_were_gathered(engine: Any, aside: 
 @pytest.mark.usefixtures("stack_as_before")
 def test_a_recomputation_leaves_modules_on_the_stack() -> None:
     engine = build(3, recompute=True)
-    stack = module_stack()
+    stack = zero3._module_stack()
 
     def grown(around: Any) -> int:
         depth = len(stack)
@@ -375,7 +369,7 @@ def test_a_recomputation_leaves_modules_on_the_stack() -> None:
 
 
 def test_the_balanced_stack_is_so_after_an_error() -> None:
-    stack = module_stack()
+    stack = zero3._module_stack()
     depth = len(stack)
     with pytest.raises(ValueError), zero3.balanced_module_stack():
         stack.append(nn.Identity())
@@ -386,7 +380,7 @@ def test_the_balanced_stack_is_so_after_an_error() -> None:
 def stack_alone(module: nn.Module) -> None:
     """The half of `forget_partitioned` that is about the stack."""
     own = set(module.modules())
-    module_stack()[:] = [entry for entry in module_stack() if entry not in own]
+    zero3._module_stack()[:] = [entry for entry in zero3._module_stack() if entry not in own]
 
 
 @pytest.mark.parametrize(
@@ -411,6 +405,6 @@ def test_an_engine_dies_once_both_references_are_gone(forget: Callable[[nn.Modul
     del engine
     gc.collect()
     assert any(watch() is not None for watch in watched) == alive
-    assert other.module in module_stack(), "another engine's entry has to stay"
+    assert other.module in zero3._module_stack(), "another engine's entry has to stay"
     internals.destroy(other)
     zero3.forget_partitioned(other.module)

@@ -22,11 +22,13 @@ def test_every_function_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("rename", load(), ids=str)
 def test_an_entry_names_a_test_and_changes_the_name(rename: Rename) -> None:
-    file, *options = shlex.split(rename.test)
+    chosen, *options = shlex.split(rename.test)
+    file, _, name = chosen.partition("::")
     assert options[0] == "-k" if options else True
     text = (ROOT / file).read_text()
     run = text + "".join(driver.read_text() for driver in DRIVERS.glob("*.py") if driver.name in text)
     assert rename.function.rpartition(".")[2] in run, "the test calls the function"
+    assert f"def {name.partition('[')[0]}(" in text or not name
     words = [word for word in " ".join(options[1:]).split() if word not in ("and", "or", "not")]
     assert not words or any(
         word in line for word in words for line in text.splitlines() if line.startswith("def test_")
