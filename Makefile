@@ -3,6 +3,8 @@
 # make test-slow the rest, half an hour or more; after an interruption it goes on with what has not passed yet
 # make mutations  apply every mutation of tests/mutations/ to a copy; its test has to fail (MUTATIONS="kto head")
 # make mutants    a random sample of small changes, each against the tests that run its line (MUTANTS="--seed 1")
+# make renames    rename what alignment/internals/ touches in copies of the libraries; its test has to fail (RENAMES="tqdm")
+# make test-newest  contract tests and numbers with the newest releases that setup.py allows, in .venv-newest
 # make demo      a small model from nothing, aligned with KTO, CPO and Online DPO, in minutes (DEMO_ARGS="--fresh --seed 1")
 # make quality   lint, types and the floors of alignment/
 # make docs      renew the README's tables of options
@@ -20,31 +22,39 @@ CPU = $(if $(HAS_GPU),,DS_ACCELERATOR=cpu)
 PYTEST = $(CPU) $(BIN)/python -m pytest
 # Workers take groups of tests in the order of tests/conftest.py, the longest first.
 WORKERS = -n $(JOBS) --dist loadgroup --no-loadscope-reorder
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+PIP = $(1)/bin/python -m pip install -qq --disable-pip-version-check $(2)
 READY := $(VENV)/.installed
-TORCH := torch==2.13.0
+PINNED := -c constraints.txt
+NEWEST ?= .venv-newest
+RANGE = "$(shell sed -n 's/^ *"\($(1)[<>=].*\)",.*/\1/p' setup.py)"
+TORCH := $(call RANGE,torch)
+DEEPSPEED := $(call RANGE,deepspeed)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 SOURCES := alignment benchmarks examples launch tests tools setup.py
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
 
-.PHONY: install test test-ci test-slow mutations mutants demo quality style docs clean
+.PHONY: install test test-ci test-slow test-newest mutations mutants renames demo quality style docs clean
 
 install: $(READY)
 
-# torch comes first: DeepSpeed has no wheels, and its setup.py asks the installed torch what to build for (hence also no
-# build isolation). Without a GPU the CPU build is taken: the default one for Linux brings gigabytes of CUDA libraries
-# that nothing here would use. It comes from pip's own wheel folders if they have it, or from PyTorch's index.
-$(READY): setup.py
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV); the first time takes some minutes"
+# $(call INSTALL,VENV,ARGUMENTS OF PIP,WHEELS): torch comes first, because DeepSpeed has no wheels, and its setup.py asks
+# the installed torch what to build for (hence also no build isolation). Without a GPU the CPU build is taken: the
+# default one for Linux brings gigabytes of CUDA libraries that nothing here would use. It comes from pip's own wheel
+# folders if WHEELS is set and they have it, from PyTorch's index, or else from PyPI after all. DeepSpeed does not come
+# from pip's cache: that may hold a wheel which was built for another torch, and says so only when it compiles an op.
+define INSTALL
+	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+	@echo "installing into $(1); the first time takes some minutes"
 	@$(PIP) --upgrade pip "setuptools>=77" wheel ninja packaging
-ifeq ($(HAS_GPU),yes)
+	@$(if $(HAS_GPU),true,$(if $(3),$(PIP) --no-index --no-deps $(TORCH) 2>/dev/null ||) \
+		$(PIP) --retries 1 --no-deps --index-url $(TORCH_CPU_INDEX) $(TORCH) || true)
 	@$(PIP) $(TORCH)
-else
-	@$(PIP) --no-index --no-deps $(TORCH) 2>/dev/null || $(PIP) --index-url $(TORCH_CPU_INDEX) $(TORCH) || $(PIP) $(TORCH)
-	@$(PIP) $(TORCH)
-endif
+	@$(PIP) --no-cache-dir --no-build-isolation $(DEEPSPEED)
 	@$(PIP) --no-build-isolation -e ".[test]"
+endef
+
+$(READY): setup.py constraints.txt
+	$(call INSTALL,$(VENV),$(PINNED),wheels)
 	@touch $@
 
 test: $(READY)
@@ -56,12 +66,25 @@ test-ci: $(READY)
 test-slow: $(READY)
 	@$(PYTEST) $(WORKERS) -m slow --record=$(RECORD) --durations=20 $(PYTEST_ARGS)
 
+# Two questions: do the contracts hold, and are the numbers of this checkout those of the pinned releases?
+test-newest: $(READY)
+	@test ! -x $(NEWEST)/bin/python || $(NEWEST)/bin/python -m pip uninstall -qq -y deepspeed
+	$(call INSTALL,$(NEWEST),--upgrade --upgrade-strategy eager)
+	@$(NEWEST)/bin/python -m tools.versions
+	@status=0; \
+	$(CPU) $(NEWEST)/bin/python -m pytest -q tests/unit/test_internals*.py tests/engine/test_internals_*.py || status=1; \
+	$(CPU) $(NEWEST)/bin/python tools/same_numbers.py . --base-python $(BIN)/python --quick || status=1; \
+	exit $$status
+
 mutations: $(READY)
 	@$(CPU) $(BIN)/python -m tools.mutations --jobs $(JOBS) $(MUTATIONS)
 
 mutants: $(READY)
-	@$(PIP) -e ".[mutants]"
+	@$(call PIP,$(VENV),$(PINNED)) -e ".[mutants]"
 	@$(CPU) $(BIN)/python -m tools.mutants --jobs $(JOBS) $(MUTANTS)
+
+renames: $(READY)
+	@$(CPU) $(BIN)/python -m tools.renames --jobs $(JOBS) $(RENAMES)
 
 demo: $(READY)
 	@$(CPU) $(BIN)/python examples/demo/run.py $(DEMO_ARGS)
@@ -80,4 +103,4 @@ docs: $(READY)
 	@$(BIN)/python -m alignment.config.option_tables README.md
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(NEWEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

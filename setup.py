@@ -11,10 +11,10 @@ ROOT = Path(__file__).resolve().parent
 INIT = (ROOT / "alignment" / "__init__.py").read_text(encoding="utf-8")
 README = ROOT / "README.md"
 
-# Tested with torch 2.13, deepspeed 0.19.8, transformers 5.23, datasets 5.2, peft 0.21, bitsandbytes 0.50 and pydantic
-# 2.14. Upper ends: the next release that may break an interface; for DeepSpeed that is the next minor one, for
-# alignment/engines/ works with its inner parts. Lower ends were set by reading, not by running: transformers 5 and
-# DeepSpeed 0.19 are the interfaces written against; torch binds NCCL groups to a device without hanging since 2.7.1.
+# constraints.txt has the tested versions; `make test-newest` tests the newest ones that are allowed. Upper ends: the
+# next release that may break an interface; for DeepSpeed that is the next minor one, for alignment/internals/ works
+# with its inner parts. Lower ends were set by reading, not by running: transformers 5 and DeepSpeed 0.19 are the
+# interfaces written against; torch binds NCCL groups to a device without hanging since 2.7.1.
 # rollout_backend: continuous needs transformers 5.20, and is refused by name with an older one.
 REQUIRED = [
     "torch>=2.8,<3",

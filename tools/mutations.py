@@ -16,13 +16,11 @@ Exit status 1 if a mutation survives, if its text is not in the file exactly onc
 from __future__ import annotations
 
 import argparse
-import queue
 import random
-import shutil
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,8 @@ import yaml
 
 from tools.ranks import RankServer
 from tools.ranks.client import ROOT
-from tools.trial import Tree, Verdict, workspace
+from tools.trial import Tree, Verdict, trials
+from tools.workers import share_out
 
 FOLDER = ROOT / "tests" / "mutations"
 _KEYS = {"name", "file", "original", "replacement", "tests"}
@@ -96,38 +95,20 @@ class Run:
     """Trials of mutations, several at once, each in a tree of its own."""
 
     def __init__(self, mutations: Sequence[Mutation], jobs: int) -> None:
-        self.left: queue.Queue[Mutation] = queue.Queue()
-        for mutation in mutations:
-            self.left.put(mutation)
-        self.count, self.jobs = len(mutations), jobs
+        self.mutations, self.jobs = mutations, jobs
         self.verdicts: dict[str, Verdict] = {}
         self._saying = threading.Lock()
 
     def __call__(self) -> bool:
         """Try all of them; whether every one was noticed."""
-        place, server = workspace("mutations-"), RankServer()
-        try:
-            assert server.address
-            threads = [
-                threading.Thread(target=self._work, args=(place / str(number), server), daemon=True)
-                for number in range(self.jobs)
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        finally:
-            server.close()
-            shutil.rmtree(place)
-        return len(self.verdicts) == self.count and all(verdict.noticed for verdict in self.verdicts.values())
+        with trials("mutations-", self.jobs) as (folders, server):
+            share_out(self.mutations, self.jobs, lambda number: self._worker(folders[number], server))
+        return all(verdict.noticed for verdict in self.verdicts.values())
 
-    def _work(self, folder: Path, server: RankServer) -> None:
+    def _worker(self, folder: Path, server: RankServer) -> Callable[[Mutation], None]:
         tree = Tree(folder)
-        while True:
-            try:
-                mutation = self.left.get_nowait()
-            except queue.Empty:
-                return
+
+        def handle(mutation: Mutation) -> None:
             verdict = self._try(mutation, tree, server)
             with self._saying:
                 self.verdicts[mutation.name] = verdict
@@ -135,6 +116,8 @@ class Run:
                 print(
                     f"{sign} {verdict.seconds:5.1f} s  {mutation.area}: {mutation.name}  [{verdict.how}]", flush=True
                 )
+
+        return handle
 
     def _try(self, mutation: Mutation, tree: Tree, server: RankServer) -> Verdict:
         try:
@@ -172,7 +155,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = Run(chosen, given.jobs)
     good = run()
     survived = [name for name, verdict in run.verdicts.items() if not verdict.noticed]
-    print(f"{run.count - len(survived)} of {run.count} mutations noticed" + "".join(f"\n  not: {n}" for n in survived))
+    print(
+        f"{len(chosen) - len(survived)} of {len(chosen)} mutations noticed"
+        + "".join(f"\n  not: {n}" for n in survived)
+    )
     return 0 if good else 1
 
 

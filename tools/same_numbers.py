@@ -4,6 +4,9 @@ Makes short seeded runs of every method, ZeRO stage and number of ranks with the
 and compares everything that they log and every weight that they save. Only times and memory may differ, and keys may
 have the new names of ``tools/renamed_keys.yaml``. A side is a commit, or a folder with a checkout; HEAD is this
 checkout as it stands if it is left out. Exit status 1 if anything differs.
+
+``python tools/same_numbers.py . --base-python .venv/bin/python`` compares libraries instead: the same code with those
+of another Python and with those of this one.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -104,19 +108,29 @@ def compare_runs(base: Side, head: Side, matrix: Sequence[Run], renamed: dict[st
     return not bad
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compare; return the exit status."""
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("base", metavar="BASE", help="a commit, or a folder with a checkout")
     parser.add_argument("head", metavar="HEAD", nargs="?", default=str(ROOT), help="the same; default: this checkout")
     parser.add_argument("--quick", action="store_true", help="each method on two of the ten engines: under 5 minutes")
     parser.add_argument("--only", nargs="+", metavar="PART", help="runs with one of these parts in their names")
+    parser.add_argument(
+        "--base-python", metavar="PYTHON", help="whose libraries BASE runs with; default: this Python's"
+    )
     parser.add_argument("--renamed", type=Path, default=ROOT / "tools" / "renamed_keys.yaml", help="old: new keys")
-    given = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare; return the exit status."""
+    given = parse(argv)
     renamed = yaml.safe_load(given.renamed.read_text(encoding="utf-8")) or {}
     server = RankServer()
+    other = server if given.base_python is None else RankServer(python=os.path.abspath(given.base_python))
     with tempfile.TemporaryDirectory(prefix="same-numbers-") as name, contextlib.ExitStack() as stack:
         stack.callback(server.close)
+        stack.callback(other.close)
         place = Path(name)
         roots = [
             stack.enter_context(checkout(side, place / f"code-{number}"))
@@ -127,7 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             matrix = [run for run in matrix if any(part in run.name for part in given.only)]
         if not matrix:
             raise SystemExit(f"no run has any of {given.only} in its name")
-        base, head = (Side(side, root, place / side, server) for side, root in zip(("base", "head"), roots))
+        folders = place / "base", place / "head"
+        base, head = (Side(*side) for side in zip(("base", "head"), roots, folders, (other, server)))
         return 0 if compare_runs(base, head, matrix, renamed) else 1
 
 

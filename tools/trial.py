@@ -9,6 +9,7 @@ import py_compile
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,8 +105,23 @@ class Tree:
         return Verdict(True, f"exit status {done.returncode}: {reason}", seconds)
 
 
-def workspace(prefix: str) -> Path:
-    """A folder for trees, in memory where that is possible."""
-    import tempfile
+@contextlib.contextmanager
+def workspace(prefix: str) -> Iterator[Path]:
+    """A folder for trees, in memory if possible; removed on exit."""
+    folder = tempfile.mkdtemp(prefix=prefix, dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder)
 
-    return Path(tempfile.mkdtemp(prefix=prefix, dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
+
+@contextlib.contextmanager
+def trials(prefix: str, jobs: int) -> Iterator[tuple[list[Path], RankServer]]:
+    """The places of ``jobs`` trees, and a running server for their tests; both are gone on exit."""
+    server = RankServer()
+    with workspace(prefix) as place:
+        try:
+            assert server.address
+            yield [place / str(number) for number in range(jobs)], server
+        finally:
+            server.close()

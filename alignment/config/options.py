@@ -20,6 +20,7 @@ from alignment.config.options_data import DataOptions
 from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions
 from alignment.config.options_training import LoggingOptions, MemoryOptions, SavingOptions, TrainingOptions
 from alignment.config.registry import name_of
+from alignment.internals.transformers import parallel_mode
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -120,11 +121,9 @@ class AlignmentConfig(
     @property
     def parallel_mode(self) -> Any:
         """transformers' ``ParallelMode``; only asked by callbacks, when transformers is loaded already."""
-        from transformers.training_args import ParallelMode
-
         if self.world_size > 1:
-            return ParallelMode.DISTRIBUTED
-        return ParallelMode.NOT_DISTRIBUTED if self.n_gpu else ParallelMode.NOT_PARALLEL
+            return parallel_mode("DISTRIBUTED")
+        return parallel_mode("NOT_DISTRIBUTED" if self.n_gpu else "NOT_PARALLEL")
 
     @property
     def logging_strategy(self) -> Strategy:

@@ -18,6 +18,7 @@ from datasets import Dataset
 from alignment.data.columns import COLUMNS, MAPPED_COLUMNS
 from alignment.data.formats import Kind
 from alignment.data.truncation import Limits
+from alignment.internals.transformers import tokenizer_options
 
 FORMAT_VERSION = 3  # raise it when the same input would be tokenised or stored in another way
 _ROWS = 1000  # rows hashed at a time; part of the hash
@@ -52,7 +53,7 @@ def _describe(tokenizer: Any) -> dict[str, Any]:
         for setting in ("truncation", "padding"):  # changed by every call of the tokenizer, and not used here
             content.pop(setting, None)
     else:
-        content = {"vocab": sorted(tokenizer.get_vocab().items()), "options": tokenizer.init_kwargs}
+        content = {"vocab": sorted(tokenizer.get_vocab().items()), "options": tokenizer_options(tokenizer)}
     return {
         "class": type(tokenizer).__name__,
         "content": hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest(),

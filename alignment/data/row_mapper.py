@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from datasets import Features, List, Value
+from datasets import Features, Json, List, Value
 
 from alignment.config.errors import DataError
 from alignment.data.formats import Kind, Text, margin_of, pair_row, prompted_row, single_row, unpaired_rows
@@ -44,6 +44,13 @@ def prompt_key(prompt: list[int]) -> int:
     """A hash of a prompt's ids that fits int64 and is the same in every process and on every machine."""
     digest = hashlib.blake2b(np.asarray(prompt, dtype="<i4").tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def _holds_json(feature: Any) -> bool:
+    """Whether a column, or something nested in it, is JSON."""
+    if isinstance(feature, Mapping):
+        return any(map(_holds_json, feature.values()))
+    return isinstance(feature, Json) or _holds_json(getattr(feature, "feature", {}))
 
 
 @dataclass
@@ -87,7 +94,7 @@ class RowMapper:
         self.where, self.column_map, self.extra = where, column_map, extra
         self.features = Features({**FEATURES[kind], **BOOKKEEPING})
         # Arrow's objects all have the same keys, null where a row has none; a JSON column is as it was written.
-        self._filled = {name for name, feature in given.items() if "Json(" not in str(feature)} - {*extra}
+        self._filled = {name for name, feature in given.items() if not _holds_json(feature)} - {*extra}
 
     def __call__(self, batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]

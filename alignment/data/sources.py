@@ -19,7 +19,7 @@ from alignment.config.errors import DataError
 from alignment.data.readers import encode, encoded_rows, infer_features, read_rows
 from alignment.data.storable import storable_rows
 from alignment.data.wording import listing, one_line, show
-from alignment.internals.datasets import data_files_by_split
+from alignment.internals.datasets import cause_of, data_files_by_split, slices, was_saved
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 _EXACT = (".json", ".jsonl", ".csv")
@@ -107,13 +107,12 @@ def _select(name: str, parts: dict[str, Any], split: str) -> Dataset:
             raise DataError(f"{name}: has no split {part!r}; it has: {listing(parts)}")
     loaded: dict[str, Dataset] = {part: _load_part(name, parts[part]) for part in wanted}
     try:
-        instruction = datasets.ReadInstruction.from_spec(split)
-        pieces = instruction.to_absolute({part: len(dataset) for part, dataset in loaded.items()})
+        pieces = slices(split, {part: len(dataset) for part, dataset in loaded.items()})
     except (ValueError, AssertionError) as error:
         raise DataError(
             f"{name}: split {split!r} cannot be read: {one_line(error)}; write train or train[:100]"
         ) from error
-    cut = [loaded[piece.splitname].select(range(piece.from_, piece.to)) for piece in pieces]
+    cut = [loaded[part].select(rows) for part, rows in pieces]
     return cut[0] if len(cut) == 1 else datasets.concatenate_datasets(cut)
 
 
@@ -161,10 +160,9 @@ def file_hash(path: Path) -> bytes:
 
 def _folder_parts(folder: Path) -> dict[str, Any]:
     """Split name → what holds it, for a folder written by ``save_to_disk`` or one of data files."""
-    if (folder / "dataset_dict.json").is_file():
-        return dict(_guarded(str(folder), lambda: datasets.load_from_disk(str(folder))))
-    if (folder / "state.json").is_file():
-        return {"train": _guarded(str(folder), lambda: datasets.load_from_disk(str(folder)))}
+    if was_saved(folder):
+        saved = _guarded(str(folder), lambda: datasets.load_from_disk(str(folder)))
+        return dict(saved) if isinstance(saved, dict) else {"train": saved}
     files = [path for path in folder.rglob("*") if path.is_file() and path.suffix.lower() in SUFFIXES]
     if not files:
         raise DataError(f"{folder}: holds neither a saved dataset nor data files ({listing(SUFFIXES)})")
@@ -183,7 +181,7 @@ def _guarded(name: str, load: Callable[[], Any]) -> Any:
     except DataError:
         raise
     except Exception as error:  # the library raises many classes for one broken file
-        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+        cause = cause_of(error)
         if isinstance(cause, DataError):
             raise cause from error
         raise DataError(f"{name}: cannot be read: {one_line(cause or error)}") from error

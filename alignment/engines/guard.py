@@ -25,6 +25,7 @@ from typing import Any, NoReturn, TextIO
 from alignment.config.errors import AlignmentError
 from alignment.engines.launch_env import init_distributed, prepare_environment, rank, world_size
 from alignment.internals.torch import default_store
+from alignment.internals.tqdm import open_bars
 
 _POLL_S = 1.0  # how often a rank looks whether another has failed
 _HUSH_S = 5.0  # how long the speaker waits for the others to fall silent
@@ -266,12 +267,8 @@ def _write(text: str) -> None:
 
     An open bar leaves the cursor within a line, and draws itself once more as the interpreter ends.
     """
-    tqdm = sys.modules.get("tqdm")
-    kinds = [tqdm.tqdm] if tqdm is not None else []
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-        for bar in list(vars(kind).get("_instances", ())):
-            bar.close()
+    for bar in open_bars():
+        bar.close()
     _flush(sys.stdout)
     sys.stderr.write(text + "\n")
     _flush(sys.stderr)

@@ -7,19 +7,18 @@ reads options or arguments: the environment says which rank this is, whatever th
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
-import warnings
 from datetime import timedelta
 
 from alignment.config.errors import AlignmentError, OptionError
+from alignment.internals.bitsandbytes import hush_missing_kernel
 from alignment.internals.deepspeed import skip_shared_memory_op
-from alignment.internals.torch import set_group_timeout
+from alignment.internals.torch import hush_deprecated_collectives, set_group_timeout
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _RANKS = VARIABLES[:4]
@@ -201,7 +200,6 @@ def init_distributed(use_cpu: bool) -> None:
         _share_cores()
     import deepspeed
 
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if wanted == "cpu":
         skip_shared_memory_op()
     if deepspeed.comm.is_initialized():
@@ -273,7 +271,5 @@ def _share_cores() -> None:
 
 def hush_libraries() -> None:
     """Silence what libraries say about their own inner parts, once per rank, and no user of a command can mend."""
-    # bitsandbytes, which transformers imports by way of peft, misses an optional kernel for 4-bit layers on CPUs.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    # DeepSpeed's own calls of torch 2.13's older names.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    hush_missing_kernel()
+    hush_deprecated_collectives()

@@ -14,6 +14,7 @@ from torch.utils import cpp_extension
 
 from alignment.config.dtypes import uses_cuda
 from alignment.internals.deepspeed import is_prebuilt
+from alignment.internals.torch import cuda_toolkit
 
 if TYPE_CHECKING:
     from alignment.config.options import AlignmentConfig
@@ -81,7 +82,7 @@ def missing_to_compile(builder: str, *, cuda: bool) -> str | None:
     """
     if is_prebuilt(builder):
         return None
-    if cuda and builder == "FusedAdamBuilder" and cpp_extension.CUDA_HOME is None:
+    if cuda and builder == "FusedAdamBuilder" and cuda_toolkit() is None:
         return "the CUDA toolkit (nvcc); CUDA_HOME names it"
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         return "a C++ compiler (Debian: g++); CXX names another"

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from alignment.data.batching import Batch
 from alignment.engines.collectives import device
-from alignment.internals.deepspeed import reports_grad_norm, undo_dummy_step
+from alignment.internals.deepspeed import destroy, partitions_weights, reports_grad_norm, scales_loss, undo_dummy_step
 from alignment.internals.deepspeed_zero3 import balanced_module_stack, forget_partitioned
 from alignment.models.scorer import Scorer
 
@@ -54,7 +54,7 @@ class ScoringEngine:
         self.engine, *_ = deepspeed.initialize(
             model=scorer, config=copy.deepcopy(ds_config), dist_init_required=False, **kwargs
         )
-        self.partitioned = bool(self.engine.zero_optimization_partition_weights())
+        self.partitioned = partitions_weights(self.engine)
 
     def forward(self, batch: Batch, stats: bool = False, tokens: bool = False) -> SequenceScores:
         """Scores of the sequences of a batch; ``stats`` adds those of their distributions, ``tokens`` per-token ones.
@@ -97,7 +97,7 @@ class ScoringEngine:
 
     def close(self) -> None:
         """Release the engine and its optimizer's memory."""
-        self.engine.destroy()
+        destroy(self.engine)
         if self.partitioned:
             forget_partitioned(self.scorer)
 
@@ -143,7 +143,7 @@ class PolicyEngine(ScoringEngine):
         super().__init__(scorer, ds_config, optimizer=optimizer, lr_scheduler=scheduler)
         undo_dummy_step(self.engine.optimizer)
         self.scheduler = scheduler
-        self.world_size = int(self.engine.world_size)
+        self.world_size = torch.distributed.get_world_size()
         self.engine.train()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -172,7 +172,7 @@ class PolicyEngine(ScoringEngine):
     @property
     def skips_overflow(self) -> bool:
         """Whether a non-finite gradient is a matter of loss scaling (fp16), and so no fault."""
-        return bool(self.engine.fp16_enabled())
+        return scales_loss(self.engine)
 
     def _whole_norm(self) -> Tensor:
         return get_total_norm([p.grad for p in self.scorer.parameters() if p.grad is not None])

@@ -1,4 +1,4 @@
-"""DeepSpeed: its configuration models, compiled ops and optimizers. ZeRO-3 is in :mod:`.deepspeed_zero3`."""
+"""DeepSpeed: configuration models, compiled ops, engines and optimizers. ZeRO-3 is in :mod:`.deepspeed_zero3`."""
 
 from __future__ import annotations
 
@@ -41,6 +41,31 @@ def skip_shared_memory_op() -> None:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def partitions_weights(engine: Any) -> bool:
+    """Whether an engine partitions the weights, that is, runs ZeRO-3.
+
+    The engine reads its configuration by methods without documentation. Seen with DeepSpeed 0.19.8.
+    """
+    return bool(engine.zero_optimization_partition_weights())
+
+
+def scales_loss(engine: Any) -> bool:
+    """Whether an engine trains in fp16, where a gradient that is not finite means a lower loss scale and no fault.
+
+    The engine reads its configuration by methods without documentation. Seen with DeepSpeed 0.19.8.
+    """
+    return bool(engine.fp16_enabled())
+
+
+def destroy(engine: Any) -> None:
+    """Remove an engine's hooks and release its optimizer's memory.
+
+    The method is neither documented nor called by anything but ``__del__``, which is too late where a reference cycle
+    keeps the engine. Seen with DeepSpeed 0.19.8.
+    """
+    engine.destroy()
 
 
 def reports_grad_norm(engine: Any) -> bool:

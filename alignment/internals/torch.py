@@ -1,8 +1,9 @@
-"""torch: the process group's store and time limit, modules' hooks, the base class of dropouts."""
+"""torch: the process group's store and time limit, modules' hooks, dropouts, the CUDA toolkit, warnings."""
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -63,3 +64,34 @@ def without_forward_hooks(module: nn.Module, unwanted: Callable[[Any], bool]) ->
         for hooks, before in put_aside:
             hooks.clear()
             hooks.update(before)
+
+
+def cuda_toolkit() -> str | None:
+    """The folder of the CUDA toolkit that torch compiles extensions with; None if there is none, or torch is for CPUs.
+
+    torch documents the environment variable, and keeps what it found without it to itself. Seen with torch 2.13.
+    """
+    from torch.utils import cpp_extension
+
+    found: str | None = cpp_extension.CUDA_HOME
+    return found
+
+
+@contextlib.contextmanager
+def schedule_may_go_first() -> Iterator[None]:
+    """Within this context a scheduler may step before its optimizer has.
+
+    torch warns of it, rightly in general, and tells by the message alone what it warns of. Seen with torch 2.13.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+        yield
+
+
+def hush_deprecated_collectives() -> None:
+    """Silence the warnings about deprecated functions of ``torch.distributed``, which DeepSpeed calls.
+
+    They share their class with every other ``FutureWarning``, so the message has to tell. Seen with torch 2.13 and
+    DeepSpeed 0.19.8.
+    """
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)

@@ -1,4 +1,4 @@
-"""transformers: its DeepSpeed flag, its logits processors, and what a model says of its attention and experts.
+"""transformers: its DeepSpeed flag, models and tokenizers, callbacks, logits processors, and continuous batching.
 
 From :func:`is_flash_attention_requested` on it is about continuous batching, which changes from release to release.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,82 @@ def load_balancing_function(model: PreTrainedModel) -> Callable[..., Any] | None
     return getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
 
 
+def dropout_rates(module: nn.Module) -> list[str]:
+    """The attributes in which a module keeps dropout rates as plain numbers, by whatever name.
+
+    Models pass such a rate to a function (``attention_dropout``, ``attn_dropout_p``, ``resid_pdrop`` …), where setting
+    the dropout modules to zero does not reach it; nothing public lists them. Seen with transformers 5.23.
+    """
+    return [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
+
+
+def asks_for_trust(error: Exception) -> bool:
+    """Whether ``from_pretrained`` failed because the model comes with code and ``trust_remote_code`` is off.
+
+    It raises a plain ``ValueError``, so the message has to tell. Seen with transformers 5.23.
+    """
+    return "`trust_remote_code=True`" in str(error)
+
+
+def tokenizer_options(tokenizer: Any) -> dict[str, Any]:
+    """The arguments that a tokenizer was made with, as ``save_pretrained`` writes them.
+
+    They decide what a tokenizer written in Python makes of a text, and no public attribute holds them. Seen with
+    transformers 5.23.
+    """
+    options: dict[str, Any] = tokenizer.init_kwargs
+    return options
+
+
+def parallel_mode(name: str) -> Any:
+    """The member of ``ParallelMode`` that ``TrainingArguments.parallel_mode`` returns.
+
+    Callbacks compare it by identity. The property is documented, the class is not exported. Seen with transformers
+    5.23.
+
+    Args:
+        name: ``NOT_PARALLEL``, ``NOT_DISTRIBUTED`` or ``DISTRIBUTED``.
+    """
+    from transformers.training_args import ParallelMode
+
+    return ParallelMode[name]
+
+
+def callback_handler(callbacks: Sequence[Any], processing_class: Any) -> Any:
+    """``Trainer``'s handler, which calls every callback of an event with model, optimizer and schedule.
+
+    Callbacks rely on its order, its copies of classes and its keyword arguments, and it is an internal class. Seen
+    with transformers 5.23.
+
+    Args:
+        callbacks: instances or classes, ``DefaultFlowCallback`` among them.
+        processing_class: the tokenizer.
+    """
+    from transformers.trainer_callback import CallbackHandler
+
+    return CallbackHandler(list(callbacks), None, processing_class, None, None)
+
+
+def keeps_state(part: Any) -> bool:
+    """Whether a callback or the control has a ``state()`` that belongs in ``TrainerState.stateful_callbacks``.
+
+    ``Trainer`` asks for the base class ``ExportableState``, which is neither exported nor documented. Seen with
+    transformers 5.23.
+    """
+    from transformers.trainer_callback import ExportableState
+
+    return isinstance(part, ExportableState)
+
+
+def tensorboard_writer(callback: Any) -> Any:
+    """The ``SummaryWriter`` of a ``TensorBoardCallback``; None before training begins.
+
+    A run has one writer per folder, so whatever else is logged has to go through this one. Seen with transformers
+    5.23.
+    """
+    return callback.tb_writer
+
+
 def logits_processors(model: GenerationMixin, config: Any) -> LogitsProcessorList:
     """What ``model.generate`` makes of a generation config: the processors of a prompt of one token, on the CPU.
 
@@ -85,6 +162,15 @@ def changed_processors(model: GenerationMixin, change: Callable[[LogitsProcessor
         yield
     finally:
         del model._get_logits_processor
+
+
+def knows_padding(processor: LogitsProcessor) -> bool:
+    """Whether a processor has been told how long the padding of each row is, as ``generate`` does for some.
+
+    One that has been needs no help, and would take away as many real tokens if the padding were removed. The argument
+    is documented, the attribute is not. Seen with transformers 5.23, the first release to do so.
+    """
+    return getattr(processor, "prompt_ignore_length", None) is not None
 
 
 def is_flash_attention_requested(config: PretrainedConfig) -> bool:
@@ -127,6 +213,40 @@ def paged_cache_obstacle(config: PretrainedConfig) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def works_in_continuous_batching(processor: LogitsProcessor) -> bool:
+    """Whether transformers marks a processor as content with the scores alone, which are all that it is given there.
+
+    A manager drops the others with a warning; whether to make one has to be decided before. Seen with transformers
+    5.23.
+    """
+    return bool(getattr(processor, "supports_continuous_batching", False))
+
+
+@contextlib.contextmanager
+def continuous_batching_hushed() -> Iterator[None]:
+    """Within this context continuous batching logs nothing below ``CRITICAL``.
+
+    It logs the traceback of whatever ends its thread, which would break a progress bar; callers raise it themselves.
+    The logger has a name of its own, outside transformers' verbosity. Seen with transformers 5.23.
+    """
+    log = logging.getLogger("ContinuousBatchingLogger")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def set_copies(manager: Any, count: int) -> None:
+    """Let each request that is added from now on be prefilled once and completed ``count`` times.
+
+    ``num_return_sequences`` of the generation config does so for all requests of a manager alike; only this attribute,
+    which holds it, can differ from request to request. Seen with transformers 5.23.
+    """
+    manager.num_return_sequences = count
 
 
 def request_names(name: str, count: int) -> list[str]:

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
 from alignment.config.errors import ModelError, OptionError
+from alignment.internals.transformers import asks_for_trust
 from alignment.models.architecture import CAUSAL_LM, Architecture
 
 
@@ -40,7 +41,7 @@ def read_config(
             path, trust_remote_code=trust_remote_code, return_unused_kwargs=True, **(init_kwargs or {})
         )
     except Exception as error:  # each library has its own classes for one broken file
-        if "trust_remote_code" in str(error):
+        if asks_for_trust(error):
             raise ModelError(
                 f"{key}: {path!r} comes with Python code of its own, which is not run; set trust_remote_code: true if "
                 "you trust it"

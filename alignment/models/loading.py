@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from alignment.config.errors import ModelError, OptionError
 from alignment.internals.deepspeed_zero3 import is_partitioned
 from alignment.internals.torch import is_dropout
-from alignment.internals.transformers import loading
+from alignment.internals.transformers import dropout_rates, loading
 from alignment.models.architecture import CAUSAL_LM, Architecture
 from alignment.models.inspection import first_line
 
@@ -108,9 +108,8 @@ def disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if is_dropout(module):
             module.p = 0.0
-        for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):  # attention_dropout, attn_dropout_p, resid_pdrop …
-                setattr(module, name, 0.0)
+        for name in dropout_rates(module):
+            setattr(module, name, 0.0)
 
 
 def enable_checkpointing(model: PreTrainedModel, kwargs: dict[str, Any] | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers.integrations import TensorBoardCallback, WandbCallback
 
+from alignment.internals.transformers import tensorboard_writer
 from alignment.reporting.log import JsonlLog
 
 Messages = Sequence[Mapping[str, Any]]
@@ -46,8 +47,8 @@ class CompletionTable:
         for callback in self._callbacks:
             if isinstance(callback, WandbCallback):
                 _to_wandb(step, records)
-            if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
-                callback.tb_writer.add_text(TITLE, markdown(records), step)
+            if isinstance(callback, TensorBoardCallback) and (writer := tensorboard_writer(callback)) is not None:
+                writer.add_text(TITLE, markdown(records), step)
 
     def state_dict(self) -> dict[str, Any]:
         """How much of the file there is."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
 from datasets import Dataset, IterableDataset
 
 from alignment.config.errors import DataError
@@ -27,6 +26,7 @@ from alignment.data.truncation import Limits
 from alignment.data.windows import RowTable
 from alignment.engines.collectives import barrier, from_first_rank
 from alignment.engines.launch_env import local_rank
+from alignment.internals.datasets import cache_folder
 from alignment.trainers.method import AnyMethod
 
 TRAINING = "train_dataset"  # what the rows to train on are called in messages where they have no name of their own
@@ -125,7 +125,7 @@ def prepare_data(
 
 def _tokenised(part: Part, limit: int | None, method: AnyMethod, tokenizer: Any, options: AlignmentConfig) -> Path:
     """The folder with one part's tokenised rows."""
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "deepspeed-alignment"
+    folder = cache_folder() / "deepspeed-alignment"
     column_map = options.column_map if part.column_map is None else part.column_map
     data = part.load()
     if isinstance(data, IterableDataset):

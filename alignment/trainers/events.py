@@ -8,14 +8,14 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers import DefaultFlowCallback, EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
-from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
 from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import device, largest_over_ranks
 from alignment.engines.launch_env import world_size
+from alignment.internals.transformers import callback_handler, keeps_state
 
 # In the order of Decision.
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
@@ -90,7 +90,7 @@ class Events:
         except (RuntimeError, ImportError) as error:
             raise OptionError(f"report_to={args.report_to!r}: {error}") from error
         everyone = [DefaultFlowCallback(), *reporting, *callbacks]
-        self.handler = CallbackHandler(everyone, None, processing_class, None, None)
+        self.handler = callback_handler(everyone, processing_class)
 
     def __call__(self, event: str, **kwargs: Any) -> None:
         """Tell every callback of ``event``, such as ``on_step_end``."""
@@ -109,9 +109,9 @@ class Events:
         for name, part in self._stateful():
             self.state.stateful_callbacks[name] = part.state()
 
-    def _stateful(self) -> Iterator[tuple[str, ExportableState]]:
+    def _stateful(self) -> Iterator[tuple[str, Any]]:
         for part in (self.control, *self.handler.callbacks):
-            if isinstance(part, ExportableState):
+            if keeps_state(part):
                 yield type(part).__name__, part
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import pickle
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from alignment.data.windows import WindowPlan, WindowSampler
 from alignment.engines.collectives import barrier, from_first_rank
 from alignment.engines.launch_env import rank, world_size
 from alignment.engines.saving import load_weights, write_model
+from alignment.internals.torch import schedule_may_go_first
 from alignment.reporting.metrics import MetricHistory, means
 from alignment.reporting.progress import Progress
 from alignment.trainers.best import BestModel
@@ -234,8 +234,7 @@ class TrainingLoop:
 
     def _pass_over(self) -> float:
         """A window that left nothing to learn from: the schedule moves on and no weight does."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)  # that is meant
+        with schedule_may_go_first():
             self.engines.policy.scheduler.step()
         return 0.0
 

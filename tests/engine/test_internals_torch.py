@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import DRIVERS
 from torch import nn
+from torch.utils import cpp_extension
 
-from alignment.internals.torch import is_dropout, without_forward_hooks
+from alignment.engines.launch_env import init_distributed
+from alignment.internals.torch import (
+    cuda_toolkit,
+    hush_deprecated_collectives,
+    is_dropout,
+    schedule_may_go_first,
+    without_forward_hooks,
+)
 from tools.ranks import RankServer
 
 
@@ -22,7 +32,7 @@ def test_the_store_serves_as_long_as_it_is_held(ranks: RankServer) -> None:
 @pytest.mark.parametrize(("rank_0_is", "said"), [("patient", "rank 0 waited"), ("impatient", "rank 0 gave up")])
 def test_a_collective_waits_as_long_as_was_set(ranks: RankServer, rank_0_is: str, said: str) -> None:
     done = ranks.run(DRIVERS / "process_group.py", rank_0_is, timeout=60, check=False)
-    assert said in done.stdout
+    assert said in done.stdout, done.report()
 
 
 def test_dropout_of_every_kind_is_one() -> None:
@@ -59,3 +69,48 @@ def test_hooks_are_back_in_their_order_on_any_exit() -> None:
     assert called() == before
     handles[1].remove()
     assert called() == ["before", "first", "third"], "handles are good for what they were"
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_toolkit_is_the_one_that_extensions_are_compiled_with(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path) if installed else None, raising=False)
+    found = cuda_toolkit()
+    if installed:
+        assert found is not None and f"{found}/include" in cpp_extension.include_paths("cuda")
+        return
+    assert found is None
+    with pytest.raises(OSError, match="CUDA_HOME"):
+        cpp_extension.include_paths("cuda")
+
+
+def test_a_schedule_may_go_first_where_that_is_meant() -> None:
+    def steps() -> None:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1).step()
+
+    with pytest.warns(UserWarning, match="before"):
+        steps()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with schedule_may_go_first():
+            steps()
+        with pytest.raises(UserWarning):
+            steps()
+
+
+def test_deprecated_collectives_say_nothing_more() -> None:
+    init_distributed(use_cpu=True)
+
+    def gather() -> None:
+        torch.distributed.all_gather_into_tensor(torch.zeros(1), torch.ones(1))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(FutureWarning):
+            gather()
+        hush_deprecated_collectives()
+        gather()
+        with pytest.raises(FutureWarning):
+            warnings.warn("something else is deprecated", FutureWarning, stacklevel=1)

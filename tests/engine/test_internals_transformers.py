@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,15 +15,25 @@ import torch
 from helpers import make_model, tiny_config, zero
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     ContinuousBatchingConfig,
+    DefaultFlowCallback,
+    EarlyStoppingCallback,
     GenerationConfig,
     LlamaConfig,
     LogitsProcessor,
     MambaConfig,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
     Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
     TrainingArguments,
 )
+from transformers.integrations import TensorBoardCallback
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from alignment.engines.launch_env import init_distributed
@@ -77,7 +91,7 @@ def test_the_flag_comes_back_after_an_error() -> None:
     assert flag(), "the user's own configuration is in force again"
     with pytest.raises(AttributeError), loading({"zero_optimization": "not a section"}):
         pass
-    assert flag() and hf_deepspeed._hf_deepspeed_config_weak_ref() is users
+    assert flag()
     del users
     assert not flag()
 
@@ -124,6 +138,109 @@ def test_the_balancing_function_is_the_one_that_the_model_calls() -> None:
     assert internals.load_balancing_function(AutoModelForCausalLM.from_config(tiny_config("tied"))) is None
 
 
+def test_dropout_rates_are_those_that_attention_applies() -> None:
+    config = tiny_config("untied")
+    config.attention_dropout = 0.5
+    model = AutoModelForCausalLM.from_config(config).train()
+    attention = model.model.layers[0].self_attn
+    assert not any(isinstance(part, nn.Dropout) for part in model.modules())
+    assert [getattr(attention, name) for name in internals.dropout_rates(attention)] == [0.5]
+
+    def repeats() -> bool:
+        return torch.equal(model(IDS).logits, model(IDS).logits)
+
+    assert not repeats()
+    for part in model.modules():
+        for name in internals.dropout_rates(part):
+            setattr(part, name, 0.0)
+    assert repeats()
+
+
+def test_code_that_is_not_trusted_is_told_from_other_errors(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text("raise RuntimeError('this was run')")
+    described = {"model_type": "unheard_of", "auto_map": {"AutoConfig": "code.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ValueError) as caught:
+        AutoConfig.from_pretrained(tmp_path, trust_remote_code=False)
+    assert internals.asks_for_trust(caught.value)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of"}))
+    with pytest.raises(ValueError) as caught:
+        AutoConfig.from_pretrained(tmp_path, trust_remote_code=False)
+    assert not internals.asks_for_trust(caught.value)
+
+
+def test_the_options_of_a_tokenizer_are_those_that_it_saves(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(make_model(tmp_path / "model"), model_max_length=77)
+    assert internals.tokenizer_options(tokenizer)["model_max_length"] == 77
+    tokenizer.save_pretrained(tmp_path / "again")
+    saved = json.loads((tmp_path / "again" / "tokenizer_config.json").read_text())
+    assert saved["model_max_length"] == 77
+
+
+# Callbacks ----------------------------------------------------------------------------------------------------------
+
+
+class Noting(TrainerCallback):
+    """Notes what it is called with, and asks for a checkpoint."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        self.calls.append(kwargs)
+        control.should_save = True
+        return control
+
+
+def test_the_handler_calls_callbacks_as_trainer_does(model: Any, tmp_path: Path) -> None:
+    """With the same keywords, and instances of classes; `control` is what they made of it."""
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True)
+    state = TrainerState()
+    own, of_trainer = Noting(), Noting()
+    handler = internals.callback_handler([DefaultFlowCallback, own], "a tokenizer")
+    handler.model = model
+    control = handler.on_step_end(args, state, TrainerControl())
+    assert control.should_save
+    trainer = Trainer(model, args, callbacks=[of_trainer])
+    trainer.callback_handler.on_step_end(args, state, TrainerControl())
+    assert own.calls[0].keys() == of_trainer.calls[0].keys()
+    assert own.calls[0]["model"] is model and own.calls[0]["processing_class"] == "a tokenizer"
+    assert [type(one) for one in handler.callbacks] == [DefaultFlowCallback, Noting]
+    added = Noting()
+    handler.add_callback(added)
+    assert handler.pop_callback(added) is added
+
+
+@pytest.mark.parametrize(
+    ("part", "keeps"),
+    [(EarlyStoppingCallback(), True), (TrainerControl(), True), (DefaultFlowCallback(), False), (Noting(), False)],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_keeps_state_has_a_place_in_trainers_state(part: Any, keeps: bool) -> None:
+    assert internals.keeps_state(part) == keeps
+    with contextlib.nullcontext() if keeps else pytest.raises(TypeError):
+        kept = TrainerState(stateful_callbacks=[part]).stateful_callbacks
+        assert kept == {type(part).__name__: part.state()} and {"args", "attributes"} <= part.state().keys()
+
+
+def test_the_writer_of_tensorboard_is_the_one_that_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "runs"))
+    callback, args = TensorBoardCallback(), TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    assert internals.tensorboard_writer(callback) is None
+    callback.on_train_begin(args, TrainerState(is_world_process_zero=True), TrainerControl())
+    writer = internals.tensorboard_writer(callback)
+    writer.add_text("title", "a text that was added")
+    writer.flush()
+    (file,) = (tmp_path / "runs").rglob("events.*")
+    assert b"a text that was added" in file.read_bytes()
+
+
+def test_the_parallel_mode_is_that_of_training_arguments(tmp_path: Path) -> None:
+    known = [internals.parallel_mode(name) for name in ("NOT_PARALLEL", "NOT_DISTRIBUTED", "DISTRIBUTED")]
+    found = TrainingArguments(str(tmp_path), use_cpu=True).parallel_mode  # depends on the process group
+    assert len(set(known)) == 3 and any(found is mode for mode in known)
+
+
 # Logits processors --------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +279,25 @@ def test_a_changed_processor_is_used_in_its_place_and_only_within_the_context(mo
     assert generate(model, repetition_penalty=1.5) == plain
 
 
+def test_a_processor_is_told_the_padding_of_each_row(model: Any) -> None:
+    """By `generate`, of all processors that read tokens only to the repetition penalty."""
+    padded, seen = torch.cat([torch.full((1, 2), 2), IDS[:, :2]], dim=1), {}
+
+    def note(one: LogitsProcessor) -> LogitsProcessor:
+        seen[type(one)] = internals.knows_padding(one)
+        return one
+
+    config = GenerationConfig(max_new_tokens=4, pad_token_id=2, repetition_penalty=1.5, no_repeat_ngram_size=2)
+    batch = torch.cat([padded, IDS])
+    with internals.changed_processors(model, note):
+        answers = model.generate(batch, attention_mask=(batch != 2).long(), generation_config=config)
+    assert seen[RepetitionPenaltyLogitsProcessor] and sum(seen.values()) == 1 < len(seen)
+    penalised = GenerationConfig(max_new_tokens=4, pad_token_id=2, repetition_penalty=1.5)
+    answers = model.generate(batch, attention_mask=(batch != 2).long(), generation_config=penalised)
+    alone = model.generate(IDS[:, :2], generation_config=penalised)
+    assert answers[0, 4:].tolist() == alone[0, 2:].tolist()
+
+
 # Continuous batching ------------------------------------------------------------------------------------------------
 
 
@@ -189,24 +325,41 @@ def test_flash_kernels_by_any_name(name: str, flash: bool) -> None:
 
 
 def manager(model: Any, **more: Any) -> Any:
-    generation = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=2)
+    generation = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=2, **more)
     sizes = {"page_size": 32, "num_blocks": 16, "max_batch_tokens": 64, "max_memory_percent": 1.0}
-    return model.init_continuous_batching(generation, ContinuousBatchingConfig(**sizes, **more))
+    return model.init_continuous_batching(generation, ContinuousBatchingConfig(**sizes))
+
+
+@contextlib.contextmanager
+def running(model: Any, **more: Any) -> Iterator[Any]:
+    """A manager that has been given one request, and is about to generate."""
+    made = manager(model, **more)
+    try:
+        made.add_request(IDS[0].tolist(), request_id="0")
+        made.start()
+        yield made
+    finally:
+        made.stop(block=True, hard_stop=True)
+        made.destroy()
 
 
 def test_models_with_paged_attention_generate_the_same_in_batches(model: Any) -> None:
     assert internals.supports_paged_attention(model)
     assert internals.paged_cache_obstacle(model.config) is None
-    running = manager(model)
-    try:
-        running.add_request(IDS[0].tolist(), request_id="0")
-        running.start()
-        result = running.get_result(timeout=60)
-        assert internals.generation_error(running) is None
-    finally:
-        running.stop(block=True, hard_stop=True)
-        running.destroy()
+    with running(model) as batching:
+        result = batching.get_result(timeout=60)
+        assert internals.generation_error(batching) is None
     assert result.generated_tokens == generate(model)
+
+
+def test_processors_that_need_tokens_are_dropped_by_a_manager(model: Any) -> None:
+    """And marked as such, unlike those that need scores alone."""
+    penalty = RepetitionPenaltyLogitsProcessor(1.5)
+    assert not internals.works_in_continuous_batching(penalty)
+    assert internals.works_in_continuous_batching(TemperatureLogitsWarper(0.5))
+    with running(model, repetition_penalty=0.1) as batching:
+        result = batching.get_result(timeout=60)
+    assert result.generated_tokens == generate(model) != generate(model, repetition_penalty=0.1)
 
 
 def test_a_model_with_a_state_of_its_own_has_no_paged_attention() -> None:
@@ -225,31 +378,58 @@ def test_layers_without_a_paged_cache_are_refused_as_by_a_manager() -> None:
 
 
 def test_copies_of_a_request_are_returned_under_their_names(model: Any) -> None:
-    running = manager(model)
-    running.num_return_sequences = 3
+    batching = manager(model)
     try:
-        running.add_request(IDS[0].tolist(), request_id="7")
-        running.start()
-        found = {running.get_result(timeout=60).request_id for _ in range(3)}
+        internals.set_copies(batching, 3)
+        batching.add_request(IDS[0].tolist(), request_id="7")
+        internals.set_copies(batching, 1)
+        batching.add_request(IDS[0].tolist(), request_id="8")
+        batching.start()
+        results = [batching.get_result(timeout=20) for _ in range(4)]
+        found = {result.request_id for result in results if result is not None} - {"8"}
     finally:
-        running.stop(block=True, hard_stop=True)
-        running.destroy()
+        batching.stop(block=True, hard_stop=True)
+        batching.destroy()
     assert found == set(internals.request_names("7", 3)) and len(found) == 3
     assert internals.request_names("7", 1) == ["7"]
 
 
-def test_the_error_that_ended_the_generating_thread_is_told(model: Any) -> None:
+def failing(model: Any) -> Exception | None:
+    """What ended the generating thread of a manager whose model fails."""
+
     def fails(*_: Any) -> None:
         raise ZeroDivisionError("a layer failed")
 
-    hook, running = model.model.layers[0].register_forward_hook(fails), manager(model)
+    hook, others = model.model.layers[0].register_forward_hook(fails), threading.enumerate()
     try:
-        running.add_request(IDS[0].tolist(), request_id="0")
-        running.start()
-        while running.is_running() and internals.generation_error(running) is None:
-            running.get_result(timeout=0.1)
-        assert "a layer failed" in str(internals.generation_error(running))
+        with running(model) as batching:
+            while batching.is_running() and internals.generation_error(batching) is None:
+                batching.get_result(timeout=0.1)
+            return internals.generation_error(batching)
     finally:
         hook.remove()
-        running.stop(block=True, hard_stop=True)
-        running.destroy()
+        for thread in set(threading.enumerate()) - set(others):  # it may still have to log
+            thread.join(10)
+
+
+def test_the_error_that_ended_the_generating_thread_is_told(model: Any) -> None:
+    assert "a layer failed" in str(failing(model))
+
+
+@pytest.mark.parametrize("hushed", [True, False])
+def test_what_continuous_batching_logs(model: Any, hushed: bool) -> None:
+    messages: list[str] = []
+    make = logging.getLogRecordFactory()
+
+    def note(*args: Any, **kwargs: Any) -> logging.LogRecord:  # its logger has a handler of its own, and no parent
+        record = make(*args, **kwargs)
+        messages.append(record.getMessage())
+        return record
+
+    logging.setLogRecordFactory(note)
+    try:
+        with internals.continuous_batching_hushed() if hushed else contextlib.nullcontext():
+            failing(model)
+    finally:
+        logging.setLogRecordFactory(make)
+    assert any("a layer failed" in message for message in messages) != hushed

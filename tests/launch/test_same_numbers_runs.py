@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
 @pytest.mark.usefixtures("launch")
 def test_equal_versions_are_the_same(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["kto-stage2-2", "online_dpo-model-stage3-1"]
-    assert main([str(ROOT), str(tree.folder), "--only", *names]) == 0
+    assert main([str(ROOT), str(tree.folder), "--base-python", sys.executable, "--only", *names]) == 0
     out = capsys.readouterr().out
     assert all(f"{name}: 0 differences" in out for name in names) and "2 of 2 runs are the same" in out
 

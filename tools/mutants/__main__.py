@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import queue
-import shutil
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tests.continuing import fingerprint
@@ -23,7 +21,8 @@ from tools.mutants.ledger import Entry, Ledger, equivalents, survivors, table
 from tools.mutants.mutant import Mutant
 from tools.ranks import RankServer
 from tools.ranks.client import ROOT
-from tools.trial import Tree, Verdict, workspace
+from tools.trial import Tree, Verdict, trials
+from tools.workers import share_out
 
 _BUDGETS_S = {"unit": 60.0, "engine": 90.0, "processes": 60.0}  # of the tests of one kind
 _MANY = 400  # tests by name: beyond, whole files are faster to collect
@@ -57,41 +56,29 @@ class Run:
     """Trials of mutants, several at once, each in a tree of its own."""
 
     def __init__(self, mutants: Sequence[Mutant], covered: Covered, ledger: Ledger, tests: str) -> None:
-        self.left: queue.Queue[Mutant] = queue.Queue()
-        for mutant in mutants:
-            self.left.put(mutant)
+        self.mutants, self.left = mutants, len(mutants)
         self.covered, self.ledger, self.tests = covered, ledger, tests
         self._saying = threading.Lock()
 
     def __call__(self, jobs: int) -> None:
         """Try all of them."""
-        place, server = workspace("mutants-"), RankServer()
-        try:
-            assert server.address
-            threads = [threading.Thread(target=self._work, args=(place / str(n), server)) for n in range(jobs)]
-            for thread in threads:
-                thread.daemon = True
-                thread.start()
-            for thread in threads:
-                thread.join()
-        finally:
-            server.close()
-            shutil.rmtree(place)
+        with trials("mutants-", jobs) as (folders, server):
+            share_out(self.mutants, jobs, lambda number: self._worker(folders[number], server))
 
-    def _work(self, folder: Path, server: RankServer) -> None:
+    def _worker(self, folder: Path, server: RankServer) -> Callable[[Mutant], None]:
         tree = Tree(folder)
-        while True:
-            try:
-                mutant = self.left.get_nowait()
-            except queue.Empty:
-                return
+
+        def handle(mutant: Mutant) -> None:
             verdict = self._try(mutant, tree, server)
             entry = Entry(mutant.file, mutant.line, mutant.old, mutant.new, verdict.noticed, verdict.how, self.tests)
             with self._saying:
                 self.ledger.add(entry)
                 sign = "noticed " if entry.noticed else "SURVIVED"
-                left = self.left.qsize()
-                print(f"{sign} {verdict.seconds:5.1f} s, {left:3} left  {describe(entry)}  [{entry.how}]", flush=True)
+                self.left -= 1
+                said = f"{sign} {verdict.seconds:5.1f} s, {self.left:3} left  {describe(entry)}  [{entry.how}]"
+                print(said, flush=True)
+
+        return handle
 
     def _try(self, mutant: Mutant, tree: Tree, server: RankServer) -> Verdict:
         tests = self.covered.tests(mutant.file, mutant.line)

@@ -37,13 +37,14 @@ class RankServer:
     Args:
         root: the checkout whose packages the ranks import.
         address: of a server that is running already; None: what the environment says.
+        python: the interpreter whose libraries the ranks import.
     """
 
-    def __init__(self, root: Path = ROOT, address: str | None = None) -> None:
-        self.root = root
+    def __init__(self, root: Path = ROOT, address: str | None = None, python: str = sys.executable) -> None:
+        self.root, self._python = root, python
         self._process: subprocess.Popen[str] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._address = address or os.environ.get(ADDRESS)
+        self._address = address or (os.environ.get(ADDRESS) if python == sys.executable else None)
 
     @property
     def address(self) -> str:
@@ -56,7 +57,7 @@ class RankServer:
         self._folder = tempfile.TemporaryDirectory(prefix="rank-server-")
         address = os.path.join(self._folder.name, "socket")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tools.ranks.server", address],
+            [self._python, "-m", "tools.ranks.server", address],
             cwd=ROOT,
             env=environment(OMP_NUM_THREADS="1", COVERAGE_PROCESS_START=""),  # ranks are measured, not what forks them
             stdin=subprocess.PIPE,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,12 +24,15 @@ from alignment.engines.rollout.processors import generation_config
 from alignment.engines.rollout.request import Completion, Sampling, Work
 from alignment.internals.transformers import (
     attention_implementation,
+    continuous_batching_hushed,
     generation_error,
     is_flash_attention_requested,
     logits_processors,
     paged_cache_obstacle,
     request_names,
+    set_copies,
     supports_paged_attention,
+    works_in_continuous_batching,
 )
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ class ContinuousBackend(RolloutBackend):
             return f"transformers {transformers.__version__} lacks the continuous batching that 5.20 has"
         for processor in logits_processors(model, generation_config(sampling)):
             name = type(processor).__name__
-            if not getattr(processor, "supports_continuous_batching", False) and name not in _SCORES_ALONE:
+            if not works_in_continuous_batching(processor) and name not in _SCORES_ALONE:
                 return f"transformers' continuous batching does not support {name}"
         architecture, config = type(model).__name__, model.config.get_text_config()
         if not supports_paged_attention(model):
@@ -97,7 +99,7 @@ class ContinuousBackend(RolloutBackend):
                 # A copy is made one token before the end of the prompt, which transformers cannot compute if it is
                 # empty.
                 together = work.count if len(work.ids) > 1 else 1
-                manager.num_return_sequences = together
+                set_copies(manager, together)
                 for name in _names(place, work)[::together]:
                     manager.add_request(list(work.ids), request_id=name)
             # Only now: the first batch holds the same requests in every run.
@@ -136,20 +138,17 @@ def _check(error: object) -> None:
 @contextlib.contextmanager
 def _manager(model: PreTrainedModel, chunk: Sequence[Work], sampling: Sampling, logps: bool) -> Iterator[Any]:
     """A manager that holds no more memory than the chunk needs, and is gone on any exit."""
-    log, attention = logging.getLogger("ContinuousBatchingLogger"), attention_implementation(model)
-    level, manager = log.level, None
-    # What goes wrong is raised here; as a log record it would be a traceback amid the progress bar.
-    log.setLevel(logging.CRITICAL)
-    try:
-        manager = model.init_continuous_batching(generation_config(sampling), _sizes(chunk, sampling, logps))
-        yield manager
-    finally:
-        if manager is not None:
-            manager.stop(block=True, hard_stop=True)
-            manager.destroy()
-        if attention_implementation(model) != attention:
-            model.set_attn_implementation(attention)
-        log.setLevel(level)
+    attention, manager = attention_implementation(model), None
+    with continuous_batching_hushed():  # what goes wrong is raised here
+        try:
+            manager = model.init_continuous_batching(generation_config(sampling), _sizes(chunk, sampling, logps))
+            yield manager
+        finally:
+            if manager is not None:
+                manager.stop(block=True, hard_stop=True)
+                manager.destroy()
+            if attention_implementation(model) != attention:
+                model.set_attn_implementation(attention)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from transformers import (
     WatermarkLogitsProcessor,
 )
 
-from alignment.internals.transformers import changed_processors
+from alignment.internals.transformers import changed_processors, knows_padding
 
 # The others look at the scores alone, or at how many tokens there are, padding included.
 _READERS = (
@@ -77,4 +77,4 @@ def padding_unseen(model: PreTrainedModel, padding: Sequence[int], device: torch
 
 def _reads_padding(processor: LogitsProcessor) -> bool:
     # From 5.23 on transformers tells the repetition penalty itself how long each row's padding is.
-    return isinstance(processor, _READERS) and getattr(processor, "prompt_ignore_length", None) is None
+    return isinstance(processor, _READERS) and not knows_padding(processor)

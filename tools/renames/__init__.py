@@ -1,0 +1,1 @@
+"""``make renames``: the contract tests of ``alignment/internals/`` notice when a library renames what is touched."""
