@@ -54,6 +54,10 @@ def __getattr__(name: str) -> Any:
     """
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name.endswith("Trainer"):
+        from alignment.engines.start_up import import_libraries
+
+        import_libraries()
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from alignment.config.parsing import glimpse, parse
 from alignment.config.registry import METHODS
 from alignment.engines.guard import guarded
 from alignment.engines.launch_env import hush_libraries, init_distributed
+from alignment.engines.start_up import import_libraries, uncollected
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -22,17 +25,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     hush_libraries()
-    sys.exit(guarded(lambda: _run(arguments), use_cpu=lambda: glimpse(arguments).use_cpu))
+    with contextlib.ExitStack() as starting:
+        starting.enter_context(uncollected())
+        code = guarded(lambda: _run(arguments, starting.close), use_cpu=lambda: glimpse(arguments).use_cpu)
+    sys.exit(code)
 
 
-def _run(arguments: list[str]) -> None:
+def _run(arguments: list[str], started: Callable[[], None]) -> None:
     before = glimpse(arguments)
     if METHODS.is_outside(before.method):
         init_distributed(before.use_cpu)  # its file imports torch and DeepSpeed
+        import_libraries()
     options = parse(arguments)
     # Only now torch and DeepSpeed: a misspelt option should not wait for them. And first the device: DeepSpeed settles
     # for one as it is imported, which the trainers do, and `use_cpu` would come too late.
     init_distributed(options.use_cpu)
+    import_libraries()
     from alignment.trainers.run import run
 
+    gc.freeze()  # modules stay: DeepSpeed collects with every engine, and would look through them all again
+    started()
     run(options)

@@ -53,11 +53,10 @@ def run_module(
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
     }
-    inherited = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
     process = subprocess.Popen(
         [sys.executable, "-m", module, str(job_file), str(result_file)],
         cwd=ROOT,
-        env={**inherited, **own, **environment},
+        env={**plain_environment(), **own, **environment},
         text=True,
         errors="replace",
         stdin=subprocess.DEVNULL,
@@ -75,6 +74,11 @@ def run_module(
     if process.returncode:
         raise Failed(_last_line(output) or f"exit code {process.returncode}", output[-4000:])
     return json.loads(result_file.read_text(encoding="utf-8"))
+
+
+def plain_environment() -> dict[str, str]:
+    """This process's environment without a launcher's variables."""
+    return {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
 
 
 def _killed(process: subprocess.Popen[str]) -> str:

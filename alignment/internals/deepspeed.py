@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+
+_MUON = "deepspeed.runtime.zero.muon.original_muon"
 
 
 def section_models() -> dict[str, type[BaseModel]]:
@@ -66,6 +74,34 @@ def destroy(engine: Any) -> None:
     keeps the engine. Seen with DeepSpeed 0.19.8.
     """
     engine.destroy()
+
+
+def import_muon() -> None:
+    """Import the Muon optimizer, whose functions are then compiled when they are called for the first time.
+
+    ``deepspeed.initialize`` imports it whatever the optimizer, and it decorates with ``torch.compile``, which imports
+    torch's whole compiler: 1.7 s of CPU. Nothing is done where it is imported already. Seen with DeepSpeed 0.19.8.
+    """
+    import torch
+    from deepspeed.runtime import compiler
+
+    if _MUON in sys.modules or not hasattr(compiler, "compile") or find_spec(_MUON) is None:
+        return
+
+    def compiled_on_use(function: Callable[..., Any]) -> Callable[..., Any]:
+        compiled: Callable[..., Any] | None = None
+
+        @functools.wraps(function)
+        def on_use(*args: Any, **kwargs: Any) -> Any:
+            nonlocal compiled
+            if compiled is None:
+                compiled = torch.compile(function)
+            return compiled(*args, **kwargs)
+
+        return on_use
+
+    with mock.patch.object(compiler, "compile", lambda: compiled_on_use):
+        import_module(_MUON)
 
 
 def reports_grad_norm(engine: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from datasets import Dataset
 
 from alignment.config.paths import packaged_names
-from benchmarks import gpu_smoke, ours, side_by_side
+from benchmarks import gpu_smoke, ours, side_by_side, start_up
 from benchmarks.comparison import Comparison, compare, differences, table, title
 from benchmarks.gpu_row import RowJob, train
 from benchmarks.jobs import METHODS, PLAIN, UNCHECKPOINTED, ZERO2, Job, Setting
@@ -45,6 +46,13 @@ def test_a_step_lasts_from_the_end_of_the_one_before() -> None:
     clock.ends = [Instant(wall, cpu) for wall, cpu in ((10, 1), (14, 2), (15, 4), (18, 7))]
     assert clock.steps(warm_up=1) == [(4, 1), (1, 2), (3, 3)]
     assert clock.steps(warm_up=3) == [(3, 3)]
+
+
+def test_start_up_shows_medians_and_their_ratio() -> None:
+    seconds = {"`--help`": [[0.4, 0.2, 0.3], [0.1, 0.15, 0.9]]}
+    assert start_up.table(seconds, with_base=True).splitlines()[2] == "| `--help` | 0.30 | 0.15 | 0.50 |"
+    assert start_up.table({"`--help`": [[0.2]]}, with_base=False).splitlines()[2] == "| `--help` | 0.20 |"
+    assert start_up.cpu_seconds(os.getpid()) > 0
 
 
 def test_memory_leaves_out_what_every_trainer_of_the_model_needs() -> None:

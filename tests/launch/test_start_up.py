@@ -1,0 +1,117 @@
+"""What is imported when, and that an answer which needs no library does not wait for one. Seconds are of the CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Launch
+from helpers import make_model, unpaired_rows
+
+from tools.ranks.client import environment
+
+# `--help` takes 0.2 s on an idle core and 0.5 s on a shared one; torch alone takes 1.1 s.
+ANSWER_S = 0.8
+ANSWERS = """
+import json, resource, sys
+from alignment.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as leaving:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    print(json.dumps([leaving.code, usage.ru_utime + usage.ru_stime, sorted(sys.modules)]))
+"""
+LIBRARIES = {"torch", "deepspeed", "transformers", "datasets", "numpy"}
+# Nothing of these serves a run that trains all weights by rows, before its report is drawn.
+UNUSED = {
+    "peft",
+    "bitsandbytes",
+    "matplotlib",
+    "tensorboard",
+    "wandb",
+    "functorch.compile",
+    "networkx",
+    "torch._inductor.compile_fx",
+    "torch._inductor.lowering",
+}
+ONLINE = (
+    "alignment.engines.rollout",
+    "alignment.rewards",
+    "alignment.trainers.online_",
+    "alignment.methods.online_dpo",
+)
+
+
+def python(code: str, *arguments: object) -> str:
+    """What a process prints that runs ``code``."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def online(modules: list[str]) -> list[str]:
+    return [name for name in modules if name.startswith(ONLINE) and not name.endswith("_options")]
+
+
+@pytest.mark.parametrize(
+    "arguments, code",
+    [(["--help"], 0), (["--method", "kto", "--help"], 0), (["--method", "kto", "--learning_rat", "1"], 1)],
+    ids=["help", "help-kto", "misspelt"],
+)
+def test_an_answer_about_options_imports_no_library(arguments: list[str], code: int) -> None:
+    seconds = []
+    for _ in range(3):  # a process is slowed down by others, never sped up
+        answer = json.loads(python(ANSWERS, *arguments).splitlines()[-1])
+        assert answer[0] == code and LIBRARIES.isdisjoint(answer[2])
+        seconds.append(answer[1])
+        if seconds[-1] < ANSWER_S:
+            return
+    pytest.fail(f"CPU seconds of three runs: {seconds}")
+
+
+def test_a_run_of_kto_imports_what_it_needs(tmp_path: Path, launch: Launch) -> None:
+    make_model(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in unpaired_rows(8)))
+    options = {
+        "method": "kto",
+        "model_name_or_path": tmp_path / "model",
+        "dataset_name": tmp_path / "rows.jsonl",
+        "output_dir": tmp_path / "out",
+        "max_length": 64,
+        "save_strategy": "no",
+    }
+    found = tmp_path / "modules.json"
+    done = launch(
+        ROOT / "tests" / "drivers" / "first_step.py",
+        found,
+        *(part for name, value in options.items() for part in (f"--{name}", value)),
+        "--disable_tqdm",
+        launcher="python",
+    )
+    assert found.is_file(), done.stderr
+    modules = json.loads(found.read_text())
+    assert {"torch", "deepspeed", "transformers.trainer_callback", "alignment.methods.kto"} <= set(modules)
+    assert UNUSED.intersection(modules) == set()
+    assert online(modules) == []
+    methods = {"alignment.methods.cpo", "alignment.methods.dpo", "alignment.methods.sft", "alignment.methods.reward"}
+    assert methods.isdisjoint(modules)
+
+
+def test_from_python_each_name_imports_what_it_needs() -> None:
+    said = python("""
+import json, sys
+import alignment
+found = [sorted(sys.modules)]
+from alignment import KTOConfig, OnlineDPOConfig
+found.append(sorted(sys.modules))
+from alignment import CPOTrainer, DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
+print(json.dumps([*found, sorted(sys.modules)]))
+""")
+    package, options, trainers = json.loads(said.splitlines()[-1])
+    assert LIBRARIES.isdisjoint(package) and LIBRARIES.isdisjoint(options)
+    assert UNUSED.intersection(trainers) == set()
+    assert online(trainers) == []
