@@ -100,7 +100,7 @@ style: $(READY)
 	@$(BIN)/ruff format $(SOURCES)
 
 docs: $(READY)
-	@$(BIN)/python -m alignment.config.option_tables README.md
+	@$(BIN)/python -m alignment.cli.help README.md
 
 clean:
 	rm -rf $(VENV) $(NEWEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -39,7 +39,7 @@ EXTRAS = {
         "wandb>=0.19",
         "ruff>=0.12",
         "mypy>=1.15",
-        "import-linter>=2.3,<3",
+        "import-linter>=2.6,<3",
         "types-PyYAML",
     ],
     # For `make mutants`: mutmut's operators on syntax trees, and which tests run which lines.
@@ -71,7 +71,7 @@ setup(
         "alignment.ds_configs": ["*.json", "*.md"],
         "alignment.launch": ["recipes/*.yaml"],
     },
-    entry_points={"console_scripts": ["deepspeed-alignment = alignment.cli:main"]},
+    entry_points={"console_scripts": ["deepspeed-alignment = alignment.cli.commands:main"]},
     zip_safe=False,
     classifiers=[
         "Programming Language :: Python :: 3",

@@ -15,7 +15,7 @@ if str(ROOT) not in sys.path:
 
 import torch  # noqa: E402
 
-from alignment.config.paths import packaged_names  # noqa: E402
+from alignment.config.lookup import packaged_names  # noqa: E402
 from benchmarks.comparison import title  # noqa: E402
 from benchmarks.gpu_row import RowJob, RowResult  # noqa: E402
 from benchmarks.processes import Failed, run_module  # noqa: E402

@@ -17,7 +17,7 @@ from alignment.methods.kto import KTOTrainer
 from alignment.methods.kto_options import KTOConfig
 from alignment.methods.online_dpo import OnlineDPOTrainer
 from alignment.methods.online_dpo_options import OnlineDPOConfig
-from alignment.trainers.base import AlignmentTrainer
+from alignment.training.trainer import AlignmentTrainer
 from benchmarks.jobs import Job
 from benchmarks.shapes import load_tokenizer
 

@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E
 from alignment.data import batching  # noqa: E402
 from alignment.engines.scoring import PolicyEngine, ScoringEngine  # noqa: E402
 from alignment.models import logprobs  # noqa: E402
-from alignment.trainers.loop import TrainingLoop  # noqa: E402
+from alignment.training.loop import TrainingLoop  # noqa: E402
 from benchmarks import ours  # noqa: E402
 from benchmarks.jobs import METHODS, Job  # noqa: E402
 from benchmarks.shapes import SIDE_BY_SIDE, write_model, write_reward_model  # noqa: E402

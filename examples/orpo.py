@@ -21,12 +21,12 @@ from alignment.config import checks
 from alignment.config.fields import option
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import SequenceOptions
-from alignment.data.batching import Batch, Collate, PairedBatch, collate_paired
-from alignment.engines.scoring import SequenceScores
+from alignment.data.batching import Batch, Collate, PreferenceBatch, collate_preference
+from alignment.engines.scoring import SequenceOutput
 from alignment.objectives.likelihood import nll
-from alignment.trainers.base import AlignmentTrainer
-from alignment.trainers.method import Method, RowLosses, Window
-from alignment.trainers.pair_metrics import REWARDS, add_rewards, add_sides, sides
+from alignment.reporting.metrics import REWARDS, add_rewards, add_sides, sides
+from alignment.training.method import Method, RowLosses, Window
+from alignment.training.trainer import AlignmentTrainer
 
 
 @dataclass(kw_only=True)
@@ -56,29 +56,29 @@ def odds_ratio_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
     return -F.logsigmoid(log_odds(chosen) - log_odds(rejected))
 
 
-class ORPOMethod(Method[PairedBatch]):
+class ORPOMethod(Method[PreferenceBatch]):
     """One forward scores both answers of every pair."""
 
-    kind = "paired"
+    kind = "preference"
     completions = ("chosen_ids", "rejected_ids")
     metrics = (*REWARDS, *sides("logps"), "nll_loss", "log_odds_ratio")
     options: ORPOConfig
 
     @property
     def collate(self) -> Collate:
-        return collate_paired
+        return collate_preference
 
-    def scored(self, batch: PairedBatch) -> Batch:
+    def scored(self, batch: PreferenceBatch) -> Batch:
         return batch.pairs
 
     def losses(
-        self, batch: PairedBatch, index: int, scores: SequenceScores, known: Any, window: Window[PairedBatch]
+        self, batch: PreferenceBatch, index: int, output: SequenceOutput, known: Any, window: Window[PreferenceBatch]
     ) -> RowLosses:
         pairs, beta, sums = len(batch.rows), self.options.beta, window.sums
-        lengths = batch.pairs.lengths.to(scores.logps.device)
-        means = scores.logps / lengths
+        lengths = batch.pairs.lengths.to(output.scores.device)
+        means = output.scores / lengths
         losses = odds_ratio_loss(means[:pairs], means[pairs:])
-        likelihood, tokens = nll(scores.logps[:pairs], lengths[:pairs])
+        likelihood, tokens = nll(output.scores[:pairs], lengths[:pairs])
         rewards = beta * means.detach()
         add_rewards(sums, rewards[:pairs], rewards[pairs:])
         add_sides(sums, "logps", means)

@@ -13,7 +13,7 @@ if (ROOT / "alignment" / "__init__.py").is_file():
     # A source checkout runs without being installed, and before any other package called `alignment`.
     sys.path.insert(0, str(ROOT))
 
-from alignment.cli import main  # noqa: E402
+from alignment.cli.train import main  # noqa: E402
 
 if __name__ == "__main__":
-    main()
+    main(program="launch/train.py")

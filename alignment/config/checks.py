@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from alignment.config.checks_output import check_output
 from alignment.config.dtypes import requested_dtype
-from alignment.config.errors import OptionError
-from alignment.config.fields import Strategy
-from alignment.config.frozen import PLACEMENTS
-from alignment.config.mixture import check_mixture, tested_parts
-from alignment.config.refusals import nearest, shown
+from alignment.config.errors import OptionError, did_you_mean, setting
+from alignment.config.fields import Strategy, words
+from alignment.config.options_data import check_mixture, tested_parts
+from alignment.config.placement import PLACEMENTS
 
 # transformers' SchedulerType; a test compares the two.
 SCHEDULES = (
@@ -49,6 +47,10 @@ _DECIDED = {
 }
 _REFERENCE_OPTIONS = ("ref_model_name_or_path", "ref_model_init_kwargs", "ref_deepspeed")
 _ADAM_DEFAULTS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
+# transformers' reporting integrations, except trackio, whose callback reads options of its own; a test compares.
+INTEGRATIONS = words(
+    "azure_ml clearml codecarbon comet_ml dagshub dvclive flyte kubeflow mlflow neptune swanlab tensorboard wandb"
+)
 
 
 def at_least(options: Any, least: float, *names: str) -> None:
@@ -56,28 +58,30 @@ def at_least(options: Any, least: float, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
         if value is not None and not value >= least:
-            raise OptionError(f"{shown(name, value)}: must be at least {least}; set it to {least} or more")
+            raise OptionError(f"{setting(name, value)}: must be at least {least}; set it to {least} or more")
 
 
 def positive(options: Any, *names: str) -> None:
     """Every option named is above 0."""
     for name in names:
         if not getattr(options, name) > 0:
-            raise OptionError(f"{shown(name, getattr(options, name))}: must be greater than 0; set a positive number")
+            raise OptionError(
+                f"{setting(name, getattr(options, name))}: must be greater than 0; set a positive number"
+            )
 
 
 def below_one(options: Any, *names: str) -> None:
     """Every option named lies in [0, 1)."""
     for name in names:
         if not 0 <= getattr(options, name) < 1:
-            raise OptionError(f"{shown(name, getattr(options, name))}: must be 0 or more and below 1")
+            raise OptionError(f"{setting(name, getattr(options, name))}: must be 0 or more and below 1")
 
 
 def need_reference(options: Any, method: str) -> None:
     """A reference model is not refused; ``method`` names the method that needs it."""
     if options.ref_placement == "none":
         raise OptionError(
-            f"{shown('ref_placement', 'none')}: {method} needs a reference; set one of {', '.join(PLACEMENTS)}"
+            f"{setting('ref_placement', 'none')}: {method} needs a reference; set one of {', '.join(PLACEMENTS)}"
         )
 
 
@@ -91,11 +95,13 @@ def refuse_reference(options: Any, method: str) -> None:
     """Nothing that speaks of a reference model or of labels is set; ``method`` names the method that has neither."""
     if options.ref_placement not in (None, "none"):
         raise OptionError(
-            f"{shown('ref_placement', options.ref_placement)}: {method} has no reference model; leave it out"
+            f"{setting('ref_placement', options.ref_placement)}: {method} has no reference model; leave it out"
         )
     for name in _REFERENCE_OPTIONS:
         if getattr(options, name) is not None:
-            raise OptionError(f"{shown(name, getattr(options, name))}: {method} has no reference model; leave it out")
+            raise OptionError(
+                f"{setting(name, getattr(options, name))}: {method} has no reference model; leave it out"
+            )
     refuse_labels(options, method)
 
 
@@ -110,7 +116,7 @@ def check_shared(options: Any) -> None:
     requested_dtype(options)
     if options.gradient_checkpointing_kwargs and not options.gradient_checkpointing:
         raise OptionError(
-            f"{shown('gradient_checkpointing_kwargs', options.gradient_checkpointing_kwargs)}: has no effect with "
+            f"{setting('gradient_checkpointing_kwargs', options.gradient_checkpointing_kwargs)}: has no effect with "
             f"gradient_checkpointing=False; leave one of them out"
         )
     _check_mappings(options)
@@ -123,13 +129,13 @@ def _check_mappings(options: Any) -> None:
         given = getattr(options, name)
         for key in given or ():
             if key in _DECIDED:
-                raise OptionError(f"{shown(name, given)}: {key} has no place in it; {_DECIDED[key]}")
+                raise OptionError(f"{setting(name, given)}: {key} has no place in it; {_DECIDED[key]}")
     given = options.gradient_checkpointing_kwargs
     for key in given or ():
         if key not in _CHECKPOINT_ARGUMENTS:
             raise OptionError(
-                f"{shown('gradient_checkpointing_kwargs', given)}: torch's checkpoint function has no {key}"
-                f"{nearest(key, _CHECKPOINT_ARGUMENTS)}; set keys among {', '.join(_CHECKPOINT_ARGUMENTS)}"
+                f"{setting('gradient_checkpointing_kwargs', given)}: torch's checkpoint function has no {key}"
+                f"{did_you_mean(key, _CHECKPOINT_ARGUMENTS)}; set keys among {', '.join(_CHECKPOINT_ARGUMENTS)}"
             )
 
 
@@ -145,13 +151,13 @@ def _check_ranges(options: Any) -> None:
 
 def _check_steps(options: Any) -> None:
     if options.max_steps != -1 and options.max_steps < 1:
-        raise OptionError(f"{shown('max_steps', options.max_steps)}: set -1 (by num_train_epochs) or at least 1")
+        raise OptionError(f"{setting('max_steps', options.max_steps)}: set -1 (by num_train_epochs) or at least 1")
     positive(options, "num_train_epochs")
     at_least(options, 0, "warmup_steps")
     below_one(options, "warmup_ratio")
     if options.warmup_ratio and options.warmup_steps:
         raise OptionError(
-            f"{shown('warmup_ratio', options.warmup_ratio)} and {shown('warmup_steps', options.warmup_steps)}: "
+            f"{setting('warmup_ratio', options.warmup_ratio)} and {setting('warmup_steps', options.warmup_steps)}: "
             f"both set the warm-up; leave one out"
         )
 
@@ -162,7 +168,7 @@ def _check_optimizer(options: Any) -> None:
     for name, default in _ADAM_DEFAULTS.items():
         if getattr(options, name) != default:
             raise OptionError(
-                f"{shown(name, getattr(options, name))}: has no effect with optim='sgd'; leave it out or set "
+                f"{setting(name, getattr(options, name))}: has no effect with optim='sgd'; leave it out or set "
                 f"optim to adamw_torch"
             )
 
@@ -171,23 +177,23 @@ def _check_schedule(options: Any) -> None:
     name = options.lr_scheduler_type
     if name not in SCHEDULES:
         raise OptionError(
-            f"{shown('lr_scheduler_type', name)}: not one of {', '.join(SCHEDULES)}{nearest(name, SCHEDULES)}"
+            f"{setting('lr_scheduler_type', name)}: not one of {', '.join(SCHEDULES)}{did_you_mean(name, SCHEDULES)}"
         )
     if name in _METRIC_SCHEDULES:
         raise OptionError(
-            f"{shown('lr_scheduler_type', name)}: it follows a metric, and the learning rate here is a function of "
+            f"{setting('lr_scheduler_type', name)}: it follows a metric, and the learning rate here is a function of "
             f"the optimizer step; set cosine or constant_with_warmup"
         )
     needed = _SCHEDULES_NEEDING.get(name)
     if needed and not set(needed) & set(options.lr_scheduler_kwargs or {}):
         raise OptionError(
-            f"{shown('lr_scheduler_type', name)}: it needs {' or '.join(needed)}; set lr_scheduler_kwargs "
+            f"{setting('lr_scheduler_type', name)}: it needs {' or '.join(needed)}; set lr_scheduler_kwargs "
             f"to a mapping with it"
         )
     if name == "constant" and (options.warmup_ratio or options.warmup_steps):
         which = "warmup_ratio" if options.warmup_ratio else "warmup_steps"
         raise OptionError(
-            f"{shown(which, getattr(options, which))}: has no effect with lr_scheduler_type='constant'; "
+            f"{setting(which, getattr(options, which))}: has no effect with lr_scheduler_type='constant'; "
             f"set lr_scheduler_type to constant_with_warmup"
         )
 
@@ -200,8 +206,8 @@ def check_lengths(options: Any, rows_per_unit: int) -> None:
     if options.max_tokens_per_batch is not None and options.max_tokens_per_batch < least:
         what = "one row" if rows_per_unit == 1 else "a pair"
         raise OptionError(
-            f"{shown('max_tokens_per_batch', options.max_tokens_per_batch)}: too small for {what} of "
-            f"{shown('max_length', options.max_length)}; set at least {least}"
+            f"{setting('max_tokens_per_batch', options.max_tokens_per_batch)}: too small for {what} of "
+            f"{setting('max_length', options.max_length)}; set at least {least}"
         )
 
 
@@ -216,6 +222,27 @@ def check_command_line(options: Any) -> None:
     if wanted and not options.dataset_test_split and not tested_parts(options):
         which = "eval_on_start" if options.eval_on_start else "eval_strategy"
         raise OptionError(
-            f"{shown(which, getattr(options, which))}: no data to evaluate on; set dataset_test_split, or "
+            f"{setting(which, getattr(options, which))}: no data to evaluate on; set dataset_test_split, or "
             f"eval_strategy to no"
+        )
+
+
+def check_output(options: Any) -> None:
+    """Raise :class:`OptionError` for an unknown integration, or a choice of checkpoints that nothing can decide."""
+    names = [options.report_to] if isinstance(options.report_to, str) else options.report_to
+    for name in names:
+        if name not in (*INTEGRATIONS, "all", "none"):
+            raise OptionError(
+                f"{setting('report_to', name)}: no such integration{did_you_mean(str(name), INTEGRATIONS)}; set one "
+                f"of {', '.join(INTEGRATIONS)}, all or none"
+            )
+    if options.load_best_model_at_end and options.eval_strategy == Strategy.NO:
+        raise OptionError(
+            "load_best_model_at_end=True: there are no evaluations to choose by; set eval_strategy to steps or epoch"
+        )
+    chosen_by = options.metric_for_best_model or options.load_best_model_at_end
+    if options.greater_is_better is not None and not chosen_by:
+        raise OptionError(
+            f"{setting('greater_is_better', options.greater_is_better)}: has no effect without metric_for_best_model; "
+            "set that too, or leave it out"
         )

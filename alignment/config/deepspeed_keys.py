@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from alignment.config.errors import OptionError
+from alignment.config.errors import OptionError, did_you_mean
 from alignment.config.fields import words
-from alignment.config.refusals import nearest
 from alignment.internals.deepspeed import section_models
 
 TOP_LEVEL = frozenset(
@@ -197,7 +196,9 @@ def _check_key(key: str, path: str, value: Any, known: frozenset[str], where: st
     if path in REFUSED:
         raise OptionError(f"{where}: {path}={text}: not usable here; {REFUSED[path]}")
     if key not in known:
-        raise OptionError(f"{where}: {path}={text}: DeepSpeed has no such key{nearest(key, known) or '; remove it'}")
+        raise OptionError(
+            f"{where}: {path}={text}: DeepSpeed has no such key{did_you_mean(key, known) or '; remove it'}"
+        )
 
 
 def with_full_names(config: dict[str, Any], where: str) -> None:

@@ -6,8 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from alignment.config.errors import OptionError
-from alignment.config.refusals import shown
+from alignment.config.errors import OptionError, setting
 
 BF16, FP16, FP32 = "bfloat16", "float16", "float32"
 _SECTION = {BF16: "bf16", FP16: "fp16"}
@@ -56,7 +55,7 @@ def requested_dtype(options: Any) -> str | None:
         value = getattr(options, flag)
         if value is not None and value != (options.dtype == name):
             raise OptionError(
-                f"{shown('dtype', options.dtype)} and {shown(flag, value)}: they contradict each other; leave one "
+                f"{setting('dtype', options.dtype)} and {setting(flag, value)}: they contradict each other; leave one "
                 f"out (master weights are fp32 under either)"
             )
     return str(options.dtype)
@@ -100,8 +99,8 @@ def _source(options: Any) -> str:
     """The option that asks for the compute dtype."""
     for name in ("bf16", "fp16"):
         if getattr(options, name):
-            return shown(name, True)
-    return shown("dtype", options.dtype) if options.dtype not in (None, "auto") else shown("bf16", options.bf16)
+            return setting(name, True)
+    return setting("dtype", options.dtype) if options.dtype not in (None, "auto") else setting("bf16", options.bf16)
 
 
 def _compute(options: Any, ds_config: dict[str, Any]) -> str:
@@ -160,8 +159,9 @@ def _master(compute: str, stage: Any, options: Any, ds_config: dict[str, Any]) -
         raise OptionError(f"{key}: it needs bf16=True and ZeRO stage 1, 2 or 3; remove it (masters are fp32)")
     if options.learning_rate < LEAST_RATE_FOR_BF16_MASTERS:
         raise OptionError(
-            f"{key} with {shown('learning_rate', options.learning_rate)}: bf16 masters lose every update smaller than "
-            f"about 2^-9 of the weight, so that below {LEAST_RATE_FOR_BF16_MASTERS:g} almost nothing trains; remove it"
+            f"{key} with {setting('learning_rate', options.learning_rate)}: bf16 masters lose every update smaller "
+            f"than about 2^-9 of the weight, so that below {LEAST_RATE_FOR_BF16_MASTERS:g} almost nothing trains; "
+            "remove it"
         )
     if not bf16_states or _explicit(ds_config, "zero_optimization", "offload_optimizer"):
         raise OptionError(

@@ -1,10 +1,19 @@
-"""The errors a person can mend.
+"""The errors that a user can fix, and how values are worded in their messages.
 
 Every message is one line that names the file, row, key and value at fault and what to set instead; the command line
 prints it as it is, without a traceback. Anything else that is raised is a defect of this project.
 """
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from enum import Enum
+from typing import Any
+
+SECRETS = frozenset({"hub_token"})
+_LONGEST = 60
+_TYPES = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "an object"}
 
 
 class AlignmentError(ValueError):
@@ -33,3 +42,44 @@ class TrainingError(AlignmentError):
 
 class RewardError(AlignmentError):
     """A reward function or judge that raised, or returned what is no score or verdict."""
+
+
+def setting(name: str, value: Any) -> str:
+    """``name=value`` for a message: on one line, shortened, and without secrets."""
+    text = "<hidden>" if name in SECRETS else repr(value.value if isinstance(value, Enum) else value)
+    return f"{name}={text if len(text) <= 100 else text[:97] + '…'}"
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"`` when one of the names is close, else an empty string."""
+    close = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def type_name(value: object) -> str:
+    """The type of ``value`` in words, such as ``a boolean``; the Python class name for anything JSON does not have."""
+    return "null" if value is None else _TYPES.get(type(value), f"of type {type(value).__name__}")
+
+
+def show(value: object) -> str:
+    """``value`` and its type for an error message, cut to one short line: ``'yes' (a string)``."""
+    if value is None:
+        return "null"
+    text = "true" if value is True else "false" if value is False else repr(value).replace("\n", " ")
+    return f"{text if len(text) <= _LONGEST else text[: _LONGEST - 1] + '…'} ({type_name(value)})"
+
+
+def one_line(error: BaseException) -> str:
+    """The message of ``error`` as one line, or its class name where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def listing(names: Any) -> str:
+    """Names for an error message: ``a, b, c``, or ``none``."""
+    return ", ".join(str(name) for name in names) or "none"
+
+
+def first_line(error: BaseException) -> str:
+    """The head of a library's message on one line, with the next line where the first only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

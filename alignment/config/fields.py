@@ -1,10 +1,25 @@
-"""How an option is declared: one helper that keeps its help text and choices beside it, and the strategy values."""
+"""How an option is declared, and the one typed conversion of its value, from YAML, the command line or Python.
+
+Values are converted by pydantic to the type that the field declares: ``"5e-7"`` becomes a number, ``"true"`` a
+boolean, a JSON text a mapping. What does not fit is refused in one line that names key, value and type.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
+import math
+import os
+import re
+import types
+import typing
 from enum import Enum
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from alignment.config.errors import OptionError, did_you_mean, setting
 
 
 class Strategy(str, Enum):
@@ -33,3 +48,161 @@ def option(default: Any, help: str, *, choices: tuple[str, ...] | None = None) -
 def words(text: str) -> tuple[str, ...]:
     """The words of a text: a long list of names that stays readable."""
     return tuple(text.split())
+
+
+_EXPECTED = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    dict: "a mapping (on the command line as JSON)",
+    list: "a list of texts",
+    Strategy: "one of no, steps, epoch",
+}
+
+
+def hints(cls: type[Any]) -> dict[str, Any]:
+    """The types that a class declares for its fields."""
+    return typing.get_type_hints(cls)
+
+
+@functools.cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(hint)
+
+
+def members(hint: Any) -> tuple[type, ...]:
+    """The plain types of an annotation: ``str | dict[str, Any] | None`` gives ``(str, dict, NoneType)``."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    parts = typing.get_args(hint) if union else (hint,)
+    return tuple(typing.get_origin(part) or part for part in parts)
+
+
+def expected(hint: Any) -> str:
+    """A type in words."""
+    words = " or ".join(_EXPECTED[part] for part in members(hint) if part in _EXPECTED)
+    return words.replace("texts", "numbers") if "list[float]" in str(hint) else words
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object's pairs as a mapping; of two equal keys the first would be lost without a word.
+
+    Raises:
+        OptionError: two are equal.
+    """
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise OptionError(f"{key}={value!r}: the key is there twice; remove one")
+        result[key] = value
+    return result
+
+
+def _prepared(value: Any, kinds: tuple[type, ...]) -> Any:
+    """The value with the notations undone that pydantic would misread."""
+    if isinstance(value, os.PathLike) and str in kinds:
+        return os.fspath(value)
+    if value is False and Strategy in kinds:
+        return Strategy.NO  # YAML 1.1 reads a bare `no` as false
+    if isinstance(value, Strategy):
+        return value
+    if isinstance(value, str):
+        if type(None) in kinds and str not in kinds and value.strip().lower() in ("none", "null"):
+            return None
+        opening = value.lstrip()[:1]
+        if (dict in kinds and (opening == "{" or str not in kinds)) or (list in kinds and opening == "["):
+            return json.loads(value, object_pairs_hook=unique_keys)
+    return value
+
+
+def _refusal(name: str, value: Any, hint: Any, default: Any) -> OptionError:
+    """The message for a value that does not fit its type."""
+    text = f"{setting(name, value)}: expected {expected(hint)}"
+    if value is None:
+        return OptionError(f"{setting(name, value)}: cannot be empty; leave it out for its default {str(default)!r}")
+    if name.endswith("_steps") and not isinstance(value, bool):
+        try:
+            fraction = 0 < float(value) < 1
+        except (TypeError, ValueError):
+            fraction = False
+        if fraction:
+            return OptionError(f"{text}; a fraction of the run is not an option here, set a number of optimizer steps")
+    if default is None:
+        return OptionError(f"{text}; leave it out for none")
+    return OptionError(f"{text}; set it to a value such as {str(default)!r}")
+
+
+def convert(name: str, value: Any, hint: Any, default: Any = None) -> Any:
+    """The value as the type ``hint`` asks.
+
+    Raises:
+        OptionError: it does not fit; the message names key, value and the expected type.
+    """
+    kinds = members(hint)
+    numeric_only = (int in kinds or float in kinds) and bool not in kinds
+    if isinstance(value, bool) and numeric_only:
+        raise _refusal(name, value, hint, default)
+    try:
+        result = _adapter(hint).validate_python(_prepared(value, kinds))
+    except (ValidationError, json.JSONDecodeError):
+        raise _refusal(name, value, hint, default) from None
+    except OptionError as error:
+        raise OptionError(f"{setting(name, value)}: {error}") from None
+    if isinstance(result, float) and not math.isfinite(result):
+        raise OptionError(f"{setting(name, value)}: expected a finite number")
+    return result
+
+
+def parse_optim_args(value: str | dict[str, Any] | None) -> dict[str, Any]:
+    """The further arguments of the optimizer as a mapping.
+
+    Args:
+        value: a mapping, ``"key=value,key=value"`` (numbers, booleans, ``none`` and bracketed
+            lists become what they say), or None.
+
+    Raises:
+        OptionError: a part without ``=``, or a key given twice.
+    """
+    if not isinstance(value, str):
+        return dict(value or {})
+    result: dict[str, Any] = {}
+    for part in re.split(r",(?![^(\[]*[)\]])", value):  # a comma inside brackets belongs to the value
+        key, equals, text = (piece.strip() for piece in part.partition("="))
+        if not (key and equals and text):
+            raise OptionError(
+                f"{setting('optim_args', value)}: {part.strip()!r} is not key=value; write key=value,key=value"
+            )
+        if key in result:
+            raise OptionError(f"{setting('optim_args', value)}: {key} is there twice; keep one")
+        result[key] = _plain_value(text)
+    return result
+
+
+def _plain_value(text: str) -> Any:
+    """A number, boolean, list or none where the text is one, else the text."""
+    try:
+        return float(text) if any(c in text for c in ".eE") else int(text)
+    except ValueError:
+        pass
+    if text.lower() in ("true", "false", "none"):
+        return {"true": True, "false": False, "none": None}[text.lower()]
+    if text[0] in "([" and text[-1] in ")]":
+        return tuple(_plain_value(part.strip()) for part in text[1:-1].split(",") if part.strip())
+    return text
+
+
+def convert_options(options: Any) -> None:
+    """Convert every field of an options object in place, and check those that have a list of choices.
+
+    Raises:
+        OptionError: the first value that does not fit.
+    """
+    declared = hints(type(options))
+    for field in dataclasses.fields(options):
+        value = convert(field.name, getattr(options, field.name), declared[field.name], field.default)
+        choices = field.metadata.get("choices")
+        if choices is not None and value is not None and value not in choices:
+            raise OptionError(
+                f"{setting(field.name, value)}: not one of {', '.join(choices)}{did_you_mean(str(value), choices)}"
+            )
+        setattr(options, field.name, value)

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from alignment.config import checks, dtypes, refusals
-from alignment.config.conversion import convert_options
-from alignment.config.errors import OptionError
-from alignment.config.fields import Strategy
+from alignment.config.errors import SECRETS, OptionError
+from alignment.config.fields import Strategy, convert_options
 from alignment.config.options_data import DataOptions
 from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions
 from alignment.config.options_training import LoggingOptions, MemoryOptions, SavingOptions, TrainingOptions
@@ -150,7 +149,7 @@ class AlignmentConfig(
         values: dict[str, Any] = {"method": name_of(self)}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name in refusals.SECRETS and value is not None:
+            if field.name in SECRETS and value is not None:
                 value = f"<{field.name.upper()}>"
             values[field.name] = value.value if isinstance(value, Strategy) else value
         return values

@@ -1,15 +1,32 @@
-"""The options that say which rows are read, and how they are cut to length."""
+"""The options that say which rows are read, from which columns and datasets, and how they are cut to length."""
 
 # ruff: noqa: RUF009 - option() is dataclasses.field() with a help text
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from alignment.config.fields import option
+from alignment.config.errors import OptionError, did_you_mean, setting
+from alignment.config.fields import convert, hints, option
 
 TRUNCATION_MODES = ("keep_end", "keep_start")
+COLUMNS = (
+    "prompt", "completion", "label", "chosen", "rejected", "margin", "tools", "chat_template_kwargs", "messages",
+    "text",
+)  # fmt: skip
+MAPPED_COLUMNS = ("query", "system")  # taken only where `column_map` names them: many datasets have such columns
+_ELSEWHERE = {
+    "response": "completion",
+    "output": "completion",
+    "instruction": "prompt",
+    "input": "query",
+    "conversations": "messages",
+    "conversation": "messages",
+    "kto_tag": "label",
+}
 
 
 @dataclass(kw_only=True)
@@ -85,3 +102,114 @@ class SequenceOptions:
         "keep_end", "Which part of a prompt that is too long is kept.", choices=TRUNCATION_MODES
     )
     generate_during_eval: bool = option(False, "Log a table of prompts with answers of policy and reference.")
+
+
+def check_column_map(key: str, value: dict[str, str] | None) -> None:
+    """Check a ``column_map``; ``key`` names the option in messages.
+
+    Raises:
+        OptionError: a name that no method expects (the map may be the wrong way round), or a column taken twice.
+    """
+    names: dict[str, str] = {}
+    for name, column in (value or {}).items():
+        if name not in (*COLUMNS, *MAPPED_COLUMNS):
+            raise OptionError(
+                f"{setting(key, value)}: {name!r} is no column that is expected{_column_hint(name, column)}"
+            )
+        if column in names:
+            raise OptionError(f"{setting(key, value)}: {column!r} is given for {names[column]} and {name}; keep one")
+        names[column] = name
+
+
+def _column_hint(name: str, column: Any) -> str:
+    known = (*COLUMNS, *MAPPED_COLUMNS)
+    if column in known:
+        return f"; write expected name: name in the data, as in {{{column}: {name}}}"
+    if name in _ELSEWHERE:
+        return f"; it is called {_ELSEWHERE[name]} here"
+    return did_you_mean(name, known) or f"; set names among {', '.join(known)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixturePart:
+    """One dataset of a mixture; what is unset is taken from the options of the same name.
+
+    ``weight`` is the part's share of the mixture's rows, relative to the other weights; None for all of its rows.
+    """
+
+    dataset_name: str
+    dataset_config: str | None = None
+    split: str | None = None
+    test_split: str | None = None
+    weight: float | None = None
+    column_map: dict[str, str] | None = None
+
+
+_MIXTURE_KEYS = tuple(field.name for field in dataclasses.fields(MixturePart))
+
+
+def mixture_parts(value: list[Any] | dict[str, Any]) -> list[MixturePart]:
+    """The parts of ``dataset_mixture``: a list of names or mappings, or a mapping from name to weight.
+
+    Raises:
+        OptionError: a part without a name, an unknown key, a wrong value, or weights for some parts only.
+    """
+    if isinstance(value, dict):
+        value = [{"dataset_name": name, "weight": weight} for name, weight in value.items()]
+    parts = [_mixture_part(f"dataset_mixture[{number}]", item) for number, item in enumerate(value)]
+    if not parts:
+        raise OptionError("dataset_mixture: it is empty; name at least one dataset")
+    unweighted = [part.dataset_name for part in parts if part.weight is None]
+    if unweighted and len(unweighted) < len(parts):
+        raise OptionError(
+            f"dataset_mixture: {unweighted[0]} has no weight, but others have one; give every part a weight, or none"
+        )
+    return parts
+
+
+def tested_parts(options: Any) -> list[tuple[MixturePart, str]]:
+    """The parts of the mixture to evaluate on, each with its split: its own, or that of the options."""
+    parts = mixture_parts(options.dataset_mixture) if options.dataset_mixture is not None else []
+    splits = [(part, part.test_split or options.dataset_test_split) for part in parts]
+    return [(part, split) for part, split in splits if split]
+
+
+def check_mixture(options: Any) -> None:
+    """Check ``dataset_mixture`` and ``column_map``, and that nothing beside them would be ignored."""
+    check_column_map("column_map", options.column_map)
+    if options.dataset_mixture is None:
+        return
+    mixture_parts(options.dataset_mixture)
+    for name in ("dataset_name", "dataset_config"):
+        if getattr(options, name) is not None:
+            raise OptionError(
+                f"{setting(name, getattr(options, name))}: dataset_mixture is set as well; "
+                f"leave one out, or make it a part: {{dataset_name: …}}"
+            )
+
+
+def _mixture_part(where: str, item: Any) -> MixturePart:
+    given = {"dataset_name": item} if isinstance(item, str) else item
+    if not isinstance(given, dict):
+        raise OptionError(
+            f"{setting(where, item)}: give a name, or a mapping with keys among {', '.join(_MIXTURE_KEYS)}"
+        )
+    for key in given:
+        if key not in _MIXTURE_KEYS:
+            raise OptionError(f"{where}.{setting(str(key), given[key])}: no such key{_key_hint(str(key))}")
+    if not given.get("dataset_name"):
+        raise OptionError(f"{where}: has no dataset_name; set it to a file, a folder or a hub name")
+    declared = hints(MixturePart)
+    values = {key: convert(f"{where}.{key}", value, declared[key]) for key, value in given.items()}
+    part = MixturePart(**values)
+    if part.weight is not None and not (part.weight > 0 and math.isfinite(part.weight)):
+        raise OptionError(
+            f"{where}.{setting('weight', part.weight)}: must be greater than 0; set a positive number, or leave the "
+            "part out"
+        )
+    check_column_map(f"{where}.column_map", part.column_map)
+    return part
+
+
+def _key_hint(key: str) -> str:
+    return did_you_mean(key, _MIXTURE_KEYS) or f"; set keys among {', '.join(_MIXTURE_KEYS)}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from alignment.config.fields import option
-from alignment.config.frozen import PLACEMENTS
+from alignment.config.placement import PLACEMENTS
 
 REF_PLACEMENTS = ("none", "adapter", *PLACEMENTS, "precomputed")
 DTYPES = ("auto", "bfloat16", "float16", "float32")

@@ -7,16 +7,13 @@ does not have (``REMOVED``).
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
-from alignment.config.errors import OptionError
+from alignment.config.errors import OptionError, did_you_mean, setting
 from alignment.config.fields import words
 
-SECRETS = frozenset({"hub_token"})
 WORKING_OPTIMIZERS = words(
     "adamw_torch adamw_torch_fused adamw_8bit adamw_bnb_8bit paged_adamw_8bit paged_adamw_32bit deepspeed_cpu_adam "
     "deepspeed_fused_adam sgd"
@@ -177,18 +174,6 @@ def refused_fields() -> set[str]:
     return {name for name, entry in NOT_YET.items() if not entry.partial}
 
 
-def shown(name: str, value: Any) -> str:
-    """``name=value`` for a message: on one line, shortened, and without secrets."""
-    text = "<hidden>" if name in SECRETS else repr(value.value if isinstance(value, Enum) else value)
-    return f"{name}={text if len(text) <= 100 else text[:97] + '…'}"
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` when one of the names is close, else an empty string."""
-    close = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
 def refuse_not_yet(options: Any) -> None:
     """Raise :class:`OptionError` for the first field whose value does not work yet."""
     for name, entry in NOT_YET.items():
@@ -199,17 +184,17 @@ def refuse_not_yet(options: Any) -> None:
         instead = entry.instead
         if name == "optim":
             if value not in KNOWN_OPTIMIZERS:
-                close = nearest(value, KNOWN_OPTIMIZERS)
+                close = did_you_mean(value, KNOWN_OPTIMIZERS)
                 raise OptionError(
-                    f"{shown(name, value)}: no such optimizer{close}; set one of {', '.join(WORKING_OPTIMIZERS)}"
+                    f"{setting(name, value)}: no such optimizer{close}; set one of {', '.join(WORKING_OPTIMIZERS)}"
                 )
             instead += " sgd" if "sgd" in value else " adamw_8bit" if "bit" in value else " adamw_torch"
-        raise OptionError(f"{shown(name, value)}: {entry.reason}; {instead}")
+        raise OptionError(f"{setting(name, value)}: {entry.reason}; {instead}")
 
 
 def unknown_option(method: str, name: str, value: Any, known: Collection[str] = ()) -> OptionError:
     """The error for a name that is not among the ``known`` options of a method; without any, of all methods."""
-    text = shown(name, value)
+    text = setting(name, value)
     if name in REMOVED:
         return OptionError(f"{text}: not an option here; {REMOVED[name]}")
     for prefix, instead in _REMOVED_PREFIXES.items():
@@ -221,7 +206,7 @@ def unknown_option(method: str, name: str, value: Any, known: Collection[str] = 
         if other != method and name in option_names(cls):
             return OptionError(f"{text}: an option of method {other}, not of {method}; leave it out or use {other}")
     known = known or set().union(*map(option_names, METHODS.values()))
-    return OptionError(f"{text}: unknown option{nearest(name, known) or '; --help lists the options'}")
+    return OptionError(f"{text}: unknown option{did_you_mean(name, known) or '; --help lists the options'}")
 
 
 def check_names(cls: type, values: dict[str, Any]) -> None:

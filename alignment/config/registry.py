@@ -12,18 +12,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
-from alignment.config.errors import OptionError
-from alignment.config.refusals import nearest, shown
-from alignment.config.user_code import FAILURES, load_named, raised
-
-if TYPE_CHECKING:
-    from alignment.config.options import AlignmentConfig
+from alignment.config.errors import OptionError, did_you_mean, setting
+from alignment.config.lookup import FAILURES, load_named, raised
 
 GROUP = "alignment.methods"
 _NAME = "_method_name"  # on options: by which name their method was asked for
-Options = TypeVar("Options", bound="AlignmentConfig")
+# An options class is derived from AlignmentConfig; options.py imports this module, so its name cannot be used here.
+OptionsClass: TypeAlias = type[Any]
+Options = TypeVar("Options")
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Entry:
     trainer: str
 
 
-class Registry(Mapping[str, "type[AlignmentConfig]"]):
+class Registry(Mapping[str, OptionsClass]):
     """Method name -> its options class, imported when it is asked for. Iterates over the entered names."""
 
     def __init__(self) -> None:
@@ -44,10 +42,10 @@ class Registry(Mapping[str, "type[AlignmentConfig]"]):
         """Make a method known by ``name``."""
         self.entries[name] = Entry(options, trainer)
 
-    def __getitem__(self, name: str) -> type[AlignmentConfig]:
+    def __getitem__(self, name: str) -> OptionsClass:
         if name in self.entries:
             return _imported(self.entries[name].options)
-        options: type[AlignmentConfig] = self._loaded(name).config_class
+        options: OptionsClass = self._loaded(name).config_class
         return options
 
     def __contains__(self, name: object) -> bool:
@@ -64,7 +62,7 @@ class Registry(Mapping[str, "type[AlignmentConfig]"]):
         vars(options)[_NAME] = name
         return options
 
-    def trainer(self, options: AlignmentConfig) -> Any:
+    def trainer(self, options: Any) -> Any:
         """The trainer class of a run with these options.
 
         Raises:
@@ -93,7 +91,7 @@ class Registry(Mapping[str, "type[AlignmentConfig]"]):
             return
         known = [*self.entries, *_installed()]
         raise OptionError(
-            f"{shown('method', name)}: no such method{nearest(name, known)}; set one of {', '.join(known)}, or "
+            f"{setting('method', name)}: no such method{did_you_mean(name, known)}; set one of {', '.join(known)}, or "
             "file.py:Trainer"
         )
 
@@ -103,23 +101,25 @@ class Registry(Mapping[str, "type[AlignmentConfig]"]):
         options = getattr(trainer, "config_class", None)
         if not isinstance(trainer, type) or not dataclasses.is_dataclass(options):
             raise OptionError(
-                f"{shown('method', name)}: it is no trainer class; name one that is derived from AlignmentTrainer, "
+                f"{setting('method', name)}: it is no trainer class; name one that is derived from AlignmentTrainer, "
                 "with a config_class and a method_class"
             )
         if not getattr(options, "method", ""):
-            raise OptionError(f"{shown('method', name)}: its config_class has no name; set method = ... in that class")
+            raise OptionError(
+                f"{setting('method', name)}: its config_class has no name; set method = ... in that class"
+            )
         return trainer
 
 
 METHODS = Registry()
 
 
-def name_of(options: AlignmentConfig) -> str:
+def name_of(options: Any) -> str:
     """What to give as ``method`` for a run like this one: its name, or the path that it was asked for by."""
     return str(vars(options).get(_NAME, options.method))
 
 
-def option_names(cls: type[AlignmentConfig]) -> set[str]:
+def option_names(cls: OptionsClass) -> set[str]:
     """The names of all options of one method."""
     return {field.name for field in dataclasses.fields(cls)}
 
@@ -137,13 +137,13 @@ def _imported_entry(entry: EntryPoint) -> Any:
     several = [other.value for other in entry_points(group=GROUP, name=entry.name) if other.value != entry.value]
     if several:
         raise OptionError(
-            f"{shown('method', entry.name)}: several packages provide it: {', '.join([entry.value, *several])}; name "
-            "one of these"
+            f"{setting('method', entry.name)}: several packages provide it: {', '.join([entry.value, *several])}; "
+            "name one of these"
         )
     try:
         return entry.load()
     except FAILURES as error:
         raise OptionError(
-            f"{shown('method', entry.name)}: importing {entry.value} raised {raised(error)}; correct or uninstall the "
-            "package that provides it"
+            f"{setting('method', entry.name)}: importing {entry.value} raised {raised(error)}; correct or uninstall "
+            "the package that provides it"
         ) from error

@@ -153,7 +153,7 @@ def cut_into_blocks(widths: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class UnpairedBatch(_OnDevice):
-    """Single answers with a label, for KTO.
+    """PromptCompletion answers with a label, for KTO.
 
     Attributes:
         rows: row ids.
@@ -173,7 +173,7 @@ class UnpairedBatch(_OnDevice):
 
 
 @dataclass(frozen=True)
-class PairedBatch(_OnDevice):
+class PreferenceBatch(_OnDevice):
     """Pairs: ``pairs`` holds 2P sequences, the chosen answers first; ``margins`` (P,) fp32, where rows have them."""
 
     rows: tuple[int, ...]
@@ -182,11 +182,11 @@ class PairedBatch(_OnDevice):
 
 
 @dataclass(frozen=True)
-class SingleBatch(_OnDevice):
-    """Answers to imitate: ``answers`` holds one sequence per row."""
+class CompletionBatch(_OnDevice):
+    """Answers to imitate: ``completions`` holds one sequence per row."""
 
     rows: tuple[int, ...]
-    answers: Batch
+    completions: Batch
 
 
 @dataclass(frozen=True)
@@ -221,13 +221,15 @@ def collate_unpaired(dataset: Dataset, table: RowTable, plan: WindowPlan, micro:
     )
 
 
-def collate_paired(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> PairedBatch:
+def collate_preference(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> PreferenceBatch:
     """The tensors of one rank's micro-batch of (chosen, rejected) pairs."""
     own = plan.micro_batches[micro][rank]
     return _pairs_of(own, dataset[list(own.rows)], plan.longest[micro])
 
 
-def collate_compared(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> PairedBatch:
+def collate_preference_margin(
+    dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int
+) -> PreferenceBatch:
     """The tensors of one rank's micro-batch of (chosen, rejected, margin)."""
     own = plan.micro_batches[micro][rank]
     data = dataset[list(own.rows)]
@@ -235,9 +237,9 @@ def collate_compared(dataset: Dataset, table: RowTable, plan: WindowPlan, micro:
     return replace(_pairs_of(own, data, plan.longest[micro]), margins=margins)
 
 
-def collate_pairs(
+def collate_preference_ids(
     rows: tuple[int, ...], pairs: Sequence[tuple[TokenIds, TokenIds, TokenIds]], longest: int
-) -> PairedBatch:
+) -> PreferenceBatch:
     """The tensors of pairs that are given as token ids.
 
     Args:
@@ -247,18 +249,22 @@ def collate_pairs(
     """
     firsts = [(prompt, first) for prompt, first, _ in pairs]
     seconds = [(prompt, second) for prompt, _, second in pairs]
-    return PairedBatch(rows, collate(firsts + seconds, longest))
+    return PreferenceBatch(rows, collate(firsts + seconds, longest))
 
 
-def _pairs_of(own: MicroBatch, data: Mapping[str, Any], longest: int) -> PairedBatch:
-    return collate_pairs(own.rows, list(zip(data["prompt_ids"], data["chosen_ids"], data["rejected_ids"])), longest)
+def _pairs_of(own: MicroBatch, data: Mapping[str, Any], longest: int) -> PreferenceBatch:
+    return collate_preference_ids(
+        own.rows, list(zip(data["prompt_ids"], data["chosen_ids"], data["rejected_ids"])), longest
+    )
 
 
-def collate_single(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> SingleBatch:
+def collate_completion(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> CompletionBatch:
     """The tensors of one rank's micro-batch of answers to imitate."""
     own = plan.micro_batches[micro][rank]
     data = dataset[list(own.rows)]
-    return SingleBatch(own.rows, collate(list(zip(data["prompt_ids"], data["completion_ids"])), plan.longest[micro]))
+    return CompletionBatch(
+        own.rows, collate(list(zip(data["prompt_ids"], data["completion_ids"])), plan.longest[micro])
+    )
 
 
 def collate_prompts(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> PromptBatch:

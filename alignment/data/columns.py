@@ -6,16 +6,10 @@ from collections.abc import Iterable, Mapping
 
 from datasets import Dataset
 
-from alignment.config.columns import COLUMNS, MAPPED_COLUMNS
-from alignment.config.errors import DataError
+from alignment.config.errors import DataError, listing
+from alignment.config.options_data import COLUMNS, MAPPED_COLUMNS
 from alignment.data.formats import Kind
-from alignment.data.storable import foreign_columns, tell_left_out
-from alignment.data.wording import listing
-
-__all__ = [
-    "COLUMNS", "MAPPED_COLUMNS", "PROMPT_COLUMNS",
-    "arranged", "check_columns", "extra_columns", "stream_columns",
-]  # fmt: skip
+from alignment.data.json_columns import foreign_columns, tell_left_out
 
 PROMPT_COLUMNS = ("prompt", "tools", "chat_template_kwargs")
 
@@ -41,7 +35,7 @@ def arranged(
     mapped = {*column_map, *column_map.values()}
     own = [name for name in _row_columns(kind) if name in there and name not in mapped]
     check_columns([*own, *column_map], kind, where, there, method)
-    extra = [name for name in there if name not in {*own, *mapped}] if kind == "prompts" else []
+    extra = [name for name in there if name not in {*own, *mapped}] if kind == "prompt_only" else []
     foreign = [name for name in foreign_columns(dataset.features) if name in extra]
     tell_left_out(foreign, where)
     extra = [name for name in extra if name not in foreign]
@@ -52,7 +46,7 @@ def arranged(
 
 def extra_columns(dataset: Dataset, column_map: Mapping[str, str] | None, kind: Kind) -> list[str]:
     """The columns of an :func:`arranged` dataset that rows are not made of: they are handed to reward functions."""
-    if kind != "prompts":
+    if kind != "prompt_only":
         return []
     made_of = {*PROMPT_COLUMNS, *(name for name in MAPPED_COLUMNS if name in (column_map or {}))}
     return [name for name in dataset.column_names if name not in made_of]
@@ -60,14 +54,14 @@ def extra_columns(dataset: Dataset, column_map: Mapping[str, str] | None, kind: 
 
 def stream_columns(column_map: Mapping[str, str] | None, kind: Kind) -> set[str] | None:
     """The columns of a stream that :func:`arranged` may take, by their own names; None for every one."""
-    return None if kind == "prompts" else {*_row_columns(kind), *(column_map or {}).values()}
+    return None if kind == "prompt_only" else {*_row_columns(kind), *(column_map or {}).values()}
 
 
 def _row_columns(kind: Kind) -> tuple[str, ...]:
     """The columns that rows of a kind may be made of without a map."""
-    if kind == "prompts":
+    if kind == "prompt_only":
         return PROMPT_COLUMNS
-    return tuple(name for name in COLUMNS if name != "margin" or kind == "compared")
+    return tuple(name for name in COLUMNS if name != "margin" or kind == "preference_margin")
 
 
 def check_columns(
@@ -88,24 +82,24 @@ def check_columns(
     has = set(names).__contains__
     columns = listing(there if there is not None else names)
     renamed = "; if they have other names, set column_map"
-    if kind == "single":
+    if kind == "prompt_completion":
         if has("messages") or has("text") or (has("prompt") and has("completion")):
             return
         needs = f"{method} needs prompt and completion, or messages, or text"
         raise DataError(f"{where}: {needs}; the columns are {columns}{renamed}")
-    if kind == "prompts":
+    if kind == "prompt_only":
         if has("prompt"):
             return
         raise DataError(f"{where}: {method} needs the missing prompt; columns: {columns}{renamed}")
     answers = has("label") and (has("messages") or (has("prompt") and has("completion")))
-    if (has("chosen") and has("rejected")) or (kind == "unpaired" and answers):
+    if (has("chosen") and has("rejected")) or (kind == "unpaired_preference" and answers):
         return
-    if kind == "paired" and (has("completion") or has("label")):
+    if kind == "preference" and (has("completion") or has("label")):
         raise DataError(
             f"{where}: {method} needs chosen and rejected, but the columns are {columns}; "
             "rows with completion and label are for a method on unpaired rows"
         )
-    if kind in ("paired", "compared") or has("chosen") or has("rejected"):
+    if kind in ("preference", "preference_margin") or has("chosen") or has("rejected"):
         missing = [name for name in ("chosen", "rejected") if not has(name)]
         raise DataError(f"{where}: {method} needs the missing {listing(missing)}; columns: {columns}{renamed}")
     missing = [name for name in ("prompt", "completion", "label") if not has(name)]

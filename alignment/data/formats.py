@@ -1,9 +1,8 @@
 """From a row in any accepted format to a canonical, checked one.
 
-Text is a string (standard rows) or a list of messages (conversational rows), the same kind throughout a row. KTO takes
-answers with a label, or pairs, which become two rows, or both kinds in one dataset; CPO takes pairs, and so does a
-reward model, with a margin; SFT takes answers alone, Online DPO prompts alone. Every fault is a
-:class:`~alignment.config.errors.DataError` that names row, key, value and remedy.
+The types of rows go by TRL's names. Text is a string (standard rows) or a list of messages (conversational rows), the
+same throughout a row. Every fault is a :class:`~alignment.config.errors.DataError` that names row, key, value and
+remedy.
 """
 
 from __future__ import annotations
@@ -15,22 +14,32 @@ from typing import Any, Literal
 
 import numpy as np
 
-from alignment.config.errors import DataError
-from alignment.data.messages import Text, check_same_kind, split_conversation, template_variables, text_of
-from alignment.data.prompts import split_messages, split_texts, without_prompt
-from alignment.data.wording import show
+from alignment.config.errors import DataError, show
+from alignment.data.messages import (
+    Text,
+    check_same_kind,
+    split_conversation,
+    split_messages,
+    split_texts,
+    template_variables,
+    text_of,
+    without_prompt,
+)
 
-__all__ = [
-    "Kind", "Pair", "Prompted", "Single", "Text", "Unpaired",
-    "margin_of", "pair_row", "prompted_row", "single_row", "unpaired_rows",
-]  # fmt: skip
+Kind = Literal["unpaired_preference", "preference", "preference_margin", "prompt_completion", "prompt_only"]
+"""What a method trains on.
 
-Kind = Literal["unpaired", "paired", "compared", "single", "prompts"]
+- ``unpaired_preference`` (KTO): a completion with a label; pairs are accepted too, each as two rows.
+- ``preference`` (CPO, DPO): a chosen and a rejected completion.
+- ``preference_margin`` (reward models): the same, with the margin by which the chosen one is better.
+- ``prompt_completion`` (SFT): a completion to imitate; whole conversations and texts are accepted too.
+- ``prompt_only`` (Online DPO): a prompt that the policy completes.
+"""
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
-class Unpaired:
+class UnpairedPreference:
     """One answer and whether it is desirable. ``template`` goes to the chat template (``tools`` and so on)."""
 
     prompt: Text
@@ -40,7 +49,7 @@ class Unpaired:
 
 
 @dataclass(frozen=True)
-class Pair:
+class Preference:
     """Two answers to one prompt, the better one first."""
 
     prompt: Text
@@ -50,7 +59,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Single:
+class PromptCompletion:
     """One answer to imitate."""
 
     prompt: Text
@@ -59,14 +68,14 @@ class Single:
 
 
 @dataclass(frozen=True)
-class Prompted:
+class PromptOnly:
     """A prompt that the policy is to answer."""
 
     prompt: Text
     template: Mapping[str, Any] = field(default_factory=dict)
 
 
-def unpaired_rows(row: Mapping[str, Any], where: str) -> list[Unpaired]:
+def unpaired_rows(row: Mapping[str, Any], where: str) -> list[UnpairedPreference]:
     """The canonical KTO rows of one row: one for an answer with a label; a pair gives two, True then False.
 
     Args:
@@ -79,10 +88,10 @@ def unpaired_rows(row: Mapping[str, Any], where: str) -> list[Unpaired]:
         DropRow: a pair that cannot be split into prompt and completions.
     """
     if _is_pair(row, where):
-        pair = pair_row(row, where)
+        pair = preference_row(row, where)
         return [
-            Unpaired(pair.prompt, pair.chosen, True, pair.template),
-            Unpaired(pair.prompt, pair.rejected, False, pair.template),
+            UnpairedPreference(pair.prompt, pair.chosen, True, pair.template),
+            UnpairedPreference(pair.prompt, pair.rejected, False, pair.template),
         ]
     label = row["label"]
     if type(label) is not bool:
@@ -91,10 +100,10 @@ def unpaired_rows(row: Mapping[str, Any], where: str) -> list[Unpaired]:
         prompt, completion = _conversation(row, where)
     else:
         prompt, completion = _answered(row, where)
-    return [Unpaired(prompt, completion, label, template_variables(row, where))]
+    return [UnpairedPreference(prompt, completion, label, template_variables(row, where))]
 
 
-def pair_row(row: Mapping[str, Any], where: str) -> Pair:
+def preference_row(row: Mapping[str, Any], where: str) -> Preference:
     """The canonical pair of one row with ``chosen``, ``rejected`` and, optionally, ``prompt``.
 
     Without a prompt it is the common head of both answers. Conversations that repeat the prompt's messages lose them.
@@ -118,7 +127,7 @@ def pair_row(row: Mapping[str, Any], where: str) -> Pair:
     check_same_kind(where, prompt=prompt, chosen=chosen)
     if isinstance(prompt, list) and isinstance(chosen, list) and isinstance(rejected, list):
         chosen, rejected = without_prompt(prompt, chosen), without_prompt(prompt, rejected)
-    return Pair(_with_system(prompt, row, where), chosen, rejected, template_variables(row, where))
+    return Preference(_with_system(prompt, row, where), chosen, rejected, template_variables(row, where))
 
 
 def margin_of(row: Mapping[str, Any], where: str) -> float:
@@ -141,7 +150,7 @@ def margin_of(row: Mapping[str, Any], where: str) -> float:
     return margin
 
 
-def single_row(row: Mapping[str, Any], where: str) -> Single:
+def prompt_completion_row(row: Mapping[str, Any], where: str) -> PromptCompletion:
     """The canonical row of ``prompt, completion``, of ``messages`` (the last one is the answer) or of ``text``.
 
     Raises:
@@ -149,18 +158,18 @@ def single_row(row: Mapping[str, Any], where: str) -> Single:
     """
     template = template_variables(row, where)
     if row.get("completion") is not None:
-        return Single(*_answered(row, where), template)
+        return PromptCompletion(*_answered(row, where), template)
     for key in ("messages", "text"):
         if row.get(key) is not None:
             return (
-                Single("", row[key])  # a text has no chat template
+                PromptCompletion("", row[key])  # a text has no chat template
                 if isinstance(row[key], str)
-                else Single(*_conversation(row, where, key), template)
+                else PromptCompletion(*_conversation(row, where, key), template)
             )
     raise DataError(f"{where}: completion is missing; every row needs prompt and completion, or messages, or text")
 
 
-def prompted_row(row: Mapping[str, Any], where: str) -> Prompted:
+def prompt_only_row(row: Mapping[str, Any], where: str) -> PromptOnly:
     """The canonical row of a ``prompt`` alone.
 
     Raises:
@@ -169,7 +178,7 @@ def prompted_row(row: Mapping[str, Any], where: str) -> Prompted:
     prompt = _prompt(row, where)
     if prompt is None:
         raise DataError(f'{where}: prompt is missing; every row needs one (an empty one is "" or [])')
-    return Prompted(_with_system(prompt, row, where), template_variables(row, where))
+    return PromptOnly(_with_system(prompt, row, where), template_variables(row, where))
 
 
 def _is_pair(row: Mapping[str, Any], where: str) -> bool:

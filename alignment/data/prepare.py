@@ -6,32 +6,85 @@ whole or not at all. :func:`load_prepared` reads it.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
 from datasets import Dataset
 from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-from alignment.config.errors import DataError, ModelError, OutputError
-from alignment.data.cache_key import cache_name
+from alignment.config.errors import DataError, ModelError, OutputError, one_line
+from alignment.config.options_data import COLUMNS, MAPPED_COLUMNS
 from alignment.data.columns import arranged, extra_columns
 from alignment.data.formats import Kind
 from alignment.data.report import DataReport
-from alignment.data.row_mapper import BOOKKEEPING, FEATURES, RowMapper, prompt_key
+from alignment.data.row_mapper import BOOKKEEPING, RowMapper
 from alignment.data.tokenization import RowTokenizer
 from alignment.data.truncation import Limits
-from alignment.data.wording import one_line
+from alignment.internals.transformers import tokenizer_options
 
-__all__ = ["FEATURES", "Prepared", "cache_name", "check_vocabulary", "load_prepared", "prepare", "prompt_key"]
-
+FORMAT_VERSION = 3  # raise it when the same input would be tokenised or stored in another way
+_ROWS = 1000  # rows hashed at a time; part of the hash
 _BATCH = 256  # rows per call of the tokenizer
+
+
+def cache_name(dataset: Dataset, kind: Kind, tokenizer: Any, limits: Limits, extra: Sequence[str] = ()) -> str:
+    """The name of a tokenised dataset, such as ``preference-3f…``: a hash of everything that its content depends on.
+
+    The rows' content is hashed rather than the dataset's fingerprint: two processes that load the same file get the
+    same name, and a file that was changed gets a new one, whatever its time stamp says.
+
+    Args:
+        dataset: the rows, their columns named as expected.
+        kind: of rows to make.
+        tokenizer: all that decides how it turns text into ids.
+        limits: lengths in tokens.
+        extra: columns that rows are not made of, kept for reward functions.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    settings: dict[str, Any] = {"version": FORMAT_VERSION, "kind": kind, "limits": asdict(limits)}
+    settings |= {"tokenizer": _describe(tokenizer)} | ({"extra": list(extra)} if extra else {})
+    digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
+    columns = [name for name in dict.fromkeys([*COLUMNS, *MAPPED_COLUMNS, *extra]) if name in dataset.column_names]
+    arrow = dataset.select_columns(columns).with_format("arrow")
+    for start in range(0, len(arrow), _ROWS):
+        digest.update(_table_bytes(arrow[start : start + _ROWS]))
+    return f"{kind}-{digest.hexdigest()}"
+
+
+def _table_bytes(table: pa.Table) -> memoryview:
+    table = table.combine_chunks().replace_schema_metadata(None)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return memoryview(sink.getvalue())
+
+
+def _describe(tokenizer: Any) -> dict[str, Any]:
+    """What decides how a tokenizer turns text into ids."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        content = json.loads(backend.to_str())
+        for setting in ("truncation", "padding"):  # changed by every call of the tokenizer, and not used here
+            content.pop(setting, None)
+    else:
+        content = {"vocab": sorted(tokenizer.get_vocab().items()), "options": tokenizer_options(tokenizer)}
+    return {
+        "class": type(tokenizer).__name__,
+        "content": hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest(),
+        "template": tokenizer.chat_template,
+        "special": [tokenizer.bos_token_id, tokenizer.eos_token_id, *sorted(tokenizer.all_special_ids)],
+        "whole": list(tokenizer("a 1")["input_ids"]),
+    }
 
 
 @dataclass(frozen=True)
@@ -60,8 +113,7 @@ def prepare(
 
     Args:
         dataset: rows of any accepted format.
-        kind: ``unpaired`` (KTO), ``paired`` (CPO), ``compared`` (reward model), ``single`` (SFT) or ``prompts``
-            (Online DPO).
+        kind: of rows, see :data:`~alignment.data.formats.Kind`.
         tokenizer: a tokenizer of transformers.
         limits: lengths in tokens.
         where: names the data in messages, such as the file's name.
@@ -159,7 +211,7 @@ def _build(
 
 
 def _report(kind: Kind, reasons: list[str | None], kept: Dataset) -> DataReport:
-    labels = kept["label"][:] if kind == "unpaired" else []
+    labels = kept["label"][:] if kind == "unpaired_preference" else []
     return DataReport(
         rows_in=len(reasons),
         rows_out=len(kept),
@@ -180,7 +232,7 @@ def _read_report(path: Path) -> DataReport:
 
 def _check_report(report: DataReport, kind: Kind, where: str, strict: bool) -> None:
     if not report.rows_out:
-        remedy = "raise max_length" + (" or lower max_new_tokens," if kind == "prompts" else "")
+        remedy = "raise max_length" + (" or lower max_new_tokens," if kind == "prompt_only" else "")
         raise DataError(
             f"{where}: none of the {report.rows_in} rows is left ({report.drops()}); {remedy} or mend the rows"
         )

@@ -16,8 +16,7 @@ from typing import Any, NoReturn
 
 from datasets import Features, Json, Value
 
-from alignment.config.errors import DataError
-from alignment.data.wording import one_line, show, type_name
+from alignment.config.errors import DataError, one_line, show, type_name
 
 TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected")
 LABEL_COLUMN = "label"

@@ -11,10 +11,17 @@ import numpy as np
 from datasets import Features, Json, List, Value
 
 from alignment.config.errors import DataError
-from alignment.data.formats import Kind, Text, margin_of, pair_row, prompted_row, single_row, unpaired_rows
-from alignment.data.messages import without_nulls
-from alignment.data.prompt_rows import STORED, stored_prompt
-from alignment.data.prompts import CUT_ALIKE, IDENTICAL, DropRow
+from alignment.data.formats import (
+    Kind,
+    Text,
+    margin_of,
+    preference_row,
+    prompt_completion_row,
+    prompt_only_row,
+    unpaired_rows,
+)
+from alignment.data.json_columns import STORED, stored_prompt
+from alignment.data.messages import CUT_ALIKE, IDENTICAL, DropRow, without_nulls
 from alignment.data.tokenization import RowTokenizer, Source
 from alignment.data.truncation import Fitted, Limits, fit, fit_prompt
 
@@ -22,7 +29,7 @@ _IDS = List(Value("int32"))
 BOOKKEEPING = {"dropped": Value("string"), "prompt_cut": Value("bool"), "completions_cut": Value("int8")}
 _PAIR = Features({"prompt_ids": _IDS, "chosen_ids": _IDS, "rejected_ids": _IDS, "row": Value("int64")})
 FEATURES: dict[Kind, Features] = {
-    "unpaired": Features(
+    "unpaired_preference": Features(
         {
             "prompt_ids": _IDS,
             "completion_ids": _IDS,
@@ -31,10 +38,10 @@ FEATURES: dict[Kind, Features] = {
             "row": Value("int64"),
         }
     ),
-    "paired": _PAIR,
-    "compared": Features({**_PAIR, "margin": Value("float32")}),
-    "single": Features({"prompt_ids": _IDS, "completion_ids": _IDS, "row": Value("int64")}),
-    "prompts": Features({"prompt_ids": _IDS, **STORED, "row": Value("int64")}),
+    "preference": _PAIR,
+    "preference_margin": Features({**_PAIR, "margin": Value("float32")}),
+    "prompt_completion": Features({"prompt_ids": _IDS, "completion_ids": _IDS, "row": Value("int64")}),
+    "prompt_only": Features({"prompt_ids": _IDS, **STORED, "row": Value("int64")}),
 }
 _COMPLETIONS = ("completion_ids", "chosen_ids", "rejected_ids")
 _LABELS = {"true": True, "false": False}
@@ -105,11 +112,11 @@ class RowMapper:
             fitted = None
             if job.source is not None:
                 ids = next(encoded)
-                if self.kind == "prompts":
+                if self.kind == "prompt_only":
                     fitted = fit_prompt(ids.prompt, self.limits)
                 else:
                     fitted = fit(ids.prompt, ids.completions, self.limits, self.tokenizer.head_length(ids.prompt))
-                if self.kind == "compared":
+                if self.kind == "preference_margin":
                     fitted = _apart(fitted, ids.completions)
             for record in self._records(job, fitted):
                 for name, values in out.items():
@@ -130,19 +137,19 @@ class RowMapper:
             raise DataError(f"{error} (column_map: {renamed})") from None
 
     def _checked_job(self, row: dict[str, Any], index: int, place: str) -> _Job:
-        if self.kind == "prompts":
+        if self.kind == "prompt_only":
             extra = {name: row.pop(name) for name in self.extra}
-            alone = prompted_row(row, place)
+            alone = prompt_only_row(row, place)
             source = Source(alone.prompt, (), place, alone.template)
             return _Job(index, source, [], stored=stored_prompt(alone, extra, place))
-        stored = {"margin": margin_of(row, place)} if self.kind == "compared" else {}
+        stored = {"margin": margin_of(row, place)} if self.kind == "preference_margin" else {}
         try:
-            if self.kind in ("paired", "compared"):
-                pair = pair_row(row, place)
+            if self.kind in ("preference", "preference_margin"):
+                pair = preference_row(row, place)
                 source = Source(pair.prompt, (pair.chosen, pair.rejected), place, pair.template)
                 return _Job(index, source, [], stored=stored)
-            if self.kind == "single":
-                one = single_row(row, place)
+            if self.kind == "prompt_completion":
+                one = prompt_completion_row(row, place)
                 return _Job(index, Source(one.prompt, (one.completion,), place, one.template), [])
             rows = unpaired_rows(row, place)
         except DropRow as drop:
@@ -152,7 +159,7 @@ class RowMapper:
 
     def _records(self, job: _Job, fitted: Fitted | None) -> Iterator[dict[str, Any]]:
         """One record per label for KTO, one for the row otherwise."""
-        if self.kind == "unpaired":
+        if self.kind == "unpaired_preference":
             for number, label in enumerate(job.labels):
                 record, kept = self._record(job, fitted, slice(number, number + 1))
                 ids = kept.completions[number] if kept else []

@@ -1,4 +1,4 @@
-"""Where rows come from: a data file, a folder, a hub name or a Python object becomes a ``datasets.Dataset``.
+"""Where rows come from: a file, folder, hub name, Python object or stream becomes a ``datasets.Dataset``.
 
 JSON, JSON Lines and CSV files go through our own exact readers; Parquet and Arrow files, saved datasets and the hub
 through the ``datasets`` library. What the columns mean is the business of ``formats``.
@@ -7,23 +7,27 @@ through the ``datasets`` library. What the columns mean is the business of ``for
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import datasets
-from datasets import Dataset
+from datasets import Dataset, Features, IterableDataset
 
-from alignment.config.columns import COLUMNS
-from alignment.config.errors import DataError
+from alignment.config.errors import DataError, listing, one_line, show
+from alignment.config.options_data import COLUMNS
+from alignment.data.columns import PROMPT_COLUMNS
+from alignment.data.json_columns import foreign_columns, json_object, storable, storable_rows, tell_left_out
 from alignment.data.readers import encode, encoded_rows, infer_features, read_rows
-from alignment.data.storable import storable_rows
-from alignment.data.wording import listing, one_line, show
 from alignment.internals.datasets import cause_of, data_files_by_split, slices, was_saved
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 _EXACT = (".json", ".jsonl", ".csv")
 _READER_VERSION = 1  # part of the cache key of what the exact readers wrote
+Part: TypeAlias = list[Path] | Dataset
 
 
 def load_split(name: str, config: str | None, split: str) -> Dataset:
@@ -94,9 +98,6 @@ def dataset_from_python(value: object) -> Dataset:
         raise DataError(
             f"the list given as dataset cannot be stored: {one_line(error)}; use JSON-like values"
         ) from error
-
-
-Part: TypeAlias = list[Path] | Dataset
 
 
 def _select(name: str, parts: dict[str, Any], split: str) -> Dataset:
@@ -195,3 +196,66 @@ def _load_hub(name: str, config: str | None, split: str) -> Dataset:
         raise DataError(
             f"{label}: cannot be loaded: {one_line(error)}; set dataset_name to a file, a folder or a hub name"
         ) from error
+
+
+def from_stream(
+    stream: IterableDataset, rows: int, columns: Iterable[str] | None, where: str, folder: Path
+) -> Dataset:
+    """A dataset of the first ``rows`` rows of a stream, which may have fewer; they are never all in memory.
+
+    Args:
+        stream: read once, from its start.
+        rows: how many to take.
+        columns: those to keep, as a stream may carry many more; None for the prompt's, and of all others those that
+            JSON can hold, dates and times as ISO text.
+        where: names the data in messages.
+        folder: for a scratch file.
+
+    Raises:
+        DataError: the stream has no rows, breaks, or holds what JSON cannot in a column that rows are made of.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".stream-", dir=folder) as scratch:
+        path = Path(scratch) / "rows.jsonl"
+        left_out: set[str] = set()
+        if columns is None and stream.features is not None:  # without a look into them: images would be decoded
+            left_out.update(foreign_columns(stream.features))
+            stream = stream.remove_columns([*left_out])
+        wanted = None if columns is None else set(columns)
+        found = infer_features(_spooled(stream, rows, wanted, where, path, left_out))
+        tell_left_out(left_out, where)
+        features = Features({name: feature for name, feature in found.items() if name not in left_out})
+        if not features:
+            raise DataError(f"{where}: the stream gives no rows with columns that are used; give one that has some")
+        given = {"path": str(path), "features": features}
+        return Dataset.from_generator(_read, features=features, gen_kwargs=given, fingerprint=file_hash(path).hex())
+
+
+def _spooled(
+    stream: IterableDataset, rows: int, columns: set[str] | None, where: str, path: Path, left_out: set[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Write the rows to ``path`` as they come, and yield each with its place for messages.
+
+    Of every column, those that JSON cannot hold are added to ``left_out``.
+    """
+    number = 0
+    with path.open("w", encoding="utf-8") as file:
+        try:
+            for number, row in enumerate(islice(stream.with_format(None), rows), start=1):
+                place = f"{where} row {number}"
+                if columns is None:
+                    kept = storable(row, row.keys() - PROMPT_COLUMNS, place, left_out)
+                else:
+                    kept = {name: value for name, value in row.items() if name in columns}
+                file.write(json_object(kept, place, dates=columns is None) + "\n")
+                yield place, kept
+        except DataError:
+            raise
+        except Exception as error:  # whatever the user's generator or the network raises
+            raise DataError(f"{where}: the stream broke after row {number}: {one_line(error)}") from error
+
+
+def _read(path: str, features: Features) -> Iterator[dict[str, Any]]:
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            yield encode(json.loads(line), features)

@@ -13,13 +13,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from alignment.config.errors import DataError
+from alignment.config.errors import DataError, one_line
 from alignment.data.formats import Text
-from alignment.data.prompts import Message
-from alignment.data.truncation import Limits, fit
-from alignment.data.wording import one_line
-
-__all__ = ["Encoded", "Limits", "RowTokenizer", "Source", "fit", "leading_specials"]
+from alignment.data.messages import Message
 
 logger = logging.getLogger(__name__)
 

@@ -1,18 +1,23 @@
 """Which rows make up each optimizer step, and which rank computes which of them in which forward.
 
-The *window* is the rows of one optimizer step. Its plan is a pure function of (seed, epoch, step, lengths): every rank
-computes the same one. It is the only source for collation, for the counts that means are divided by, for the number of
-schedule steps and for resuming.
+The *window* is the global batch of one optimizer step: ``per_device_train_batch_size`` x
+``gradient_accumulation_steps`` x ranks rows. A whole evaluation set is planned as one window.
+
+The plan of a window is a pure function of (seed, epoch, step, lengths): every rank computes the same one. It is the
+only source for collation, for the counts that means are divided by, for the number of schedule steps and for resuming.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
+from datasets import Dataset
 
 from alignment.config.errors import OptionError
 
@@ -25,6 +30,7 @@ _CONTINUED = {
     "window": "batch size x accumulation x ranks",
     "stratify": "stratify_labels",
 }
+_PIECE = 10_000  # rows whose lengths are read at a time
 
 
 @dataclass(frozen=True)
@@ -287,3 +293,24 @@ def evaluation_plan(
         rng = np.random.default_rng(np.random.SeedSequence([seed, _PARTNERS]))
         partners = derangement(table.prompt_key, rng)
     return plan_window(table, rows, partners, world_size=world_size, batch_size=batch_size, max_tokens=max_tokens)
+
+
+def row_table(dataset: Dataset, completions: Sequence[str], max_length: int | None) -> RowTable:
+    """Lengths, labels and prompt keys of a tokenised dataset, read from Arrow without decoding the tokens."""
+    wanted = ["prompt_ids", *completions, *(n for n in ("label", "prompt_key") if n in dataset.column_names)]
+    pieces: dict[str, list[np.ndarray]] = {name: [] for name in wanted}
+    # In pieces: a dataset of drawn rows copies what it is asked for.
+    for table in dataset.with_format("arrow").iter(_PIECE):
+        for name, arrays in pieces.items():
+            column = table[name]
+            lengths = pc.list_value_length(column) if name.endswith("_ids") else column
+            arrays.append(lengths.to_numpy())
+    columns = {name: np.concatenate(arrays) for name, arrays in pieces.items()}
+    tokens = np.array([columns[name] for name in completions], dtype=np.int64)  # none, for rows of prompts alone
+    return RowTable(
+        prompt=columns["prompt_ids"].astype(np.int64),
+        completions=tokens.reshape(len(completions), len(dataset)).T,
+        labels=columns.get("label"),
+        prompt_key=columns.get("prompt_key"),
+        max_length=max_length,
+    )

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import psutil
 import torch
 
-from alignment.engines.resident import SAMPLER
+_EVERY_S = 0.01  # between two samples of the resident set
+# Phases that had another name in the states of older runs.
+_NAMES = {"learn": "train"}
 
 
 @dataclass
@@ -65,11 +69,11 @@ class Phases:
         if self._cuda is not None:
             torch.cuda.reset_peak_memory_stats(self._cuda)
         else:
-            SAMPLER.start()
+            _SAMPLER.start()
 
     def _peak(self) -> int:
         if self._cuda is None:
-            return SAMPLER.stop()
+            return _SAMPLER.stop()
         torch.cuda.synchronize(self._cuda)
         return int(torch.cuda.max_memory_allocated(self._cuda))
 
@@ -83,7 +87,7 @@ class Phases:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave."""
-        self.records = {name: PhaseRecord(**record) for name, record in state["records"].items()}
+        self.records = {_NAMES.get(name, name): PhaseRecord(**record) for name, record in state["records"].items()}
 
 
 def over_ranks(summaries: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
@@ -94,3 +98,43 @@ def over_ranks(summaries: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[s
         name: {key: (sum if key == "tokens" else max)(part[key] for part in parts) for key in parts[0]}
         for name, parts in found.items()
     }
+
+
+class ResidentSampler:
+    """The largest resident set of this process during a stretch of work.
+
+    Linux keeps such a mark for the whole life of a process, and resetting it would falsify what others measure. So it
+    is sampled, every 10 ms between :meth:`start` and :meth:`stop`, by a thread that otherwise sleeps; a shorter peak
+    may be missed.
+    """
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._active = threading.Event()
+        self._peak = 0
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin a stretch."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="resident-set", daemon=True)
+            self._thread.start()
+        self._peak = self._resident()
+        self._active.set()
+
+    def stop(self) -> int:
+        """End it; return its peak in bytes."""
+        self._active.clear()
+        return max(self._peak, self._resident())
+
+    def _resident(self) -> int:
+        return int(self._process.memory_info().rss)
+
+    def _watch(self) -> None:
+        while True:
+            self._active.wait()
+            self._peak = max(self._peak, self._resident())
+            time.sleep(_EVERY_S)
+
+
+_SAMPLER = ResidentSampler()

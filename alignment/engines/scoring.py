@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import deepspeed
 import torch
@@ -13,25 +13,30 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel
 
 from alignment.data.batching import Batch
 from alignment.engines.collectives import device
 from alignment.internals.deepspeed import destroy, partitions_weights, reports_grad_norm, scales_loss, undo_dummy_step
 from alignment.internals.deepspeed_zero3 import balanced_module_stack, forget_partitioned
 from alignment.models.scorer import Scorer
+from alignment.models.tasks import CAUSAL_LM, Task
 
 
-class SequenceScores(NamedTuple):
-    """Sums over the completion tokens of each sequence, (S,) fp32, and the balancing loss of a mixture of experts.
+class SequenceOutput(NamedTuple):
+    """What a model says of each of S sequences, and the balancing loss of a mixture of experts.
 
-    ``logps`` and the 0-dim ``aux_loss`` (0 if dense) carry the graph. The others are None unless asked for:
-    ``entropy`` in nats, ``logits`` (each token's mean over the vocabulary), ``top1`` (tokens that were the likeliest),
-    and ``token_logps`` (N,) fp32, with graph: one log-prob for each of ``batch.targets``, in their order, of which
-    ``logps`` are the sums. ``batch.segments`` (N,) says which sequence each token belongs to. A reward model has one
-    score per sequence in their place.
+    Attributes:
+        scores: (S,) fp32, with graph: the sum of the completion tokens' log-probs, or a reward model's score.
+        aux_loss: 0-dim, with graph; 0 for a dense model.
+        entropy: (S,) sum over the completion tokens, in nats; None unless asked for, as all that follow.
+        logits: (S,) sum over the completion tokens of the mean of their logits.
+        top1: (S,) how many completion tokens were the likeliest ones.
+        token_logps: (N,) fp32, with graph: one log-prob for each of ``batch.targets``, in their order, of which
+            ``scores`` are the sums. ``batch.segments`` (N,) says which sequence each token belongs to.
     """
 
-    logps: Tensor
+    scores: Tensor
     aux_loss: Tensor
     entropy: Tensor | None = None
     logits: Tensor | None = None
@@ -56,7 +61,7 @@ class ScoringEngine:
         )
         self.partitioned = partitions_weights(self.engine)
 
-    def forward(self, batch: Batch, stats: bool = False, tokens: bool = False) -> SequenceScores:
+    def forward(self, batch: Batch, stats: bool = False, tokens: bool = False) -> SequenceOutput:
         """Scores of the sequences of a batch; ``stats`` adds those of their distributions, ``tokens`` per-token ones.
 
         They carry a graph also when the batch holds no sequence: a rank without rows takes part in every collective of
@@ -67,15 +72,17 @@ class ScoringEngine:
         output = self.engine(
             batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.longest, stats, blocks
         )
-        zeros = output.logps.new_zeros(batch.lengths.shape[0])
-        logps, *measured = (zeros.index_add(0, batch.segments, part) for part in (output.logps, *(output.stats or ())))
-        scores = SequenceScores(logps, output.aux_loss, *measured)
-        return scores._replace(token_logps=output.logps) if tokens else scores
+        zeros = output.scores.new_zeros(batch.lengths.shape[0])
+        scores, *measured = (
+            zeros.index_add(0, batch.segments, part) for part in (output.scores, *(output.stats or ()))
+        )
+        sums = SequenceOutput(scores, output.aux_loss, *measured)
+        return sums._replace(token_logps=output.scores) if tokens else sums
 
     @torch.no_grad()
-    def sequence_logps(self, batch: Batch) -> Tensor:
-        """(S,) summed completion log-probs without graph."""
-        return self.forward(batch.to(self.device)).logps
+    def sequence_scores(self, batch: Batch) -> Tensor:
+        """(S,) scores without graph; see :class:`SequenceOutput`."""
+        return self.forward(batch.to(self.device)).scores
 
     @torch.no_grad()
     def token_logps(self, batch: Batch) -> Tensor:
@@ -85,7 +92,7 @@ class ScoringEngine:
         return found
 
     @contextlib.contextmanager
-    def sweep(self) -> Iterator[None]:
+    def inference(self) -> Iterator[None]:
         """Forward-only use: no dropout, no graph; the mode from before comes back on any exit."""
         training = self.engine.module.training
         self.engine.eval()
@@ -181,3 +188,34 @@ class PolicyEngine(ScoringEngine):
     def learning_rate(self) -> float:
         """The rate of the next step."""
         return float(self.scheduler.get_last_lr()[0])
+
+
+Engine = TypeVar("Engine", bound=ScoringEngine)
+
+
+def checked(engine: Engine, task: Task) -> Engine:
+    """The engine, closed again where its scorer does not compute what the model itself does.
+
+    Raises:
+        ModelError: the scores differ by more than rounding.
+    """
+    try:
+        task.check_scorer(engine.scorer, engine.device)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def frozen_engine(
+    model: PreTrainedModel, ds_config: dict[str, Any], task: Task = CAUSAL_LM, aux_loss: bool = False
+) -> FrozenEngine:
+    """Wrap a model that is only asked, and check once that its scores are its own.
+
+    Args:
+        model: loaded for ``ds_config``.
+        ds_config: this engine's DeepSpeed configuration.
+        task: what the model is.
+        aux_loss: compute the balancing loss of a mixture of experts.
+    """
+    return checked(FrozenEngine(task.scorer(model, aux_loss), ds_config), task)

@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator
-
+from alignment.engines.garbage import uncollected
 from alignment.internals.deepspeed import import_muon
 from alignment.internals.transformers_start import import_model_index, import_trainer_utils
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Within this context no garbage is looked for: imports make a million objects, and next to none of it is any."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def import_libraries() -> None:

@@ -80,12 +80,17 @@ def import_muon() -> None:
     """Import the Muon optimizer, whose functions are then compiled when they are called for the first time.
 
     ``deepspeed.initialize`` imports it whatever the optimizer, and it decorates with ``torch.compile``, which imports
-    torch's whole compiler: 1.7 s of CPU. Nothing is done where it is imported already. Seen with DeepSpeed 0.19.8.
+    torch's whole compiler: 1.7 s of CPU. Nothing is done where it is imported already, or is elsewhere. Seen with
+    DeepSpeed 0.19.8.
     """
     import torch
-    from deepspeed.runtime import compiler
 
-    if _MUON in sys.modules or not hasattr(compiler, "compile") or find_spec(_MUON) is None:
+    try:
+        compiler, missing = import_module("deepspeed.runtime.compiler"), find_spec(_MUON) is None
+    except ImportError:
+        return
+    original = getattr(compiler, "compile", None)
+    if original is None or missing or _MUON in sys.modules:
         return
 
     def compiled_on_use(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,7 +105,10 @@ def import_muon() -> None:
 
         return on_use
 
-    with mock.patch.object(compiler, "compile", lambda: compiled_on_use):
+    def decorator(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if args or kwargs else compiled_on_use
+
+    with mock.patch.object(compiler, "compile", decorator):
         import_module(_MUON)
 
 

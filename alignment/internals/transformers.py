@@ -72,7 +72,7 @@ def asks_for_trust(error: Exception) -> bool:
 
     It raises a plain ``ValueError``, so the message has to tell. Seen with transformers 5.23.
     """
-    return "`trust_remote_code=True`" in str(error)
+    return "trust_remote_code" in str(error)
 
 
 def tokenizer_options(tokenizer: Any) -> dict[str, Any]:

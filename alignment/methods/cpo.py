@@ -4,41 +4,41 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from alignment.data.batching import Batch, Collate, PairedBatch, collate_paired
+from alignment.data.batching import Batch, Collate, PreferenceBatch, collate_preference
 from alignment.data.report import DataReport
-from alignment.engines.scoring import SequenceScores
+from alignment.engines.scoring import SequenceOutput
 from alignment.methods.cpo_options import CPOConfig
 from alignment.objectives.cpo import LENGTH_NORMALISED, cpo_loss
 from alignment.objectives.likelihood import nll
-from alignment.trainers.advice import about_learning_rate, about_window
-from alignment.trainers.base import AlignmentTrainer
-from alignment.trainers.method import Method, RowLosses, Window
-from alignment.trainers.pair_metrics import REWARDS, add_rewards, add_sides, sides
+from alignment.reporting.metrics import REWARDS, add_rewards, add_sides, sides
+from alignment.training.advice import about_learning_rate, about_window
+from alignment.training.method import Method, RowLosses, Window
+from alignment.training.trainer import AlignmentTrainer
 
 
-class CPOMethod(Method[PairedBatch]):
+class CPOMethod(Method[PreferenceBatch]):
     """One forward scores both answers of every pair; the NLL is a mean over the chosen tokens of the whole window."""
 
-    kind = "paired"
+    kind = "preference"
     completions = ("chosen_ids", "rejected_ids")
     metrics = (*REWARDS, *sides("logps", "logits"), "nll_loss", "entropy")
     options: CPOConfig
 
     @property
     def collate(self) -> Collate:
-        return collate_paired
+        return collate_preference
 
     def advice(self, report: DataReport, window_rows: int) -> list[str]:
         return about_learning_rate(self.options, self.options.beta) + about_window(self.options, window_rows)
 
-    def scored(self, batch: PairedBatch) -> Batch:
+    def scored(self, batch: PreferenceBatch) -> Batch:
         return batch.pairs
 
     def losses(
-        self, batch: PairedBatch, index: int, scores: SequenceScores, known: Any, window: Window[PairedBatch]
+        self, batch: PreferenceBatch, index: int, output: SequenceOutput, known: Any, window: Window[PreferenceBatch]
     ) -> RowLosses:
-        options, pairs, logps, sums = self.options, len(batch.rows), scores.logps, window.sums
-        assert scores.entropy is not None and scores.logits is not None
+        options, pairs, logps, sums = self.options, len(batch.rows), output.scores, window.sums
+        assert output.entropy is not None and output.logits is not None
         lengths = batch.pairs.lengths.to(logps.device)
         result = cpo_loss(
             logps[:pairs],
@@ -55,9 +55,9 @@ class CPOMethod(Method[PairedBatch]):
         shown = logps.detach() / lengths if options.loss_type in LENGTH_NORMALISED else logps
         add_rewards(sums, result.chosen_rewards, result.rejected_rewards)
         add_sides(sums, "logps", shown)
-        add_sides(sums, "logits", scores.logits, lengths)
+        add_sides(sums, "logits", output.logits, lengths)
         sums.add("nll_loss", nll_sum, nll_count)
-        sums.add("entropy", scores.entropy.sum(), lengths.sum())
+        sums.add("entropy", output.entropy.sum(), lengths.sum())
         local = result.losses.sum() / window.counts.rows
         if options.cpo_alpha:
             local = local + options.cpo_alpha * nll_sum / window.counts.first_completion_tokens
@@ -67,7 +67,7 @@ class CPOMethod(Method[PairedBatch]):
 class CPOTrainer(AlignmentTrainer):
     """Trains with CPO, SimPO, AlphaPO, IPO or the hinge loss on ``chosen, rejected`` pairs, with or without a prompt.
 
-    The arguments are those of :class:`~alignment.trainers.base.AlignmentTrainer`.
+    The arguments are those of :class:`~alignment.training.trainer.AlignmentTrainer`.
     """
 
     config_class: ClassVar[type[CPOConfig]] = CPOConfig

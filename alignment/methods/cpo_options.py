@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from alignment.config import checks
-from alignment.config.errors import OptionError
+from alignment.config.errors import OptionError, setting
 from alignment.config.fields import option
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import SequenceOptions
-from alignment.config.refusals import shown
 
 CPO_LOSS_TYPES = ("sigmoid", "hinge", "ipo", "simpo", "alphapo")
 _MARGIN_LOSSES = ("simpo", "alphapo")
@@ -48,15 +47,15 @@ class CPOConfig(SequenceOptions, AlignmentConfig):
         checks.at_least(self, 0, "cpo_alpha", "simpo_gamma")
         checks.refuse_reference(self, "CPO")
         if not 0 <= self.label_smoothing < 0.5:
-            raise OptionError(f"{shown('label_smoothing', self.label_smoothing)}: set it to 0 or more and below 0.5")
+            raise OptionError(f"{setting('label_smoothing', self.label_smoothing)}: set it to 0 or more and below 0.5")
         if self.label_smoothing and self.loss_type not in _SMOOTHED_LOSSES:
             raise self._without_effect("label_smoothing", _SMOOTHED_LOSSES)
         if self.simpo_gamma != _DEFAULT_GAMMA and self.loss_type not in _MARGIN_LOSSES:
             raise self._without_effect("simpo_gamma", _MARGIN_LOSSES)
         if self.alpha and self.loss_type not in _MARGIN_LOSSES:
             raise OptionError(
-                f"{shown('alpha', self.alpha)}: it needs length-normalised log-probs, and "
-                f"{shown('loss_type', self.loss_type)} has none; set loss_type to simpo or alphapo, or alpha to 0"
+                f"{setting('alpha', self.alpha)}: it needs length-normalised log-probs, and "
+                f"{setting('loss_type', self.loss_type)} has none; set loss_type to simpo or alphapo, or alpha to 0"
             )
         if self.alpha == 0 and self.loss_type == "alphapo":
             raise OptionError(
@@ -69,6 +68,6 @@ class CPOConfig(SequenceOptions, AlignmentConfig):
 
     def _without_effect(self, name: str, losses: tuple[str, ...]) -> OptionError:
         return OptionError(
-            f"{shown(name, getattr(self, name))}: it has no effect with {shown('loss_type', self.loss_type)}; "
+            f"{setting(name, getattr(self, name))}: it has no effect with {setting('loss_type', self.loss_type)}; "
             f"leave it out or set loss_type to one of {', '.join(losses)}"
         )

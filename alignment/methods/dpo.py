@@ -6,29 +6,29 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from alignment.data.batching import Batch, Collate, PairedBatch, collate_paired
+from alignment.data.batching import Batch, Collate, PreferenceBatch, collate_preference
 from alignment.data.report import DataReport
-from alignment.engines.scoring import SequenceScores
+from alignment.engines.scoring import SequenceOutput
 from alignment.methods.dpo_options import DPOConfig
 from alignment.objectives.dpo import dpo_loss
 from alignment.references.base import RowIds
-from alignment.trainers.advice import about_learning_rate, about_window
-from alignment.trainers.base import AlignmentTrainer
-from alignment.trainers.method import Method, RowLosses, Window
-from alignment.trainers.pair_metrics import REWARDS, add_rewards, add_sides, sides
+from alignment.reporting.metrics import REWARDS, add_rewards, add_sides, sides
+from alignment.training.advice import about_learning_rate, about_window
+from alignment.training.method import Method, RowLosses, Window
+from alignment.training.trainer import AlignmentTrainer
 
 
-class DPOMethod(Method[PairedBatch]):
+class DPOMethod(Method[PreferenceBatch]):
     """One pass asks the reference for both answers of every pair, one forward scores them with the policy."""
 
-    kind = "paired"
+    kind = "preference"
     completions = ("chosen_ids", "rejected_ids")
     metrics = (*REWARDS, *sides("logps", "logits"), "entropy")
     options: DPOConfig
 
     @property
     def collate(self) -> Collate:
-        return collate_paired
+        return collate_preference
 
     @property
     def needs_reference(self) -> bool:
@@ -37,17 +37,22 @@ class DPOMethod(Method[PairedBatch]):
     def advice(self, report: DataReport, window_rows: int) -> list[str]:
         return about_learning_rate(self.options, self.options.beta) + about_window(self.options, window_rows)
 
-    def scored(self, batch: PairedBatch) -> Batch:
+    def scored(self, batch: PreferenceBatch) -> Batch:
         return batch.pairs
 
-    def before_training(self, window: Window[PairedBatch]) -> list[Tensor]:
+    def before_training(self, window: Window[PreferenceBatch]) -> list[Tensor]:
         return window.reference_logps(lambda batch: (batch.pairs, RowIds(window.dataset, batch.rows)))
 
     def losses(
-        self, batch: PairedBatch, index: int, scores: SequenceScores, known: list[Tensor], window: Window[PairedBatch]
+        self,
+        batch: PreferenceBatch,
+        index: int,
+        output: SequenceOutput,
+        known: list[Tensor],
+        window: Window[PreferenceBatch],
     ) -> RowLosses:
-        pairs, logps, reference, sums = len(batch.rows), scores.logps, known[index], window.sums
-        assert scores.entropy is not None and scores.logits is not None
+        pairs, logps, reference, sums = len(batch.rows), output.scores, known[index], window.sums
+        assert output.entropy is not None and output.logits is not None
         lengths = batch.pairs.lengths.to(logps.device)
         result = dpo_loss(
             logps[:pairs],
@@ -61,15 +66,15 @@ class DPOMethod(Method[PairedBatch]):
         )
         add_rewards(sums, result.chosen_rewards, result.rejected_rewards)
         add_sides(sums, "logps", logps)
-        add_sides(sums, "logits", scores.logits, lengths)
-        sums.add("entropy", scores.entropy.sum(), lengths.sum())
+        add_sides(sums, "logits", output.logits, lengths)
+        sums.add("entropy", output.entropy.sum(), lengths.sum())
         return RowLosses(result.losses.sum() / window.counts.rows, result.losses.detach())
 
 
 class DPOTrainer(AlignmentTrainer):
     """Trains with DPO or IPO on ``chosen, rejected`` pairs, with or without a prompt.
 
-    The arguments are those of :class:`~alignment.trainers.base.AlignmentTrainer`.
+    The arguments are those of :class:`~alignment.training.trainer.AlignmentTrainer`.
     """
 
     config_class: ClassVar[type[DPOConfig]] = DPOConfig

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from alignment.config import checks
-from alignment.config.errors import OptionError
+from alignment.config.errors import OptionError, did_you_mean, setting
 from alignment.config.fields import option
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import TRUNCATION_MODES, SequenceOptions
 from alignment.config.options_model import ReferenceOptions
-from alignment.config.refusals import nearest, shown
 
 DPO_LOSS_TYPES = ("sigmoid", "hinge", "ipo")
 # TRL's further losses, refused by name.
@@ -48,15 +47,15 @@ class DPOConfig(ReferenceOptions, SequenceOptions, AlignmentConfig):
         checks.refuse_labels(self, "DPO")
         self._check_loss()
         if not 0 <= self.label_smoothing < 0.5:
-            raise OptionError(f"{shown('label_smoothing', self.label_smoothing)}: set it to 0 or more and below 0.5")
+            raise OptionError(f"{setting('label_smoothing', self.label_smoothing)}: set it to 0 or more and below 0.5")
         if self.label_smoothing and self.loss_type != "sigmoid":
             raise OptionError(
-                f"{shown('label_smoothing', self.label_smoothing)}: it has no effect with "
-                f"{shown('loss_type', self.loss_type)}; leave it out or set loss_type to sigmoid"
+                f"{setting('label_smoothing', self.label_smoothing)}: it has no effect with "
+                f"{setting('loss_type', self.loss_type)}; leave it out or set loss_type to sigmoid"
             )
 
     def _check_loss(self) -> None:
-        given = shown("loss_type", self.loss_type)
+        given = setting("loss_type", self.loss_type)
         if isinstance(self.loss_type, list):
             if len(self.loss_type) != 1:
                 raise OptionError(f"{given}: a sum of several losses is not supported; set one of them")
@@ -64,5 +63,5 @@ class DPOConfig(ReferenceOptions, SequenceOptions, AlignmentConfig):
         if self.loss_type in _ELSEWHERE:
             raise OptionError(f"{given}: not supported; set one of {', '.join(DPO_LOSS_TYPES)}")
         if self.loss_type not in DPO_LOSS_TYPES:
-            near = nearest(str(self.loss_type), DPO_LOSS_TYPES)
+            near = did_you_mean(str(self.loss_type), DPO_LOSS_TYPES)
             raise OptionError(f"{given}: no such loss{near}; set one of {', '.join(DPO_LOSS_TYPES)}")

@@ -11,14 +11,14 @@ from alignment.data.batching import Batch, Collate, UnpairedBatch, collate_unpai
 from alignment.data.report import DataReport
 from alignment.data.windows import WindowCounts
 from alignment.engines.collectives import sum_over_ranks
-from alignment.engines.scoring import SequenceScores
+from alignment.engines.scoring import SequenceOutput
 from alignment.methods.kto_options import KTOConfig
-from alignment.objectives.kto import kto_kl, kto_loss
+from alignment.objectives.kto import kto_kl, kto_kl_sums, kto_loss
 from alignment.references.base import RowIds
-from alignment.trainers.advice import about_labels, about_learning_rate, about_window
-from alignment.trainers.base import AlignmentTrainer
-from alignment.trainers.method import Method, RowLosses, Window
-from alignment.trainers.pair_metrics import sides
+from alignment.reporting.metrics import sides
+from alignment.training.advice import about_labels, about_learning_rate, about_window
+from alignment.training.method import Method, RowLosses, Window
+from alignment.training.trainer import AlignmentTrainer
 
 
 class _Known(NamedTuple):
@@ -31,7 +31,7 @@ class _Known(NamedTuple):
 class KTOMethod(Method[UnpairedBatch]):
     """KTO's reference point is the KL of the *whole window*, estimated before any gradient is computed."""
 
-    kind = "unpaired"
+    kind = "unpaired_preference"
     completions = ("completion_ids",)
     metrics = ("kl", "entropy", *sides("rewards", "logps", "logits"))
     logs_sums = True
@@ -79,20 +79,22 @@ class KTOMethod(Method[UnpairedBatch]):
         ratios = torch.zeros(2, dtype=torch.float64, device=window.sums.values.device)
         if window.counts.partnered:
             policy = window.models.policy
-            with window.phases("kl") as record, policy.sweep():
+            with window.phases("kl") as record, policy.inference():
                 for batch, reference in zip(window.batches, mismatched):
                     record.tokens += batch.mismatched.tokens
-                    ratios += torch.stack(kto_kl(policy.sequence_logps(batch.mismatched).double(), reference.double()))
+                    ratios += torch.stack(
+                        kto_kl_sums(policy.sequence_scores(batch.mismatched).double(), reference.double())
+                    )
                 sum_over_ranks(ratios)
-        kl = (ratios[0] / ratios[1].clamp(min=1)).clamp(min=0)
+        kl = kto_kl(*ratios)
         if self.draws_partners:
             window.sums.add_once("kl", kl)
         return _Known(kl.float(), matched)
 
     def losses(
-        self, batch: UnpairedBatch, index: int, scores: SequenceScores, known: _Known, window: Window[UnpairedBatch]
+        self, batch: UnpairedBatch, index: int, output: SequenceOutput, known: _Known, window: Window[UnpairedBatch]
     ) -> RowLosses:
-        logps, labels, sums = scores.logps, batch.labels.to(scores.logps.device), window.sums
+        logps, labels, sums = output.scores, batch.labels.to(output.scores.device), window.sums
         result = kto_loss(
             logps,
             known.reference[index],
@@ -104,21 +106,21 @@ class KTOMethod(Method[UnpairedBatch]):
             undesirable_weight=self.options.undesirable_weight,
         )
         lengths = batch.matched.lengths.to(logps.device)
-        assert scores.entropy is not None and scores.logits is not None
-        sums.add("entropy", scores.entropy.sum(), lengths.sum())
+        assert output.entropy is not None and output.logits is not None
+        sums.add("entropy", output.entropy.sum(), lengths.sum())
         for name, members in (("chosen", labels), ("rejected", ~labels)):
             # Masked, not indexed: an index of unknown size would make the host wait for the device.
             rows, tokens = members.sum(), lengths.where(members, 0).sum()
             sums.add(f"rewards/{name}", result.rewards.where(members, 0).sum(), rows)
             sums.add(f"logps/{name}", logps.where(members, 0).sum(), rows)
-            sums.add(f"logits/{name}", scores.logits.where(members, 0).sum(), tokens)
+            sums.add(f"logits/{name}", output.logits.where(members, 0).sum(), tokens)
         return RowLosses(result.losses.sum() / window.counts.rows, result.losses.detach())
 
 
 class KTOTrainer(AlignmentTrainer):
     """Trains with KTO or APO-zero on ``prompt, completion, label`` rows, or on pairs, which are split.
 
-    The arguments are those of :class:`~alignment.trainers.base.AlignmentTrainer`.
+    The arguments are those of :class:`~alignment.training.trainer.AlignmentTrainer`.
     """
 
     config_class: ClassVar[type[KTOConfig]] = KTOConfig

@@ -11,22 +11,23 @@ from transformers import PreTrainedModel
 from alignment.config.errors import OptionError
 from alignment.data.batching import Batch, Collate, collate_prompts
 from alignment.data.windows import WindowCounts
-from alignment.engines.scoring import SequenceScores
+from alignment.engines.scoring import SequenceOutput
 from alignment.methods.online_dpo_options import OnlineDPOConfig
 from alignment.objectives.dpo import dpo_loss
+from alignment.online.pairs import RankedBatch
+from alignment.online.ranking import REASONS
+from alignment.online.resources import Function, OnlineResources
 from alignment.references.base import RowIds
-from alignment.trainers.base import AlignmentTrainer
-from alignment.trainers.companion import Companion
-from alignment.trainers.method import Method, RowLosses, Window
-from alignment.trainers.online_setup import Function, OnlinePlan
-from alignment.trainers.pair_metrics import REWARDS, add_rewards, add_sides, sides
-from alignment.trainers.pairs import REASONS, RankedBatch
+from alignment.reporting.metrics import REWARDS, add_rewards, add_sides, sides
+from alignment.training.context import Resources
+from alignment.training.method import Method, RowLosses, Window
+from alignment.training.trainer import AlignmentTrainer
 
 
 class OnlineDPOMethod(Method[RankedBatch]):
     """Its windows are prompts; :class:`OnlineWindowPass` has made pairs of them before the method sees them."""
 
-    kind = "prompts"
+    kind = "prompt_only"
     completions = ()
     metrics = (
         *(f"objective/{what}" for what in ("kl", "entropy", "non_score_reward", "rlhf_reward")),
@@ -67,12 +68,12 @@ class OnlineDPOMethod(Method[RankedBatch]):
         self,
         batch: RankedBatch,
         index: int,
-        scores: SequenceScores,
+        output: SequenceOutput,
         known: list[Tensor],
         window: Window[RankedBatch],
     ) -> RowLosses:
-        assert scores.entropy is not None
-        pairs, logps, reference, sums = len(batch.rows), scores.logps, known[index], window.sums
+        assert output.entropy is not None
+        pairs, logps, reference, sums = len(batch.rows), output.scores, known[index], window.sums
         result = dpo_loss(
             logps[:pairs],
             logps[pairs:],
@@ -83,11 +84,11 @@ class OnlineDPOMethod(Method[RankedBatch]):
         )
         kl = logps.detach() - reference
         sums.add("objective/kl", kl.sum(), 2 * pairs)
-        sums.add("objective/entropy", scores.entropy.sum(), 2 * pairs)
+        sums.add("objective/entropy", output.entropy.sum(), 2 * pairs)
         sums.add("objective/non_score_reward", -batch.beta * kl.sum(), 2 * pairs)
         add_rewards(sums, result.chosen_rewards, result.rejected_rewards)
         add_sides(sums, "logps", logps)
-        sums.add("entropy", scores.entropy.sum(), batch.pairs.lengths.sum())
+        sums.add("entropy", output.entropy.sum(), batch.pairs.lengths.sum())
         if batch.scores is not None:
             given = batch.scores.to(logps.device)
             sums.add("objective/rlhf_reward", (given - batch.beta * kl).sum(), 2 * pairs)
@@ -107,7 +108,7 @@ class OnlineDPOTrainer(AlignmentTrainer):
         judge: in place of rewards, a callable or object with ``judge``: (prompts, pairs) -> 0, 1 or -1 for each pair.
         reward_processing_class: the reward model's tokenizer; None loads the one of its folder.
         reward_processing_classes: the same for several, one for each source of rewards, None for functions.
-        **arguments: as of :class:`~alignment.trainers.base.AlignmentTrainer`.
+        **arguments: as of :class:`~alignment.training.trainer.AlignmentTrainer`.
     """
 
     config_class: ClassVar[type[OnlineDPOConfig]] = OnlineDPOConfig
@@ -132,9 +133,9 @@ class OnlineDPOTrainer(AlignmentTrainer):
         self._given = (reward_model, reward_funcs, judge, tokenizers)
         super().__init__(model, ref_model, **arguments)
 
-    def _companion(self) -> Companion:
+    def _resources(self) -> Resources:
         stage = self.engine_plan.policy["zero_optimization"]["stage"]
         trained = (self.policy_source.live, self.reference_source.live)
-        return OnlinePlan(
+        return OnlineResources(
             self.args, self.engine_plan.dtypes, stage, *self._given, trained=trained, beta=self.method.beta
         )

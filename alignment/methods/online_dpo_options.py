@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from alignment.config import checks
-from alignment.config.errors import OptionError
+from alignment.config.errors import OptionError, setting
 from alignment.config.fields import option
 from alignment.config.options_online import OnlineOptions
-from alignment.config.refusals import shown
 
 ONLINE_DPO_LOSS_TYPES = ("sigmoid", "ipo")
 
@@ -36,7 +35,7 @@ class OnlineDPOConfig(OnlineOptions):
         """Check Online DPO's own options."""
         self.check_online()
         if not self.betas or not all(beta > 0 for beta in self.betas):
-            raise OptionError(f"{shown('beta', self.beta)}: must be greater than 0; set a positive number")
+            raise OptionError(f"{setting('beta', self.beta)}: must be greater than 0; set a positive number")
         checks.need_reference(self, "Online DPO")
         checks.refuse_labels(self, "Online DPO")
 

@@ -8,40 +8,40 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedModel
 
-from alignment.data.batching import Batch, Collate, PairedBatch, collate_compared, ends
-from alignment.engines.scoring import SequenceScores
+from alignment.data.batching import Batch, Collate, PreferenceBatch, collate_preference_margin, ends
+from alignment.engines.scoring import SequenceOutput
 from alignment.methods.reward_options import RewardConfig
-from alignment.models.architecture import REWARD_MODEL
+from alignment.models.tasks import REWARD_MODEL
 from alignment.objectives.reward import bradley_terry
-from alignment.trainers.base import AlignmentTrainer
-from alignment.trainers.companion import Companion
-from alignment.trainers.method import Method, RowLosses, Window
-from alignment.trainers.pair_metrics import REWARDS, add_rewards
+from alignment.reporting.metrics import REWARDS, add_rewards
+from alignment.training.context import Resources
+from alignment.training.method import Method, RowLosses, Window
+from alignment.training.trainer import AlignmentTrainer
 
 _ROWS_LOOKED_AT = 1000  # to know which tokens sequences end with
 
 
-class RewardMethod(Method[PairedBatch]):
+class RewardMethod(Method[PreferenceBatch]):
     """One forward scores both answers of every pair at their last tokens."""
 
-    kind = "compared"
+    kind = "preference_margin"
     completions = ("chosen_ids", "rejected_ids")
     metrics = (*REWARDS, "mean_reward")
-    architecture = REWARD_MODEL
+    task = REWARD_MODEL
     options: RewardConfig
 
     @property
     def collate(self) -> Collate:
-        return collate_compared
+        return collate_preference_margin
 
-    def scored(self, batch: PairedBatch) -> Batch:
+    def scored(self, batch: PreferenceBatch) -> Batch:
         return ends(batch.pairs)
 
     def losses(
-        self, batch: PairedBatch, index: int, scores: SequenceScores, known: Any, window: Window[PairedBatch]
+        self, batch: PreferenceBatch, index: int, output: SequenceOutput, known: Any, window: Window[PreferenceBatch]
     ) -> RowLosses:
         assert batch.margins is not None
-        rewards, pairs = scores.logps, len(batch.rows)
+        rewards, pairs = output.scores, len(batch.rows)
         result = bradley_terry(
             rewards[:pairs],
             rewards[pairs:],
@@ -58,26 +58,26 @@ class RewardTrainer(AlignmentTrainer):
 
     The model is a causal language model, which gets a new head, or a sequence classifier with one label. What is saved
     loads with ``AutoModelForSequenceClassification``. The other arguments are those of
-    :class:`~alignment.trainers.base.AlignmentTrainer`.
+    :class:`~alignment.training.trainer.AlignmentTrainer`.
     """
 
     config_class: ClassVar[type[RewardConfig]] = RewardConfig
     method_class = RewardMethod
 
-    def _companion(self) -> Companion:
+    def _resources(self) -> Resources:
         return _Pad()
 
     def _prepare_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
         super()._prepare_datasets(train_dataset, eval_dataset)
-        assert isinstance(self.companion, _Pad)
+        assert isinstance(self.resources, _Pad)
         endings = {self.processing_class.eos_token_id}
         if self.train_data is not None:
             rows = self.train_data.dataset[:_ROWS_LOOKED_AT]
             endings |= {ids[-1] for name in self.method.completions for ids in rows[name]}
-        self.processing_class, self.companion.token = with_own_pad(self.processing_class, endings)
+        self.processing_class, self.resources.token = with_own_pad(self.processing_class, endings)
 
 
-class _Pad(Companion):
+class _Pad(Resources):
     """Writes the id of the token that pads into the model's configuration."""
 
     token: int | None = None

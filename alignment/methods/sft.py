@@ -4,44 +4,44 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from alignment.data.batching import Batch, Collate, SingleBatch, collate_single
-from alignment.engines.scoring import SequenceScores
+from alignment.data.batching import Batch, Collate, CompletionBatch, collate_completion
+from alignment.engines.scoring import SequenceOutput
 from alignment.methods.sft_options import SFTConfig
 from alignment.objectives.likelihood import nll
-from alignment.trainers.base import AlignmentTrainer
-from alignment.trainers.method import Method, RowLosses, Window
+from alignment.training.method import Method, RowLosses, Window
+from alignment.training.trainer import AlignmentTrainer
 
 
-class SFTMethod(Method[SingleBatch]):
+class SFTMethod(Method[CompletionBatch]):
     """The loss is the mean over the answers' tokens of the whole window."""
 
-    kind = "single"
+    kind = "prompt_completion"
     completions = ("completion_ids",)
     metrics = ("entropy", "mean_token_accuracy")
     options: SFTConfig
 
     @property
     def collate(self) -> Collate:
-        return collate_single
+        return collate_completion
 
-    def scored(self, batch: SingleBatch) -> Batch:
-        return batch.answers
+    def scored(self, batch: CompletionBatch) -> Batch:
+        return batch.completions
 
     def losses(
-        self, batch: SingleBatch, index: int, scores: SequenceScores, known: Any, window: Window[SingleBatch]
+        self, batch: CompletionBatch, index: int, output: SequenceOutput, known: Any, window: Window[CompletionBatch]
     ) -> RowLosses:
-        assert scores.entropy is not None and scores.top1 is not None
-        lengths = batch.answers.lengths.to(scores.logps.device)
-        total, tokens = nll(scores.logps, lengths)
-        window.sums.add("entropy", scores.entropy.sum(), tokens)
-        window.sums.add("mean_token_accuracy", scores.top1.sum(), tokens)
-        return RowLosses(total / window.counts.first_completion_tokens, -scores.logps.detach() / lengths)
+        assert output.entropy is not None and output.top1 is not None
+        lengths = batch.completions.lengths.to(output.scores.device)
+        total, tokens = nll(output.scores, lengths)
+        window.sums.add("entropy", output.entropy.sum(), tokens)
+        window.sums.add("mean_token_accuracy", output.top1.sum(), tokens)
+        return RowLosses(total / window.counts.first_completion_tokens, -output.scores.detach() / lengths)
 
 
 class SFTTrainer(AlignmentTrainer):
     """Trains on ``prompt, completion`` rows, on ``messages`` whose last one is the answer, or on ``text``.
 
-    The arguments are those of :class:`~alignment.trainers.base.AlignmentTrainer`.
+    The arguments are those of :class:`~alignment.training.trainer.AlignmentTrainer`.
     """
 
     config_class: ClassVar[type[SFTConfig]] = SFTConfig

@@ -115,7 +115,7 @@ def check_reward_scorer(scorer: Scorer, device: torch.device) -> None:
     ends = torch.tensor([7, 12], device=device)
     with without_dropout(scorer):
         try:
-            ours = scorer(batch, mask, ends, batch.view(-1)[ends], 2).logps
+            ours = scorer(batch, mask, ends, batch.view(-1)[ends], 2).scores
             theirs = torch.cat([model(input_ids=part).logits[:, 0] for part in (ids, ids[:, :5])])
         except (ValueError, TypeError) as error:
             raise ModelError(f"model {type(model).__name__} cannot score a padded batch: {error}") from error

@@ -13,12 +13,11 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
-from alignment.config.errors import ModelError, OptionError
+from alignment.config.errors import ModelError, OptionError, first_line
 from alignment.internals.deepspeed_zero3 import is_partitioned
 from alignment.internals.torch import is_dropout
 from alignment.internals.transformers import dropout_rates, loading
-from alignment.models.architecture import CAUSAL_LM, Architecture
-from alignment.models.inspection import first_line
+from alignment.models.tasks import CAUSAL_LM, Task
 
 
 def load_model(
@@ -26,24 +25,24 @@ def load_model(
     dtype: torch.dtype,
     *,
     ds_config: dict[str, Any],
-    architecture: Architecture = CAUSAL_LM,
+    task: Task = CAUSAL_LM,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     init_kwargs: dict[str, Any] | None = None,
     seed: int = 0,
     tell: Callable[[str], None] = lambda line: None,
 ) -> PreTrainedModel:
-    """``from_pretrained`` of an architecture; under a stage-3 ``ds_config`` no rank ever holds the whole model.
+    """``from_pretrained`` for a task; under a stage-3 ``ds_config`` no rank ever holds the whole model.
 
     Args:
         path: folder or hub name.
         dtype: of the weights.
         ds_config: of the engine that the model is for.
-        architecture: what to load it as.
+        task: what to load it as.
         attn_implementation: kernel of the attention; None for transformers' choice.
         trust_remote_code: run code that comes with the model.
         init_kwargs: further arguments.
-        seed: of the weights that the architecture lets begin anew: the same on every rank, at every ZeRO stage.
+        seed: of the weights that the task lets begin anew: the same on every rank, at every ZeRO stage.
         tell: is told of such weights.
 
     Raises:
@@ -52,20 +51,20 @@ def load_model(
     kwargs = {
         "attn_implementation": attn_implementation,
         "trust_remote_code": trust_remote_code,
-        **architecture.arguments,
+        **task.arguments,
         **(init_kwargs or {}),
     }
     try:
         with loading(ds_config):
-            model, report = architecture.auto.from_pretrained(path, dtype=dtype, output_loading_info=True, **kwargs)
+            model, report = task.auto.from_pretrained(path, dtype=dtype, output_loading_info=True, **kwargs)
     except torch.OutOfMemoryError:
         raise
     except (OSError, SafetensorError, ValueError, TypeError, RuntimeError, ImportError) as error:
         raise ModelError(f"model {path!r} could not be loaded: {first_line(error)}") from error
-    missing = sorted(name for name in report["missing_keys"] if not architecture.is_new(name))
+    missing = sorted(name for name in report["missing_keys"] if not task.is_new(name))
     if missing:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
-        raise ModelError(f"model {path!r}: its weights lack {missing[0]}{more}, {architecture.lacks}")
+        raise ModelError(f"model {path!r}: its weights lack {missing[0]}{more}, {task.lacks}")
     if report["missing_keys"]:
         names = sorted(report["missing_keys"])
         _begin_anew(model, names, seed)

@@ -23,9 +23,15 @@ from alignment.models.logprobs import DEFAULT_TILE_BYTES, TokenStats
 
 
 class ScorerOutput(NamedTuple):
-    """``logps`` (N,) fp32 with graph; ``aux_loss`` 0-dim with graph (0 if dense); ``stats`` without, if asked for."""
+    """What a scorer makes of N chosen positions.
 
-    logps: Tensor
+    Attributes:
+        scores: (N,) fp32, with graph: the log-probs of the targets, or rewards.
+        aux_loss: 0-dim, with graph; 0 for a dense model.
+        stats: of each position's distribution, without graph; None unless asked for.
+    """
+
+    scores: Tensor
     aux_loss: Tensor
     stats: TokenStats | None
 
@@ -151,7 +157,7 @@ def check_scorer(scorer: CompletionScorer, device: torch.device) -> None:
     model, ids = scorer.model, probe_ids(scorer.model, 8, device)
     with without_dropout(scorer):
         steps = torch.arange(7, device=device)
-        ours = scorer(ids, torch.ones_like(ids), steps, ids[0, 1:], 7).logps
+        ours = scorer(ids, torch.ones_like(ids), steps, ids[0, 1:], 7).scores
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
     theirs = logits.to(ours.dtype).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     check_agreement(model, "logits", ours, theirs, logits.dtype)

@@ -21,7 +21,7 @@ class KTOLoss(NamedTuple):
     rewards: Tensor
 
 
-def kto_kl(policy_kl_logps: Tensor, reference_kl_logps: Tensor) -> tuple[Tensor, Tensor]:
+def kto_kl_sums(policy_kl_logps: Tensor, reference_kl_logps: Tensor) -> tuple[Tensor, Tensor]:
     """Sum and count of the log-ratios on mismatched completions, the ingredients of KTO's reference point z0.
 
     Args:
@@ -29,11 +29,23 @@ def kto_kl(policy_kl_logps: Tensor, reference_kl_logps: Tensor) -> tuple[Tensor,
         reference_kl_logps: (R,) the same under the reference.
 
     Returns:
-        Two 0-dim tensors, detached: the sum and the number of rows. The caller adds them over micro-batches and ranks
-        and takes ``clamp(sum / count, min=0)``; a clamp per batch would be a different, biased estimate.
+        Two 0-dim tensors, detached: the sum and the number of rows. The caller adds them up over the micro-batches and
+        ranks of a window, for :func:`kto_kl`.
     """
     ratios = (policy_kl_logps - reference_kl_logps).detach()
     return ratios.sum(), ratios.new_tensor(float(ratios.numel()))
+
+
+def kto_kl(total: Tensor, count: Tensor) -> Tensor:
+    """KTO's reference point z0: the mean log-ratio on the mismatched completions of a window, clamped at 0.
+
+    The clamp comes last, over the whole window: one per batch would make a different, biased estimate.
+
+    Args:
+        total: 0-dim, the sum of the log-ratios; see :func:`kto_kl_sums`.
+        count: 0-dim, their number; 0 gives 0.
+    """
+    return (total / count.clamp(min=1)).clamp(min=0)
 
 
 def kto_loss(

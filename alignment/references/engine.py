@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from alignment.config.frozen import FrozenPlan
 from alignment.config.options import AlignmentConfig
+from alignment.config.placement import FrozenPlan
 from alignment.data.batching import Batch
-from alignment.engines.building import frozen_engine
 from alignment.engines.launch_env import world_size
-from alignment.engines.scoring import FrozenEngine
+from alignment.engines.scoring import FrozenEngine, frozen_engine
 from alignment.models.loading import disable_dropout, snapshot
 from alignment.models.source import ModelSource, widened
 from alignment.references.base import RowIds
@@ -26,7 +25,7 @@ class EngineReference:
 
     def sequence_logps(self, batch: Batch, ids: RowIds) -> Tensor:
         """As :class:`~alignment.references.base.Reference` says."""
-        return self.engine.sequence_logps(batch)
+        return self.engine.sequence_scores(batch)
 
     def token_logps(self, batch: Batch, ids: RowIds) -> Tensor:
         """As :class:`~alignment.references.base.Reference` says."""

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# What every method that compares two answers measures; of the 2P answers of P pairs the chosen ones come first.
+REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies")
+
 
 class MetricSums:
     """Sums and counts of one window on one rank, for a fixed list of names.
@@ -90,3 +93,30 @@ class MetricHistory:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave."""
         self._items = {name: (float(pair[0]), float(pair[1])) for name, pair in state["items"].items()}
+
+
+def sides(*names: str) -> tuple[str, ...]:
+    """``NAME/chosen`` and ``NAME/rejected`` for each name."""
+    return tuple(f"{name}/{side}" for name in names for side in ("chosen", "rejected"))
+
+
+def add_rewards(sums: MetricSums, chosen: Tensor, rejected: Tensor) -> None:
+    """Add the rewards of P pairs, (P,) each, and how often the chosen answer has the higher one."""
+    pairs = len(chosen)
+    sums.add("rewards/chosen", chosen.sum(), pairs)
+    sums.add("rewards/rejected", rejected.sum(), pairs)
+    sums.add("rewards/accuracies", (chosen > rejected).sum(), pairs)
+
+
+def add_sides(sums: MetricSums, name: str, values: Tensor, weights: Tensor | None = None) -> None:
+    """Add (2P,) values by side, the chosen answers' first.
+
+    Args:
+        sums: where to add.
+        name: of the metric, without its side.
+        values: sums over ``weights`` (2P,) things each, or means over one where that is None.
+        weights: how many things each value is a sum over.
+    """
+    pairs = len(values) // 2
+    for side, part in (("chosen", slice(pairs)), ("rejected", slice(pairs, None))):
+        sums.add(f"{name}/{side}", values[part].sum(), pairs if weights is None else weights[part].sum())

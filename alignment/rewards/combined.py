@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from alignment.config.errors import OptionError, RewardError
-from alignment.rewards.calling import raise_together
+from alignment.rewards.callables import raise_together
 from alignment.rewards.functions import FunctionReward, score_all
 from alignment.rewards.samples import RewardSource, Samples
 

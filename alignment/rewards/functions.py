@@ -9,10 +9,9 @@ import numbers
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from alignment.config.errors import OptionError, RewardError
-from alignment.config.user_code import FAILURES, raised
-from alignment.data.wording import listing, show
-from alignment.rewards.calling import as_list, name_of, scalar, span, together
+from alignment.config.errors import OptionError, RewardError, listing, show
+from alignment.config.lookup import FAILURES, raised
+from alignment.rewards.callables import as_list, name_of, scalar, span, together
 from alignment.rewards.samples import Samples
 
 # What every function may ask for, besides the dataset's further columns.

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from alignment.config.errors import OptionError, RewardError
-from alignment.config.user_code import FAILURES, raised
+from alignment.config.errors import OptionError, RewardError, show
+from alignment.config.lookup import FAILURES, raised
 from alignment.data.messages import Text
-from alignment.data.wording import show
-from alignment.rewards.calling import as_list, name_of, raise_together, scalar, span, together
+from alignment.rewards.callables import as_list, name_of, raise_together, scalar, span, together
 
 FAILED = -1
 

@@ -25,7 +25,7 @@ from alignment.methods.reward import RewardTrainer
 from alignment.methods.reward_options import RewardConfig
 from alignment.methods.sft import SFTTrainer
 from alignment.methods.sft_options import SFTConfig
-from alignment.trainers.base import AlignmentTrainer
+from alignment.training.trainer import AlignmentTrainer
 from examples.demo.data import Row, World, labelled_rows, paired_rows, prompt_rows, start_rows, train_tokenizer
 from examples.demo.folder import PreferenceSettings, RewardSettings, Settings
 from examples.demo.verdict import ONLINE_PROMISE, Promise

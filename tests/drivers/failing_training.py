@@ -7,10 +7,10 @@ import os
 import sys
 from typing import Any
 
-import alignment.cli
+import alignment.cli.train
 import alignment.data.batching
 import alignment.methods.kto
-import alignment.trainers.base
+import alignment.training.trainer
 from alignment.config.errors import DataError
 
 
@@ -32,7 +32,7 @@ def disk(*args: Any, **kwargs: Any) -> Any:
 PLACES = {
     "data": (alignment.methods.kto, "collate_unpaired", collate),
     "loss": (alignment.methods.kto, "kto_loss", loss),
-    "disk": (alignment.trainers.base, "write_model", disk),
+    "disk": (alignment.training.trainer, "write_model", disk),
 }
 
 if __name__ == "__main__":
@@ -41,4 +41,4 @@ if __name__ == "__main__":
     arguments = [argument for argument in sys.argv[1:] if argument != what]
     if os.environ["RANK"] == "1":
         setattr(*PLACES[what])
-    alignment.cli.main(arguments)
+    alignment.cli.train.main(arguments)

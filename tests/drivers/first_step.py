@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from alignment.cli import main
+from alignment.cli.train import main
 from alignment.config.registry import METHODS
 
 find = METHODS.trainer

@@ -21,7 +21,7 @@ from alignment.config.dtypes import plan_dtypes
 from alignment.config.errors import RewardError
 from alignment.engines.guard import guarded
 from alignment.engines.launch_env import rank, world_size
-from alignment.rewards.classifier import ClassifierReward
+from alignment.rewards.reward_model import ClassifierReward
 from alignment.rewards.samples import Samples
 
 PICKY = (
@@ -63,7 +63,7 @@ def scored(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Everything that the file lists."""
-    mock.patch("alignment.trainers.summary.draw_history", return_value=False).start()
+    mock.patch("alignment.training.summary.draw_history", return_value=False).start()
     path = Path(sys.argv[1])
     spec = json.loads(path.read_text())
     for run in spec["runs"]:

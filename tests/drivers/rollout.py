@@ -25,8 +25,8 @@ from alignment.engines.collectives import gathered
 from alignment.engines.guard import guarded
 from alignment.engines.launch_env import init_distributed, rank, world_size
 from alignment.engines.rollout import memory
+from alignment.engines.rollout.backend import RolloutRequest, Sampling
 from alignment.engines.rollout.engine import RolloutEngine
-from alignment.engines.rollout.request import RolloutRequest, Sampling
 from alignment.engines.saving import gathered_state_dict
 from alignment.engines.scoring import PolicyEngine
 from alignment.models.loading import loading
@@ -79,9 +79,9 @@ def train(model: str, stage: str, between: Between = lambda policy, step: None, 
         assert policy.engine.module.training and parameter_offload.FWD_MODULE_STACK == stack
         for micro in range(2):
             batch = collate(SEQUENCES[(step + micro + rank()) % 3], 20)
-            with policy.sweep():
-                policy.sequence_logps(batch)
-            policy.backward(-policy.forward(batch).logps.mean(), last=micro == 1)
+            with policy.inference():
+                policy.sequence_scores(batch)
+            policy.backward(-policy.forward(batch).scores.mean(), last=micro == 1)
         policy.step()
     weights = gathered_state_dict(policy.scorer.model, keep=True)
     policy.close()

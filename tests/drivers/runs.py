@@ -18,9 +18,9 @@ from drivers.canned import EOS, completion
 import alignment
 from alignment.data import batching
 from alignment.engines.guard import guarded
+from alignment.engines.rollout.backend import Completion, RolloutRequest
 from alignment.engines.rollout.engine import RolloutEngine
-from alignment.engines.rollout.request import Completion, RolloutRequest
-from alignment.trainers.base import AlignmentTrainer
+from alignment.training.trainer import AlignmentTrainer
 
 BLOCK_COST = batching._BLOCK_COST
 
@@ -76,7 +76,7 @@ def one_run(run: dict[str, Any], folder: Path) -> None:
 def main() -> None:
     """Run everything that the file lists."""
     RolloutEngine.generate = canned  # type: ignore[method-assign]
-    mock.patch("alignment.trainers.summary.draw_history", return_value=False).start()
+    mock.patch("alignment.training.summary.draw_history", return_value=False).start()
     spec = Path(sys.argv[1])
     for run in json.loads(spec.read_text()):
         one_run(run, spec.parent)

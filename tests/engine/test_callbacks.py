@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCal
 from transformers.integrations import INTEGRATION_TO_CALLBACK, TensorBoardCallback
 
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
-from alignment.config.checks_output import INTEGRATIONS
+from alignment.config.checks import INTEGRATIONS
 from alignment.config.errors import OptionError
 from tools.ranks import RankServer
 

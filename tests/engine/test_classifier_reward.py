@@ -15,7 +15,7 @@ from alignment import OnlineDPOConfig
 from alignment.config.dtypes import plan_dtypes
 from alignment.config.errors import DataError, ModelError, OptionError, RewardError
 from alignment.engines.launch_env import init_distributed
-from alignment.rewards.classifier import ClassifierReward
+from alignment.rewards.reward_model import ClassifierReward
 from alignment.rewards.samples import Samples, spoken
 
 TOOL = {"type": "function", "function": {"name": "clock"}}

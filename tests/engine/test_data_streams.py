@@ -12,8 +12,7 @@ from helpers import make_model, unpaired_rows
 
 from alignment import KTOConfig, KTOTrainer
 from alignment.config.errors import DataError
-from alignment.data.sources import dataset_from_python
-from alignment.data.streams import from_stream
+from alignment.data.sources import dataset_from_python, from_stream
 
 COLUMNS = ("prompt", "completion", "label")
 

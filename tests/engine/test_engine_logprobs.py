@@ -44,9 +44,9 @@ def test_logps_and_gradients(tmp_path: Path, kind: str, stage: int) -> None:
     trainer, policy = policy_engine(path, tmp_path / "out", stage)
     batch = collate(SEQUENCES, 20)
     output = policy.engine(batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.longest)
-    error = ((output.logps - expected).abs() / expected.abs().clamp(min=1)).detach()
+    error = ((output.scores - expected).abs() / expected.abs().clamp(min=1)).detach()
     assert float(error.max()) <= 1e-5
-    policy.backward((weights.float() * output.logps).sum(), last=True)
+    policy.backward((weights.float() * output.scores).sum(), last=True)
     for (name, found), gradient in zip(trainer.model.named_parameters(), gradients):  # type: ignore[union-attr]
         whole: Any = safe_get_full_grad(found) if stage else found.grad
         if float(gradient.norm()) == 0:
@@ -80,7 +80,7 @@ def test_token_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: in
     assert plain.token_logps is None and scores.entropy is None
     assert scores.token_logps is not None and scores.token_logps.dtype == torch.float32
     sums = torch.zeros(len(SEQUENCES)).index_add(0, batch.segments, scores.token_logps)
-    for same in (scores.logps, plain.logps, policy.sequence_logps(batch)):
+    for same in (scores.scores, plain.scores, policy.sequence_scores(batch)):
         assert torch.equal(same, sums)
     asked = policy.token_logps(batch)
     assert torch.equal(asked, scores.token_logps) and not asked.requires_grad
@@ -96,7 +96,7 @@ def test_token_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: in
 
 
 def test_what_is_only_asked_has_no_dropout(tmp_path: Path) -> None:
-    """With dropout left on the policy learns with it; reference, sweeps and evaluations are without."""
+    """With dropout left on the policy learns with it; reference, inference and evaluations are without."""
     path = make_model(tmp_path / "model", "untied", seed=3)
     config = AutoConfig.from_pretrained(path)
     config.attention_dropout = 0.5
@@ -111,12 +111,12 @@ def test_what_is_only_asked_has_no_dropout(tmp_path: Path) -> None:
         policy, reference = models.policy, models.reference.engine
         assert reference is not None
         torch.manual_seed(0)
-        learning = [policy.forward(batch).logps.detach() for _ in range(2)]
+        learning = [policy.forward(batch).scores.detach() for _ in range(2)]
         assert torch.equal(*learning) is disabled
-        with policy.sweep():
-            asked = policy.sequence_logps(batch)
+        with policy.inference():
+            asked = policy.sequence_scores(batch)
         for _ in range(2):
-            assert torch.equal(reference.sequence_logps(batch), asked)
+            assert torch.equal(reference.sequence_scores(batch), asked)
         # The policy is its own reference still, so that no reward is anything but 0.
         found = trainer.evaluate()
         assert found["eval_rewards/chosen"] == found["eval_rewards/rejected"] == found["eval_kl"] == 0.0

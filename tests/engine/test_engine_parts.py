@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, TrainingArguments
 
 from alignment import CPOConfig
 from alignment.config.errors import OptionError
-from alignment.engines.optimization import build_optimizer, build_scheduler, parameter_groups
+from alignment.engines.optimizers import build_optimizer, build_scheduler, parameter_groups
 from alignment.engines.phases import Phases, over_ranks
 
 GPT2 = GPT2Config(vocab_size=20, n_embd=8, n_head=2, n_layer=1, n_positions=8)
@@ -107,9 +107,9 @@ def test_phases_add_up_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     clock = iter([1.0, 3.0, 10.0, 10.5, 20.0, 27.0])
     monkeypatch.setattr("alignment.engines.phases.time.monotonic", lambda: next(clock))
     phases = Phases(torch.device("cpu"))
-    with phases("learn") as record:
+    with phases("train") as record:
         record.tokens += 100
-    with pytest.raises(KeyError), phases("learn") as record:
+    with pytest.raises(KeyError), phases("train") as record:
         record.tokens += 20
         raise KeyError
     with phases("step"):
@@ -117,7 +117,7 @@ def test_phases_add_up_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     found = phases.summary()
     assert all(record.pop("peak_bytes") > 2**20 for record in found.values())
     assert found == {
-        "learn": {"seconds": 2.5, "tokens": 120, "entries": 2},
+        "train": {"seconds": 2.5, "tokens": 120, "entries": 2},
         "step": {"seconds": 7.0, "tokens": 0, "entries": 1},
     }
 
@@ -137,13 +137,13 @@ def test_a_phase_knows_its_own_peak_of_resident_memory() -> None:
 
 
 def test_summaries_of_several_ranks() -> None:
-    one = {"learn": {"seconds": 2.0, "tokens": 5, "peak_bytes": 7, "entries": 1}}
+    one = {"train": {"seconds": 2.0, "tokens": 5, "peak_bytes": 7, "entries": 1}}
     other = {
-        "learn": {"seconds": 1.0, "tokens": 6, "peak_bytes": 9, "entries": 1},
+        "train": {"seconds": 1.0, "tokens": 6, "peak_bytes": 9, "entries": 1},
         "save": {"seconds": 3.0, "tokens": 0},
     }
     assert over_ranks([one, other]) == {
-        "learn": {"seconds": 2.0, "tokens": 11, "peak_bytes": 9, "entries": 1},
+        "train": {"seconds": 2.0, "tokens": 11, "peak_bytes": 9, "entries": 1},
         "save": {"seconds": 3.0, "tokens": 0},
     }
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+from pathlib import Path
+from textwrap import indent
 
 import pytest
 from conftest import ROOT
@@ -18,17 +22,24 @@ from unittest import mock
 from alignment.engines.start_up import import_libraries
 import_libraries()
 """
-
-
-def check(code: str) -> None:
-    """Run ``code`` after the libraries were imported."""
-    command = [sys.executable, "-c", START + code]
-    done = subprocess.run(command, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
-
-
-def test_transformers_is_as_it_is_by_itself() -> None:
-    check("""
+MUON = """
+import torch
+from deepspeed.runtime import compiler
+from deepspeed.runtime.zero.muon import original_muon
+assert "torch._inductor.compile_fx" not in sys.modules
+assert compiler.compile() is torch.compile
+calls = []
+def compile(function):
+    calls.append(function)
+    return function
+steps = original_muon.zeropower_via_newtonschulz5
+weights = torch.eye(2)
+with mock.patch.object(torch, "compile", compile):
+    first, second = steps(weights, 1), steps(weights, steps=1)
+assert calls == [steps.__wrapped__] and torch.equal(first, second)
+import deepspeed.runtime.zero.muon.muon_optimizer
+"""
+TRANSFORMERS = """
 import gc
 assert gc.isenabled() and "peft" not in sys.modules
 
@@ -78,27 +89,75 @@ assert trainer_utils.is_peft_available is utils.is_peft_available
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import TrainerCallback as same
 assert TrainerCallback is same
-""")
+"""
+PARTS = {"muon": MUON, "transformers": TRANSFORMERS}  # peft, which the second one imports, compiles as well
+PATHS = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 
-def test_muon_is_compiled_when_it_is_used() -> None:
-    check("""
-import torch
-from deepspeed.runtime import compiler
-from deepspeed.runtime.zero.muon import original_muon
-assert "torch._inductor.compile_fx" not in sys.modules
-assert compiler.compile() is torch.compile
-calls = []
-def compile(function):
-    calls.append(function)
-    return function
-steps = original_muon.zeropower_via_newtonschulz5
-weights = torch.eye(2)
-with mock.patch.object(torch, "compile", compile):
-    first, second = steps(weights, 1), steps(weights, steps=1)
-assert calls == [steps.__wrapped__] and torch.equal(first, second)
-import deepspeed.runtime.zero.muon.muon_optimizer
-""")
+def run(code: str) -> str:
+    """What a process prints that runs ``code``."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment(PYTHONPATH=PATHS), capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def faults() -> dict[str, str]:
+    """What is found amiss after the libraries were imported, by part; one process for all of them."""
+    parts = "".join(
+        f"try:\n{indent(code, '    ')}\nexcept Exception:\n    faults[{part!r}] = format_exc()\n"
+        for part, code in PARTS.items()
+    )
+    start = "import json\nfrom traceback import format_exc\nfaults = {}\n" + START
+    found: dict[str, str] = json.loads(run(f"{start}{parts}print(json.dumps(faults))").splitlines()[-1])
+    return found
+
+
+def test_transformers_is_as_it_is_by_itself(faults: dict[str, str]) -> None:
+    assert not faults.get("transformers"), faults["transformers"]
+
+
+def test_the_files_of_the_models_are_read_once() -> None:
+    code = """
+import sys, transformers
+from alignment.internals.transformers_start import import_model_index
+from transformers.utils import import_utils
+reads = import_utils.define_import_structure.cache_info
+assert "transformers.models" not in sys.modules
+before = reads().misses
+import_model_index()
+assert "transformers.models" in sys.modules and reads().misses == before
+del sys.modules["transformers.models"]
+import transformers.models
+assert reads().misses == before + 1, "by itself it is read again"
+"""
+    run(code)
+
+
+def test_muon_is_compiled_when_it_is_used(faults: dict[str, str]) -> None:
+    assert not faults.get("muon"), faults["muon"]
+
+
+def test_muon_that_is_elsewhere_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start must not fail where a release has moved something: it may only take longer."""
+    from deepspeed.runtime import compiler
+
+    for name in ("deepspeed.no.such.package", "deepspeed.no_such_module"):
+        monkeypatch.setattr("alignment.internals.deepspeed._MUON", name)
+        import_muon()
+    (tmp_path / "decorated_otherwise.py").write_text(
+        "from deepspeed.runtime import compiler\n"
+        "def function(): ...\n"
+        "plain, with_arguments = compiler.compile()(function), compiler.compile('later', dynamic=True)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("alignment.internals.deepspeed._MUON", "decorated_otherwise")
+    monkeypatch.setattr(compiler, "compile", lambda *args, **kwargs: (args, kwargs))
+    import_muon()
+    made = sys.modules.pop("decorated_otherwise")
+    assert made.plain.__wrapped__ is made.function
+    assert made.with_arguments == (("later",), {"dynamic": True})
 
 
 def test_what_is_imported_already_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

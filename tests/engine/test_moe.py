@@ -17,7 +17,7 @@ from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer
 from alignment.config.errors import OptionError
 from alignment.data.batching import MicroBatches
 from alignment.models.scorer import CompletionScorer, balancing_loss
-from alignment.trainers.base import AlignmentTrainer
+from alignment.training.trainer import AlignmentTrainer
 
 ROWS, RATE = 6, 0.01
 Outcome = tuple[dict[str, float], dict[str, Tensor]]
@@ -178,7 +178,7 @@ def test_padding_does_not_count(path: str) -> None:
     padded = scorer(wide, mask, none, none, 0)
     assert float(padded.aux_loss) == pytest.approx(float(alone), rel=1e-6)
     assert float(scorer(wide, torch.ones_like(wide), none, none, 0).aux_loss) != pytest.approx(float(alone), rel=1e-3)
-    assert padded.logps.shape == (0,)
+    assert padded.scores.shape == (0,)
     assert float(CompletionScorer(AutoModelForCausalLM.from_pretrained(path))(ids, ids, none, none, 0).aux_loss) == 0.0
 
 

@@ -187,7 +187,7 @@ def test_evaluation_counts_wins_against_the_start_policy(paths: dict[str, str], 
     assert "eval_win_rate" not in other and "eval_loss" in other
     trainer.close()
     report = (tmp_path / "out" / "report.md").read_text()
-    for phase in ("rollout", "score", "reference", "learn", "step"):
+    for phase in ("rollout", "score", "reference", "train", "step"):
         assert f"| {phase} " in report
     assert "generate, up to " in report
 
@@ -221,7 +221,7 @@ def test_a_window_without_pairs_moves_the_schedule_and_no_weight(paths: dict[str
     assert output.metrics["windows_without_pairs"] == 1
     assert output.training_loss == pytest.approx(sum(entry["loss"] for entry in found if "loss" in entry) / 3)
     tokens = [entry["num_tokens"] for entry in found]
-    assert tokens[0] == tokens[1] < tokens[2] < tokens[3] == trainer.phases.records["learn"].tokens
+    assert tokens[0] == tokens[1] < tokens[2] < tokens[3] == trainer.phases.records["train"].tokens
 
 
 def _alive() -> dict[str, int]:
@@ -239,13 +239,13 @@ def _alive() -> dict[str, int]:
 def no_weights_gathered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, int]]]:
     """What was alive in each call of the reference."""
     found: list[dict[str, int]] = []
-    original = FrozenEngine.sequence_logps
+    original = FrozenEngine.sequence_scores
 
     def recorded(self: FrozenEngine, batch: Any) -> Any:
         found.append(_alive())
         return original(self, batch)
 
-    monkeypatch.setattr(FrozenEngine, "sequence_logps", recorded)
+    monkeypatch.setattr(FrozenEngine, "sequence_scores", recorded)
     yield found
 
 
@@ -276,7 +276,7 @@ def test_score_and_reference_have_the_memory_to_themselves(
     assert all(found == {"graphs": 0, "caches": 0} for found in (*scored, *no_weights_gathered))
     assert gathered == [0, 0]
     assert {name: record.entries for name, record in trainer.phases.records.items()} == {
-        **dict.fromkeys(("rollout", "score", "reference", "learn", "step"), 2)
+        **dict.fromkeys(("rollout", "score", "reference", "train", "step"), 2)
     }
     trainer.close()
 
@@ -349,7 +349,7 @@ def test_each_reward_model_has_its_own_tokenizer_and_engine(paths: dict[str, str
         args=arguments(tmp_path),
         **common,
     )
-    assert trainer.companion.classifiers[0].rows.tokenizer is own
+    assert trainer.resources.classifiers[0].rows.tokenizer is own
     one: dict[str, Any] = {"reward_model": reward, "reward_processing_class": own}
     for given, said in (
         ({"reward_funcs": [letters, reward], "reward_processing_classes": [own]}, "1 for 2 sources of rewards"),

@@ -16,9 +16,9 @@ from helpers import STAGES, make_model, options, text
 from transformers import AutoConfig, TrainerCallback
 
 from alignment import OnlineDPOConfig, OnlineDPOTrainer
+from alignment.engines.rollout.backend import Completion, RolloutRequest
 from alignment.engines.rollout.engine import RolloutEngine
-from alignment.engines.rollout.request import Completion, RolloutRequest
-from alignment.trainers import online_window
+from alignment.online import window as online_window
 
 Made = list[list[Completion]]
 TIMES = ("runtime", "per_second")
@@ -26,7 +26,7 @@ TIMES = ("runtime", "per_second")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A policy with dropout: the learn phase draws from torch's generator as it finds it."""
+    """A policy with dropout: the train phase draws from torch's generator as it finds it."""
     folder = make_model(tmp_path_factory.mktemp("models") / "policy", "untied")
     config = AutoConfig.from_pretrained(folder)
     config.attention_dropout = 0.2
@@ -131,7 +131,7 @@ def test_a_window_after_a_rollout_is_unchanged(
     assert len(made) == 1 + 2 * 3, "the start policy's answers, then training and evaluation in turn"
     assert len({tuple(one.ids for group in part for one in group) for part in made}) > 4
 
-    # Here nothing touches a generator between two learn phases.
+    # Here nothing touches a generator between two train phases.
     handed = iter(made)
     with monkeypatch.context() as patched:
         patched.setattr(RolloutEngine, "generate", lambda engine, request: next(handed))

@@ -17,8 +17,7 @@ from alignment.config.dtypes import plan_dtypes
 from alignment.config.errors import OptionError
 from alignment.config.refusals import WORKING_OPTIMIZERS
 from alignment.engines import optimizers
-from alignment.engines.optimization import build_optimizer, check_optimization
-from alignment.engines.optimizers import KINDS, missing_to_compile
+from alignment.engines.optimizers import KINDS, build_optimizer, check_optimization, missing_to_compile
 
 
 @pytest.fixture(scope="module")

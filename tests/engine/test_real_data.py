@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer
 from alignment.data.windows import evaluation_plan
-from alignment.trainers.base import AlignmentTrainer
+from alignment.training.trainer import AlignmentTrainer
 
 ASSETS = Path(os.environ.get("ALIGNMENT_TEST_ASSETS", "ALIGNMENT_TEST_ASSETS is unset"))
 MODEL = ASSETS / "models" / "stories260k"
@@ -59,10 +59,10 @@ def row_rewards(trainer: AlignmentTrainer, beta: float) -> list[tuple[bool, floa
     models = trainer.engines.window_pass.models
     for micro in range(len(plan.micro_batches)):
         batch: Any = trainer.method.collate(data.dataset, data.table, plan, micro, 0)
-        with models.policy.sweep():
-            ratios = models.policy.sequence_logps(batch.matched)
+        with models.policy.inference():
+            ratios = models.policy.sequence_scores(batch.matched)
         assert models.reference is not None
-        ratios = ratios - models.reference.engine.sequence_logps(batch.matched)
+        ratios = ratios - models.reference.engine.sequence_scores(batch.matched)
         found += [(bool(label), beta * float(ratio)) for label, ratio in zip(batch.labels, ratios)]
     return found
 

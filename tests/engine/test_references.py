@@ -14,7 +14,7 @@ import alignment
 from alignment.data.batching import Batch
 from alignment.references.base import RowIds
 from alignment.references.engine import EngineReference, ReferencePlan
-from alignment.trainers.base import AlignmentTrainer
+from alignment.training.trainer import AlignmentTrainer
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
 Key = tuple[str, int, int]

@@ -22,8 +22,8 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from alignment.config.errors import DataError, OptionError
 from alignment.data.batching import collate
 from alignment.engines.rollout import memory
+from alignment.engines.rollout.backend import Completion, RolloutRequest
 from alignment.engines.rollout.engine import RolloutEngine
-from alignment.engines.rollout.request import Completion, RolloutRequest
 from alignment.engines.scoring import PolicyEngine
 
 BOTH = pytest.mark.parametrize("backend", ["generate", "continuous"])
@@ -61,8 +61,8 @@ def rows(answers: Answers) -> list[tuple[list[int], list[int]]]:
 @BOTH
 def test_logps_are_those_of_the_learn_phase(policy: PolicyEngine, backend: str) -> None:
     answers = rollout(policy, backend, max_new_tokens=24, logps=True)
-    with policy.sweep():
-        expected = policy.sequence_logps(collate(rows(answers), 400))
+    with policy.inference():
+        expected = policy.sequence_scores(collate(rows(answers), 400))
     for (_, ids), one, total in zip(rows(answers), (c for cs in answers for c in cs), expected.tolist(), strict=True):
         assert one.logps is not None and len(one.logps) == len(ids)
         assert sum(one.logps) == pytest.approx(total, abs=1e-5 * len(ids))
@@ -78,7 +78,7 @@ def test_logps_are_those_of_the_processed_distribution(policy: PolicyEngine, bac
     answers, narrowed = rollout(policy, backend, temperature=0.7, top_k=5, min_p=0.6, logps=True), 0
     for prompt, completion in rows(answers):
         ids = torch.tensor([prompt + completion])
-        with policy.sweep():
+        with policy.inference():
             scores = policy.scorer.model(ids).logits[0, len(prompt) - 1 : -1] / 0.7
         kept = scores >= scores.topk(5).values[:, -1:]
         kept &= scores.softmax(-1).mul(kept) >= 0.6 * scores.softmax(-1).max(-1, keepdim=True).values
@@ -115,7 +115,7 @@ def test_a_request_repeats_exactly_and_touches_no_other_randomness(policy: Polic
 def test_answers_are_in_the_order_of_the_prompts(policy: PolicyEngine, backend: str, batch_size: int | None) -> None:
     # Each prompt's last token decides the next one, at so low a temperature.
     greedy = {}
-    with policy.sweep():
+    with policy.inference():
         for place, prompt in enumerate(PROMPTS):
             greedy[place] = int(policy.scorer.model(torch.tensor([prompt])).logits[0, -1].argmax())
     answers = rollout(policy, backend, batch_size=batch_size, temperature=1e-3)
@@ -248,10 +248,10 @@ def test_what_an_earlier_pass_kept_whole_is_let_go_of(model: str, gather: bool) 
     policy = policy_engine(model, "stage3")
     batch = collate([([0, 5, 9], [3, 40, 8, 1])], 4)
     for _ in range(3):
-        policy.backward(-policy.forward(batch).logps.mean(), last=True)
+        policy.backward(-policy.forward(batch).scores.mean(), last=True)
         policy.step()
-    with policy.sweep():
-        policy.sequence_logps(batch)
+    with policy.inference():
+        policy.sequence_scores(batch)
     assert whole(policy) != []  # for a backward pass that does not come
     rollout(policy, gather=gather)
     assert whole(policy) == []

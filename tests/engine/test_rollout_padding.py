@@ -11,10 +11,10 @@ from drivers.rollout import EOS, PAD, PROMPTS, VOCABULARY, policy_engine, sampli
 from helpers import make_model
 from transformers import LogitsProcessorList
 
+from alignment.engines.rollout.backend import Completion, RolloutRequest
 from alignment.engines.rollout.engine import RolloutEngine
-from alignment.engines.rollout.padding import _READERS
+from alignment.engines.rollout.generate import _READERS
 from alignment.engines.rollout.processors import ACCEPTED, generation_config
-from alignment.engines.rollout.request import Completion, RolloutRequest
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.transformers import logits_processors
 

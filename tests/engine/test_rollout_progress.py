@@ -14,8 +14,8 @@ from helpers import make_model, options
 
 from alignment import OnlineDPOConfig, OnlineDPOTrainer
 from alignment.engines.rollout import engine as rollout_engine
+from alignment.engines.rollout.backend import Completion, RolloutRequest
 from alignment.engines.rollout.engine import RolloutEngine
-from alignment.engines.rollout.request import Completion, RolloutRequest
 from alignment.engines.scoring import PolicyEngine
 from alignment.reporting.progress import Progress
 

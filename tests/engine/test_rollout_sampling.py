@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, MambaConfig, Pr
 
 from alignment.config.errors import OptionError
 from alignment.engines.rollout import continuous
-from alignment.engines.rollout.backends import choose_backend
-from alignment.engines.rollout.engine import RolloutEngine
+from alignment.engines.rollout.backend import Completion, RolloutRequest, Work, chunks
+from alignment.engines.rollout.engine import RolloutEngine, choose_backend
 from alignment.engines.rollout.processors import ACCEPTED, check_generation_kwargs, generation_config
-from alignment.engines.rollout.request import Completion, RolloutRequest, Work, chunks
 
 REFUSED = [
     ("top_p", 0.5, "an option of its own; set it as top_p, outside generation_kwargs"),

@@ -10,9 +10,8 @@ from helpers import STAGES, make_model, unpaired_rows
 
 from alignment import KTOConfig, KTOTrainer
 from alignment.config.errors import OutputError
-from alignment.reporting.plots import draw_history
-from alignment.reporting.run_report import RunReport, duration
-from alignment.trainers import summary
+from alignment.reporting.report import RunReport, draw_history, duration
+from alignment.training import summary
 
 REPORT = """\
 # kto: a run
@@ -24,7 +23,7 @@ REPORT = """\
 
 | phase | times | seconds | share | tokens/s | GPU memory |
 | ----- | ----: | ------: | ----: | -------: | ---------: |
-| learn |     4 |    1.50 |  75 % |    2,000 |   1.50 GiB |
+| train |     4 |    1.50 |  75 % |    2,000 |   1.50 GiB |
 | step  |     4 |    0.50 |  25 % |          |            |
 
 ## Final metrics
@@ -46,7 +45,7 @@ def test_the_text() -> None:
         title="kto: a run",
         facts=[("steps", "4 of 4"), ("time", "2.0 s")],
         phases={
-            "learn": {"seconds": 1.5, "tokens": 3000, "peak_bytes": 1.5 * 2**30, "entries": 4},
+            "train": {"seconds": 1.5, "tokens": 3000, "peak_bytes": 1.5 * 2**30, "entries": 4},
             "step": {"seconds": 0.5, "tokens": 0, "peak_bytes": 0, "entries": 4},
         },
         memory="GPU memory",
@@ -136,11 +135,11 @@ def test_a_run_ends_with_its_report(
     assert any(
         line.startswith("- data: train_dataset: 4 of 4 rows kept (2 desirable, 2 undesirable)") for line in lines
     )
-    tokens = trainer.phases.records["learn"].tokens
+    tokens = trainer.phases.records["train"].tokens
     assert any(line.startswith("- time: ") and f"{tokens:,} tokens trained on" in line for line in lines)
     phases, metrics = text.split("## Final metrics")
     cells = table(phases)
-    for name in ("reference", "kl", "learn", "step", "evaluate", "save"):
+    for name in ("reference", "kl", "train", "step", "evaluate", "save"):
         assert float(cells[name][1]) >= 0 and cells[name][4].endswith("GiB")
     cells = table(metrics)
     last = [entry for entry in trainer.state.log_history if "loss" in entry][-1]

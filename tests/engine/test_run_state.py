@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from transformers import AutoConfig, EarlyStoppingCallback, TrainerCallback
 
 import alignment
-from alignment.trainers.base import AlignmentTrainer
-from alignment.trainers.loop import TrainingLoop
-from alignment.trainers.run_engines import RunEngines
-from alignment.trainers.run_state import RunState, Totals
+from alignment.training.loop import TrainingLoop
+from alignment.training.run_engines import RunEngines
+from alignment.training.run_state import RunState, Totals
+from alignment.training.trainer import AlignmentTrainer
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
 METHODS = ("KTO", "CPO", "DPO", "SFT", "Reward", "OnlineDPO", "OnlineDPO-judge")

@@ -22,9 +22,9 @@ from alignment.config.errors import OptionError, OutputError, TrainingError
 from alignment.data.batching import Batch, MicroBatches, UnpairedBatch, collate
 from alignment.engines.scoring import ScoringEngine
 from alignment.references.engine import EngineReference
-from alignment.trainers import data_setup
-from alignment.trainers.base import AlignmentTrainer
-from alignment.trainers.engine_setup import build_engine
+from alignment.training import data as data_setup
+from alignment.training.run_engines import build_engine
+from alignment.training.trainer import AlignmentTrainer
 
 
 @pytest.fixture(scope="module")
@@ -153,12 +153,12 @@ def test_live_model_is_its_own_reference(paths: dict[str, str], tmp_path: Path, 
     trainer.engines.build(6)
     assert trainer.engines.models is not None and isinstance(trainer.engines.models.reference, EngineReference)
     batch = a_batch(paths["policy"])
-    start = trainer.engines.models.reference.engine.sequence_logps(batch).clone()
-    torch.testing.assert_close(trainer.engines.models.policy.sequence_logps(batch), start, rtol=1e-5, atol=1e-5)
+    start = trainer.engines.models.reference.engine.sequence_scores(batch).clone()
+    torch.testing.assert_close(trainer.engines.models.policy.sequence_scores(batch), start, rtol=1e-5, atol=1e-5)
     trainer.train()
     assert losses(trainer)[0] == pytest.approx(0.5, abs=1e-6)
-    torch.testing.assert_close(trainer.engines.models.reference.engine.sequence_logps(batch), start, rtol=0, atol=0)
-    assert float((trainer.engines.models.policy.sequence_logps(batch) - start).abs().min()) > 0.01
+    torch.testing.assert_close(trainer.engines.models.reference.engine.sequence_scores(batch), start, rtol=0, atol=0)
+    assert float((trainer.engines.models.policy.sequence_scores(batch) - start).abs().min()) > 0.01
     trainer.close()
 
 
@@ -196,7 +196,7 @@ def test_stage_2_policy_beside_a_stage_3_reference(paths: dict[str, str], tmp_pa
         with torch.no_grad():
             logits = plain(batch.input_ids).logits.log_softmax(-1).reshape(-1, plain.config.vocab_size)
         expected = torch.zeros(2).index_add(0, batch.segments, logits[batch.positions, batch.targets])
-        torch.testing.assert_close(engine.sequence_logps(batch), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(engine.sequence_scores(batch), expected, rtol=1e-5, atol=1e-5)
         engine.close()
 
 
@@ -244,7 +244,7 @@ def test_saved_folders_load_and_hold_the_trained_weights(paths: dict[str, str], 
     output = trainer.train()
     batch = a_batch(paths["policy"])
     assert trainer.engines.models is not None
-    expected = trainer.engines.models.policy.sequence_logps(batch)
+    expected = trainer.engines.models.policy.sequence_scores(batch)
     trainer.save_model()
     trainer.close()
     folder = Path(args.output_dir or "")
@@ -263,7 +263,7 @@ def test_saved_folders_load_and_hold_the_trained_weights(paths: dict[str, str], 
     assert json.loads((folder / "checkpoint-5" / "trainer_state.json").read_text())["global_step"] == 5
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5]
-    assert lines[0]["rows"] == 20 and lines[-1]["phases"]["learn"]["entries"] == 5
+    assert lines[0]["rows"] == 20 and lines[-1]["phases"]["train"]["entries"] == 5
     assert json.loads((folder / "options.json").read_text())["learning_rate"] == 1e-3
     assert json.loads((folder / "deepspeed.json").read_text())["gradient_clipping"] == 1.0
 

@@ -19,7 +19,7 @@ from helpers import POSITIONS, tiny_config, unpaired_rows
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from alignment import CPOConfig, KTOConfig, KTOTrainer
-from alignment.cli import main
+from alignment.cli.train import main
 from alignment.config.errors import AlignmentError
 
 pytestmark = pytest.mark.usefixtures("own_process_group")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from alignment.config.paths import packaged_names
+from alignment.config.lookup import packaged_names
 from benchmarks import gpu_smoke, ours, side_by_side, start_up
 from benchmarks.comparison import Comparison, compare, differences, table, title
 from benchmarks.gpu_row import RowJob, train

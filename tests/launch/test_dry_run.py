@@ -13,8 +13,8 @@ from conftest import ROOT
 from helpers import POSITIONS, make_model, paired_rows, unpaired_rows
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from alignment.cli import main
-from alignment.trainers.dry_run import _shortened
+from alignment.cli.dry_run import _shortened
+from alignment.cli.train import main
 from tools.ranks import RankServer
 
 pytestmark = pytest.mark.usefixtures("own_process_group")

@@ -124,7 +124,7 @@ def test_safetensors_and_memory_errors_are_one_line(tmp_path: Path) -> None:
 
 def test_one_process_needs_no_torch() -> None:
     code = (
-        "import sys; from alignment.cli import main\n"
+        "import sys; from alignment.cli.train import main\n"
         "from alignment.engines.guard import guarded\n"
         "assert guarded(lambda: None) == 0\n"
         "assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules)"

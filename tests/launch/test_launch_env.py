@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from alignment.cli.parsing import glimpse
 from alignment.config.errors import AlignmentError
-from alignment.config.parsing import glimpse
 from alignment.engines import launch_env
 from alignment.engines.launch_env import VARIABLES, first_host, prepare_environment, tasks_on_node
 

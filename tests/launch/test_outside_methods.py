@@ -16,14 +16,14 @@ from helpers import make_model, options, paired_rows
 from oracle.dense import load, token_logps
 
 from alignment import SFTConfig, SFTTrainer
+from alignment.cli.help import help_text
+from alignment.cli.parsing import glimpse, parse
 from alignment.config import registry
 from alignment.config.errors import OptionError
-from alignment.config.help import help_text
-from alignment.config.parsing import glimpse, parse
+from alignment.config.lookup import load_named
 from alignment.config.registry import METHODS
-from alignment.config.user_code import load_named
 from alignment.methods.sft import SFTMethod
-from alignment.trainers.method import RowLosses
+from alignment.training.method import RowLosses
 from tools.ranks import RankServer
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
@@ -127,10 +127,10 @@ def test_a_loss_of_single_tokens(folder: Path, tmp_path: Path) -> None:
     class ByToken(SFTMethod):
         needs_tokens = True
 
-        def losses(self, batch: Any, index: int, scores: Any, known: Any, window: Any) -> RowLosses:
-            assert scores.token_logps.shape == batch.answers.targets.shape
-            whole = super().losses(batch, index, scores, known, window)
-            local = -scores.token_logps.sum() / window.counts.first_completion_tokens
+        def losses(self, batch: Any, index: int, output: Any, known: Any, window: Any) -> RowLosses:
+            assert output.token_logps.shape == batch.completions.targets.shape
+            whole = super().losses(batch, index, output, known, window)
+            local = -output.token_logps.sum() / window.counts.first_completion_tokens
             assert float(local.detach()) == pytest.approx(float(whole.local.detach()), rel=1e-6)
             return RowLosses(local, whole.rows)
 
@@ -245,3 +245,16 @@ def test_what_is_no_method(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "mine.py").write_text(text)
     with pytest.raises(OptionError, match=f"^method='.*mine.py:Trainer': .*{said}"):
         parse(["--method", f"{tmp_path / 'mine.py'}:Trainer"])
+
+
+@pytest.mark.parametrize("kind", ["paired", "prompts", None])
+def test_an_unknown_type_of_rows(kind: Any) -> None:
+    class Method(SFTMethod):
+        pass
+
+    Method.kind = kind
+    known = "unpaired_preference, preference, preference_margin, prompt_completion, prompt_only"
+    with pytest.raises(
+        OptionError, match=f"^method sft: Method.kind is {kind!r}, which is no .*; set one of {known}$"
+    ):
+        Method(SFTConfig("out"))

@@ -21,7 +21,7 @@ CHANGES = {
         "loss",
     ),
     "a seed": (
-        "alignment/trainers/data_setup.py",
+        "alignment/training/data.py",
         "return options.seed if options.data_seed is None",
         "return options.seed + 1 if options.data_seed is None",
         "sft-stage2-1",
@@ -35,7 +35,7 @@ CHANGES = {
         "entropy",
     ),
     "a schedule that is a step late": (
-        "alignment/engines/optimization.py",
+        "alignment/engines/optimizers.py",
         "num_warmup_steps=warmup,",
         "num_warmup_steps=warmup + 1,",
         "reward-stage0-1",

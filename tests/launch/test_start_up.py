@@ -17,7 +17,7 @@ from tools.ranks.client import environment
 ANSWER_S = 0.8
 ANSWERS = """
 import json, resource, sys
-from alignment.cli import main
+from alignment.cli.train import main
 try:
     main(sys.argv[1:])
 except SystemExit as leaving:
@@ -40,7 +40,7 @@ UNUSED = {
 ONLINE = (
     "alignment.engines.rollout",
     "alignment.rewards",
-    "alignment.trainers.online_",
+    "alignment.online",
     "alignment.methods.online_dpo",
 )
 

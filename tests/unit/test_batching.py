@@ -15,19 +15,26 @@ from alignment.data.batching import (
     Collate,
     EpochWindows,
     MicroBatches,
-    PairedBatch,
+    PreferenceBatch,
     PromptBatch,
     UnpairedBatch,
     collate,
-    collate_compared,
-    collate_paired,
-    collate_pairs,
+    collate_preference,
+    collate_preference_ids,
+    collate_preference_margin,
     collate_prompts,
     collate_unpaired,
     ends,
 )
-from alignment.data.lengths import row_table
-from alignment.data.windows import MicroBatch, RowTable, WindowCounts, WindowPlan, WindowSampler, evaluation_plan
+from alignment.data.windows import (
+    MicroBatch,
+    RowTable,
+    WindowCounts,
+    WindowPlan,
+    WindowSampler,
+    evaluation_plan,
+    row_table,
+)
 
 UNPAIRED = Dataset.from_dict(
     {
@@ -159,7 +166,7 @@ def test_joint_is_matched_then_mismatched() -> None:
 
 def test_pairs_have_the_chosen_answers_first() -> None:
     table = row_table(PAIRED, ("chosen_ids", "rejected_ids"), None)
-    batch = collate_paired(PAIRED, table, planned(MicroBatch((1, 0), (-1, -1))), 0, 0)
+    batch = collate_preference(PAIRED, table, planned(MicroBatch((1, 0), (-1, -1))), 0, 0)
     assert batch.rows == (1, 0)
     assert batch.pairs.input_ids.tolist() == [[20, 21, 0, 0], [10, 11, 12, 13], [20, 22, 23, 24], [10, 11, 14, 0]]
     assert batch.pairs.lengths.tolist() == [1, 2, 3, 1] and batch.pairs.longest == 9
@@ -169,21 +176,21 @@ def test_pairs_with_margins() -> None:
     data = PAIRED.add_column("margin", [0.5, 0.0, -1.0])
     table = row_table(data, ("chosen_ids", "rejected_ids"), None)
     plan = planned(MicroBatch((2, 0), (-1, -1)), MicroBatch((), ()))
-    batch = collate_compared(data, table, plan, 0, 0)
-    assert tensors(batch) == tensors(collate_paired(data, table, plan, 0, 0)) | {
+    batch = collate_preference_margin(data, table, plan, 0, 0)
+    assert tensors(batch) == tensors(collate_preference(data, table, plan, 0, 0)) | {
         "margins": ("torch.float32", [-1.0, 0.5])
     }
     moved = batch.to(torch.device("meta"))
     assert moved.margins is not None and moved.margins.is_meta
-    assert tensors(collate_compared(data, table, plan, 0, 1))["margins"] == ("torch.float32", [])
+    assert tensors(collate_preference_margin(data, table, plan, 0, 1))["margins"] == ("torch.float32", [])
 
 
 def test_pairs_given_as_ids_are_those_of_a_dataset() -> None:
     table = row_table(PAIRED, ("chosen_ids", "rejected_ids"), None)
-    own = collate_paired(PAIRED, table, planned(MicroBatch((1, 0), (-1, -1))), 0, 0)
-    given = collate_pairs((1, 0), [([20], [21], [22, 23, 24]), ((10, 11), (12, 13), (14,))], 9)
+    own = collate_preference(PAIRED, table, planned(MicroBatch((1, 0), (-1, -1))), 0, 0)
+    given = collate_preference_ids((1, 0), [([20], [21], [22, 23, 24]), ((10, 11), (12, 13), (14,))], 9)
     assert tensors(given) == tensors(own) and given.margins is None
-    nothing = collate_pairs((), [], 3)
+    nothing = collate_preference_ids((), [], 3)
     assert nothing.pairs.lengths.tolist() == [] and nothing.pairs.longest == 3
 
 
@@ -211,13 +218,13 @@ def test_prompts_are_given_as_ids() -> None:
     assert collate_prompts(PROMPTS, table, plan, 0, 1) == PromptBatch((), ())
 
 
-@pytest.mark.parametrize(("function", "data"), [(collate_unpaired, UNPAIRED), (collate_paired, PAIRED)])
+@pytest.mark.parametrize(("function", "data"), [(collate_unpaired, UNPAIRED), (collate_preference, PAIRED)])
 def test_a_rank_without_rows_gets_a_dummy(function: Collate, data: Dataset) -> None:
     completions = ("completion_ids",) if data is UNPAIRED else ("chosen_ids", "rejected_ids")
     plan = planned(MicroBatch((0,), (-1,)), MicroBatch((), ()))
     batch = function(data, row_table(data, completions, None), plan, 0, 1)
     assert batch.rows == ()
-    parts = [batch.pairs] if isinstance(batch, PairedBatch) else [batch.matched, batch.mismatched, batch.joint]
+    parts = [batch.pairs] if isinstance(batch, PreferenceBatch) else [batch.matched, batch.mismatched, batch.joint]
     for part in parts:
         assert part.input_ids.shape == (1, 1) and part.lengths.tolist() == []
     if isinstance(batch, UnpairedBatch):

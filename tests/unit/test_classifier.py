@@ -31,10 +31,9 @@ from transformers import (
 from alignment import SFTConfig
 from alignment.config.errors import ModelError, OptionError
 from alignment.data.batching import collate, ends
-from alignment.engines.building import frozen_engine
 from alignment.engines.launch_env import init_distributed
 from alignment.engines.saving import gathered_state_dict
-from alignment.models.architecture import CAUSAL_LM, CLASSIFIER, REWARD_MODEL
+from alignment.engines.scoring import frozen_engine
 from alignment.models.classifier import (
     RewardScorer,
     WholeScorer,
@@ -42,9 +41,9 @@ from alignment.models.classifier import (
     longest_sequence,
     reward_scorer,
 )
-from alignment.models.inspection import read_config
 from alignment.models.loading import load_model
-from alignment.models.source import model_source
+from alignment.models.source import model_source, read_config
+from alignment.models.tasks import CAUSAL_LM, CLASSIFIER, REWARD_MODEL
 
 SMALL: dict[str, Any] = {
     **{"vocab_size": 77, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -94,7 +93,7 @@ def batched(scorer: Any, sequences: list[list[int]], blocks: bool = False) -> Te
         batch.longest,
         stats=True,
         blocks=tuple((1, width) for width in widths) if blocks else (),
-    ).logps
+    ).scores
 
 
 # Scores ------------------------------------------------------------------------------------------------------------
@@ -190,8 +189,8 @@ def test_a_model_that_cannot_be_batched(config: Any, message: str) -> None:
 # Checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def look(path: str, architecture: Any, **kwargs: Any) -> Any:
-    return read_config(path, key="k", trust_remote_code=False, architecture=architecture, **kwargs)
+def look(path: str, task: Any, **kwargs: Any) -> Any:
+    return read_config(path, key="k", trust_remote_code=False, task=task, **kwargs)
 
 
 def test_what_can_be_scored_with_and_trained(tmp_path: Path) -> None:
@@ -204,11 +203,11 @@ def test_what_can_be_scored_with_and_trained(tmp_path: Path) -> None:
     look(str(tmp_path / "bert"), CLASSIFIER)
     with pytest.raises(ModelError, match=r"^k: .* is a LlamaForCausalLM: its weights lack score\.weight.* reward$"):
         look(language, CLASSIFIER)
-    for architecture in (CLASSIFIER, REWARD_MODEL):
+    for task in (CLASSIFIER, REWARD_MODEL):
         with pytest.raises(ModelError, match=r"^k: .*many' has num_labels=3, and a reward model has 1; train one"):
-            look(many, architecture)
+            look(many, task)
         with pytest.raises(OptionError, match=r"^k: .* with num_labels=2: must be 1 here; leave num_labels out$"):
-            look(language, architecture, init_kwargs={"num_labels": 2})
+            look(language, task, init_kwargs={"num_labels": 2})
     with pytest.raises(ModelError, match=r"is a bert model, whose BertForSequenceClassification does not score the"):
         look(str(tmp_path / "bert"), REWARD_MODEL)
     with pytest.raises(ModelError, match="is an encoder-decoder model"):
@@ -221,16 +220,16 @@ def test_what_can_be_scored_with_and_trained(tmp_path: Path) -> None:
 def test_live_models(tmp_path: Path) -> None:
     options = SFTConfig(output_dir=str(tmp_path / "out"))
     language = AutoModelForCausalLM.from_config(tiny_config("tied"))
-    for architecture in (CLASSIFIER, REWARD_MODEL):
+    for task in (CLASSIFIER, REWARD_MODEL):
         with pytest.raises(ModelError, match="^k: LlamaForCausalLM is no sequence classifier; pass its path, or load"):
-            model_source(language, "k", options, architecture=architecture)
+            model_source(language, "k", options, task=task)
         three = AutoModelForSequenceClassification.from_config(BertConfig(**{**SMALL, "num_labels": 3}))
         with pytest.raises(ModelError, match="^k: BertForSequenceClassification has num_labels=3"):
-            model_source(three, "k", options, architecture=architecture)
+            model_source(three, "k", options, task=task)
     bert = made(BertConfig(**SMALL))
-    assert model_source(bert, "k", options, architecture=CLASSIFIER).live is bert
+    assert model_source(bert, "k", options, task=CLASSIFIER).live is bert
     with pytest.raises(ModelError, match="it can be scored with, but not trained"):
-        model_source(bert, "k", options, architecture=REWARD_MODEL)
+        model_source(bert, "k", options, task=REWARD_MODEL)
 
 
 def test_missing_weights_are_found_at_loading_whatever_the_configuration_says(tmp_path: Path) -> None:
@@ -240,10 +239,10 @@ def test_missing_weights_are_found_at_loading_whatever_the_configuration_says(tm
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"num_labels": 1}))
     look(path, CLASSIFIER)
     with pytest.raises(ModelError, match=r"its weights lack score\.weight, .*; train a reward model with"):
-        load_model(path, torch.float32, ds_config=zero(0), architecture=CLASSIFIER)
+        load_model(path, torch.float32, ds_config=zero(0), task=CLASSIFIER)
     with pytest.raises(ModelError, match=r"its weights lack .*layers\.2\.input_layernorm\.weight and 8 more, which"):
         more = {"num_hidden_layers": 3}
-        load_model(path, torch.float32, ds_config=zero(0), architecture=REWARD_MODEL, init_kwargs=more)
+        load_model(path, torch.float32, ds_config=zero(0), task=REWARD_MODEL, init_kwargs=more)
 
 
 def test_a_new_head_is_the_same_for_every_partitioning_and_another_for_every_seed(tmp_path: Path) -> None:
@@ -254,16 +253,14 @@ def test_a_new_head_is_the_same_for_every_partitioning_and_another_for_every_see
     for stage, seed in ((0, 7), (3, 7), (0, 8)):
         torch.manual_seed(stage)
         ds_config = {"train_micro_batch_size_per_gpu": 1, **zero(stage)}
-        model = load_model(
-            path, torch.float32, ds_config=ds_config, architecture=REWARD_MODEL, seed=seed, tell=lines.append
-        )
+        model = load_model(path, torch.float32, ds_config=ds_config, task=REWARD_MODEL, seed=seed, tell=lines.append)
         state = gathered_state_dict(model, keep=True)
         heads.append(state["score.weight"])
         assert all(torch.equal(value, stored[name]) for name, value in state.items() if name != "score.weight")
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
     assert 0.01 < float(heads[0].std()) < 0.03
     assert lines[0] == f"{path}: its weights have no score.weight, which begins anew, drawn with seed 7"
-    load_model(path, torch.float32, ds_config=zero(0), architecture=CAUSAL_LM, tell=lines.append)
+    load_model(path, torch.float32, ds_config=zero(0), task=CAUSAL_LM, tell=lines.append)
     assert len(lines) == 3
 
 
@@ -275,11 +272,11 @@ def test_a_partitioned_engine_scores_as_the_model_does(tmp_path: Path, name: str
     with torch.no_grad():
         expected = alone(model, SEQUENCES)
     ds_config = {"train_micro_batch_size_per_gpu": 1, **zero(3, parameters=True)}
-    partitioned = load_model(str(tmp_path / "model"), torch.float32, ds_config=ds_config, architecture=CLASSIFIER)
+    partitioned = load_model(str(tmp_path / "model"), torch.float32, ds_config=ds_config, task=CLASSIFIER)
     engine = frozen_engine(partitioned, ds_config, CLASSIFIER)
     batch = ends(collate([(ids[:-1], ids[-1:]) for ids in SEQUENCES], 4))
-    torch.testing.assert_close(engine.sequence_logps(batch), expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(engine.token_logps(batch), engine.sequence_logps(batch))
-    for scores in (engine.sequence_logps, engine.token_logps):
+    torch.testing.assert_close(engine.sequence_scores(batch), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(engine.token_logps(batch), engine.sequence_scores(batch))
+    for scores in (engine.sequence_scores, engine.token_logps):
         assert len(scores(ends(collate([], 0)))) == 0
     engine.close()

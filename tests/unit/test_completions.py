@@ -12,12 +12,11 @@ from transformers.integrations import TensorBoardCallback, WandbCallback
 
 from alignment import KTOConfig
 from alignment.config.errors import OutputError
-from alignment.data.prompt_rows import PromptRow
-from alignment.engines.rollout.request import Completion
-from alignment.reporting.completions import CompletionTable, as_text, markdown
-from alignment.trainers.completion_log import CompletionLog
-from alignment.trainers.generations import Generated
-from alignment.trainers.pairs import Ranking
+from alignment.data.json_columns import PromptRow
+from alignment.engines.rollout.backend import Completion
+from alignment.online.completion_log import CompletionLog, CompletionTable, as_text, markdown
+from alignment.online.completions import Generated
+from alignment.online.ranking import Ranking
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\nthere"}]
 TEXT = "system: Be brief.\nuser: Hi\nthere"

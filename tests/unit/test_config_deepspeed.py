@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 
-from alignment.config.deepspeed import load_deepspeed_config, policy_config
-from alignment.config.deepspeed_auto import _RULES
+from alignment.config.deepspeed import _RULES, load_deepspeed_config, policy_config
 from alignment.config.deepspeed_keys import REFUSED, SECTIONS, STAGE3_SHORT, TOP_LEVEL, set_at, value_at
 from alignment.config.dtypes import plan_dtypes
 from alignment.config.errors import OptionError
-from alignment.config.frozen import PLACEMENTS, FrozenPlan, placement_of, plan_frozen
+from alignment.config.lookup import packaged, packaged_names
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_model import REF_PLACEMENTS
-from alignment.config.options_rollout import REWARD_PLACEMENTS
-from alignment.config.paths import packaged, packaged_names
+from alignment.config.options_online import REWARD_PLACEMENTS
+from alignment.config.placement import PLACEMENTS, FrozenPlan, placement_of, plan_frozen
 from alignment.methods.kto_options import KTOConfig
 
 POLICIES = ("zero0", "zero2", "zero2_offload", "zero3", "zero3_offload")

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from alignment.config import refusals
-from alignment.config.conversion import parse_optim_args
 from alignment.config.errors import AlignmentError, OptionError
-from alignment.config.fields import Strategy
+from alignment.config.fields import Strategy, parse_optim_args
 from alignment.config.registry import METHODS, option_names
 from alignment.methods.cpo_options import CPOConfig
 from alignment.methods.dpo_options import DPOConfig
@@ -394,7 +393,7 @@ def test_strategies_are_read_by_transformers_as_their_own() -> None:
 
 def test_nothing_heavy_is_imported() -> None:
     code = (
-        "import sys; from alignment.config.parsing import parse\n"
+        "import sys; from alignment.cli.parsing import parse\n"
         "from alignment.config.errors import OptionError\n"
         "try: parse(['kto', '--betta', '1'])\n"
         "except OptionError: pass\n"

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import alignment
+from alignment.cli.parsing import parse
+from alignment.cli.recipes import read_recipe
 from alignment.config.errors import OptionError
-from alignment.config.parsing import parse
-from alignment.config.paths import packaged, packaged_names
-from alignment.config.recipes import read_recipe
+from alignment.config.lookup import packaged, packaged_names
 from alignment.config.registry import METHODS, option_names
 from alignment.methods.cpo_options import CPOConfig
 from alignment.methods.kto_options import KTOConfig

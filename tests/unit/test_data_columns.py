@@ -10,8 +10,8 @@ import pytest
 from data_tokenizers import PLAIN, char_tokenizer
 from datasets import Dataset
 
+from alignment.cli.parsing import parse
 from alignment.config.errors import DataError, OptionError
-from alignment.config.parsing import parse
 from alignment.data.columns import arranged
 from alignment.data.formats import unpaired_rows
 from alignment.data.prepare import load_prepared, prepare
@@ -23,7 +23,9 @@ ALPACA = {"prompt": "instruction", "query": "input", "completion": "output", "la
 ROW = {"instruction": "do", "input": "it", "output": "ok", "kto_tag": True}
 
 
-def texts(rows: Any, column_map: dict[str, str] | None, folder: Path, kind: Any = "unpaired") -> list[list[str]]:
+def texts(
+    rows: Any, column_map: dict[str, str] | None, folder: Path, kind: Any = "unpaired_preference"
+) -> list[list[str]]:
     """The decoded columns of every prepared row."""
     tokenizer = char_tokenizer(template=PLAIN)
     data = rows if isinstance(rows, Dataset) else dataset_from_python(rows)
@@ -41,30 +43,32 @@ def test_alpaca_columns(tmp_path: Path) -> None:
 
 def test_alpaca_pairs(tmp_path: Path) -> None:
     row = {"instruction": "do", "input": "it", "chosen": "ok", "rejected": "no"}
-    assert texts([row], {"prompt": "instruction", "query": "input"}, tmp_path, "paired") == [
+    assert texts([row], {"prompt": "instruction", "query": "input"}, tmp_path, "preference") == [
         ["do\nit", "ok</s>", "no</s>"]
     ]
 
 
 def test_a_mapped_column_takes_the_place_of_its_namesake(tmp_path: Path) -> None:
     row = {"prompt": "aa", "question": "cc", "chosen": "d", "rejected": "e", "query": "ff", "system": "g"}
-    assert texts([row], None, tmp_path, "paired") == [["aa", "d</s>", "e</s>"]]  # query and system only by the map
-    assert texts([row], {"prompt": "question"}, tmp_path, "paired") == [["cc", "d</s>", "e</s>"]]
+    assert texts([row], None, tmp_path, "preference") == [["aa", "d</s>", "e</s>"]]  # query and system only by the map
+    assert texts([row], {"prompt": "question"}, tmp_path, "preference") == [["cc", "d</s>", "e</s>"]]
     swapped = {"chosen": "rejected", "rejected": "chosen"}
-    assert texts([row], swapped, tmp_path, "paired") == [["aa", "e</s>", "d</s>"]]
-    assert texts([row], {"prompt": "prompt", "query": "query"}, tmp_path, "paired") == [["aa\nff", "d</s>", "e</s>"]]
+    assert texts([row], swapped, tmp_path, "preference") == [["aa", "e</s>", "d</s>"]]
+    assert texts([row], {"prompt": "prompt", "query": "query"}, tmp_path, "preference") == [
+        ["aa\nff", "d</s>", "e</s>"]
+    ]
 
 
 def test_a_mapped_column_is_known_by_its_new_name_only() -> None:
     data = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c", "label": True}])
-    made = arranged(data, {"completion": "chosen"}, "unpaired", "data")
+    made = arranged(data, {"completion": "chosen"}, "unpaired_preference", "data")
     assert made.to_list() == [{"prompt": "a", "label": True, "rejected": "c", "completion": "b"}]
 
 
 def test_a_column_that_was_given_another_name_is_missing_under_its_own() -> None:
     data = Dataset.from_list([{"chosen": "b", "rejected": "c"}])
     with pytest.raises(DataError, match="^data: training needs the missing chosen; columns: chosen, rejected; "):
-        arranged(data, {"prompt": "chosen"}, "paired", "data")
+        arranged(data, {"prompt": "chosen"}, "preference", "data")
 
 
 def test_system_column(tmp_path: Path) -> None:
@@ -85,7 +89,9 @@ def test_labels_of_csv_files(tmp_path: Path) -> None:
     path.write_text("instruction,input,output,kto_tag\ndo,it,ok,True\ndo,,no,false\n")
     dataset = load_split(str(path), None, "train")
     tokenizer = char_tokenizer()
-    made = prepare(dataset, "unpaired", tokenizer, Limits(), "data", tmp_path, column_map=ALPACA, progress=False)
+    made = prepare(
+        dataset, "unpaired_preference", tokenizer, Limits(), "data", tmp_path, column_map=ALPACA, progress=False
+    )
     assert load_prepared(made).dataset["label"][:] == [True, False]
     path.write_text("instruction,input,output,kto_tag\ndo,it,ok,yes\n")
     with pytest.raises(
@@ -99,20 +105,24 @@ def test_labels_of_csv_files(tmp_path: Path) -> None:
     [
         (
             {"prompt": "question"},
-            "paired",
+            "preference",
             "column_map takes prompt from 'question', which is missing; columns: a, inst",
         ),
         (
             {"prompt": "instruction"},
-            "paired",
+            "preference",
             "training needs the missing chosen, rejected; columns: a, instruction; if they",
         ),
         (
             {"prompt": "instruction", "completion": "a"},
-            "unpaired",
+            "unpaired_preference",
             "training needs the missing label .* set column_map",
         ),
-        (None, "single", "training needs prompt and completion, .* columns are a, instruction; .* set column_map"),
+        (
+            None,
+            "prompt_completion",
+            "training needs prompt and completion, .* columns are a, instruction; .* set column_map",
+        ),
     ],
 )
 def test_missing_columns_are_named(names: dict[str, str] | None, kind: Any, said: str) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from alignment.config.errors import DataError
 from alignment.data.columns import check_columns
-from alignment.data.formats import Pair, Unpaired, pair_row, unpaired_rows
-from alignment.data.prompts import IDENTICAL, DropRow
+from alignment.data.formats import Preference, UnpairedPreference, preference_row, unpaired_rows
+from alignment.data.messages import IDENTICAL, DropRow
 
 U, V = {"role": "user", "content": "hello"}, {"role": "user", "content": "bye"}
 A, B = {"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "no"}
@@ -50,7 +50,7 @@ S = {"role": "system", "content": "be brief"}
     ],
 )
 def test_implicit_prompt_of_strings(chosen: str, rejected: str, expected: tuple[str, str, str]) -> None:
-    assert pair_row({"chosen": chosen, "rejected": rejected}, "row 1") == Pair(*expected)
+    assert preference_row({"chosen": chosen, "rejected": rejected}, "row 1") == Preference(*expected)
 
 
 @pytest.mark.parametrize(
@@ -66,32 +66,34 @@ def test_implicit_prompt_of_strings(chosen: str, rejected: str, expected: tuple[
     ],
 )
 def test_implicit_prompt_of_conversations(chosen: Any, rejected: Any, expected: Any) -> None:
-    assert pair_row({"chosen": chosen, "rejected": rejected}, "row 1") == Pair(*expected)
+    assert preference_row({"chosen": chosen, "rejected": rejected}, "row 1") == Preference(*expected)
 
 
 @pytest.mark.parametrize("same", ["one two", "", [U], [U, A]])
 def test_identical_answers_without_prompt_are_dropped(same: Any) -> None:
-    for convert in (pair_row, unpaired_rows):
+    for convert in (preference_row, unpaired_rows):
         with pytest.raises(DropRow) as caught:
             convert({"chosen": same, "rejected": same, "prompt": None}, "row 1")
         assert caught.value.reason == IDENTICAL
 
 
 def test_explicit_prompts() -> None:
-    kept = pair_row({"prompt": "a b", "chosen": "a b c", "rejected": "a b c"}, "row 1")
-    assert kept == Pair("a b", "a b c", "a b c")  # strings stay as they are
-    repeated = pair_row({"prompt": [S, U], "chosen": [S, U, A], "rejected": [B]}, "row 1")
-    assert repeated == Pair([S, U], [A], [B])
-    assert pair_row({"prompt": [U], "chosen": [U], "rejected": [B]}, "row 1") == Pair([U], [U], [B])
+    kept = preference_row({"prompt": "a b", "chosen": "a b c", "rejected": "a b c"}, "row 1")
+    assert kept == Preference("a b", "a b c", "a b c")  # strings stay as they are
+    repeated = preference_row({"prompt": [S, U], "chosen": [S, U, A], "rejected": [B]}, "row 1")
+    assert repeated == Preference([S, U], [A], [B])
+    assert preference_row({"prompt": [U], "chosen": [U], "rejected": [B]}, "row 1") == Preference([U], [U], [B])
     [row] = unpaired_rows({"prompt": [U], "completion": [U, A], "label": True}, "row 1")
-    assert row == Unpaired([U], [A], True)
+    assert row == UnpairedPreference([U], [A], True)
 
 
 def test_unpaired_rows() -> None:
-    assert unpaired_rows({"prompt": "", "completion": "b", "label": False}, "row 1") == [Unpaired("", "b", False)]
+    assert unpaired_rows({"prompt": "", "completion": "b", "label": False}, "row 1") == [
+        UnpairedPreference("", "b", False)
+    ]
     assert unpaired_rows({"prompt": "q", "chosen": "a", "rejected": "b"}, "row 1") == [
-        Unpaired("q", "a", True),
-        Unpaired("q", "b", False),
+        UnpairedPreference("q", "a", True),
+        UnpairedPreference("q", "b", False),
     ]
 
 
@@ -104,7 +106,7 @@ def test_messages_lose_nulls_and_rows_keep_template_options() -> None:
         "tools": [{"type": "function"}],
         "chat_template_kwargs": {"enable_thinking": False, "other": None},
     }
-    pair = pair_row(row, "row 1")
+    pair = preference_row(row, "row 1")
     assert pair.prompt == [{**U, "name": "Ann"}]
     assert pair.template == {"enable_thinking": False, "tools": [{"type": "function"}]}
 
@@ -153,7 +155,7 @@ def test_faulty_unpaired_rows(change: dict[str, Any], message: str) -> None:
 )
 def test_faulty_pairs(row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=f"^row 3: {message}"):
-        pair_row(row, "row 3")
+        preference_row(row, "row 3")
 
 
 def test_long_values_are_cut_in_messages() -> None:
@@ -168,17 +170,17 @@ def test_long_values_are_cut_in_messages() -> None:
     [
         (
             ["prompt", "completion", "label"],
-            "paired",
+            "preference",
             "training needs chosen and rejected, but the columns are prompt, comp",
         ),
-        (["prompt", "completion", "label"], "paired", "are for a method on unpaired rows"),
-        (["prompt", "chosen"], "paired", "training needs the missing rejected; columns: prompt, chosen"),
-        (["text"], "paired", "training needs the missing chosen, rejected; columns: text"),
-        (["prompt", "completion"], "unpaired", r"training needs the missing label \(label is true"),
-        (["completion", "label"], "unpaired", "training needs the missing prompt"),
-        (["prompt", "rejected"], "unpaired", "training needs the missing chosen"),
-        (["text"], "unpaired", "training needs the missing prompt, completion, label .* columns: text"),
-        ([], "unpaired", "columns: none"),
+        (["prompt", "completion", "label"], "preference", "are for a method on unpaired rows"),
+        (["prompt", "chosen"], "preference", "training needs the missing rejected; columns: prompt, chosen"),
+        (["text"], "preference", "training needs the missing chosen, rejected; columns: text"),
+        (["prompt", "completion"], "unpaired_preference", r"training needs the missing label \(label is true"),
+        (["completion", "label"], "unpaired_preference", "training needs the missing prompt"),
+        (["prompt", "rejected"], "unpaired_preference", "training needs the missing chosen"),
+        (["text"], "unpaired_preference", "training needs the missing prompt, completion, label .* columns: text"),
+        ([], "unpaired_preference", "columns: none"),
     ],
 )
 def test_missing_columns(columns: list[str], kind: Any, message: str) -> None:
@@ -187,6 +189,6 @@ def test_missing_columns(columns: list[str], kind: Any, message: str) -> None:
 
 
 def test_sufficient_columns() -> None:
-    check_columns(["prompt", "completion", "label", "extra"], "unpaired", "x")
-    check_columns(["chosen", "rejected"], "unpaired", "x")
-    check_columns(["chosen", "rejected", "completion"], "paired", "x")
+    check_columns(["prompt", "completion", "label", "extra"], "unpaired_preference", "x")
+    check_columns(["chosen", "rejected"], "unpaired_preference", "x")
+    check_columns(["chosen", "rejected", "completion"], "preference", "x")

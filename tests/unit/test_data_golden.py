@@ -76,17 +76,19 @@ class Case:
 
 def labelled(title: str, tokenizer: str, prompt: Any, completion: Any, **more: Any) -> Case:
     """A case of one desirable row."""
-    return Case(title, "unpaired", tokenizer, ({"prompt": prompt, "completion": completion, "label": True, **more},))
+    return Case(
+        title, "unpaired_preference", tokenizer, ({"prompt": prompt, "completion": completion, "label": True, **more},)
+    )
 
 
 def pair(title: str, tokenizer: str, **row: Any) -> Case:
     """A case of one pair."""
-    return Case(title, "paired", tokenizer, (row,))
+    return Case(title, "preference", tokenizer, (row,))
 
 
 def asked(title: str, tokenizer: str, prompt: Any, **more: Any) -> Case:
     """A case of one prompt."""
-    return Case(title, "prompts", tokenizer, ({"prompt": prompt, **more},))
+    return Case(title, "prompt_only", tokenizer, ({"prompt": prompt, **more},))
 
 
 ALPACA = {"prompt": "instruction", "query": "input", "completion": "output", "label": "kto_tag"}
@@ -134,11 +136,11 @@ CASES = [
     labelled(
         "KTO, generation prompt that is no prefix", "think block opened by the generation prompt", [USER], [GOOD]
     ),
-    Case("KTO, messages and label", "unpaired", "ChatML", ({"messages": [USER, BAD], "label": False},)),
-    Case("KTO, a pair", "unpaired", "ChatML", ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},)),
+    Case("KTO, messages and label", "unpaired_preference", "ChatML", ({"messages": [USER, BAD], "label": False},)),
+    Case("KTO, a pair", "unpaired_preference", "ChatML", ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},)),
     Case(
         "KTO, labelled rows and pairs in one file",
-        "unpaired",
+        "unpaired_preference",
         "no template, no BOS",
         (
             {"prompt": U, "completion": " " + B, "label": False},
@@ -147,7 +149,7 @@ CASES = [
     ),
     Case(
         "KTO, columns as LLaMA-Factory's Alpaca files have them",
-        "unpaired",
+        "unpaired_preference",
         "no template, no BOS",
         (
             {"instruction": "what is", "input": "the cat", "output": A, "kto_tag": True},
@@ -157,14 +159,14 @@ CASES = [
     ),
     Case(
         "KTO, columns as LLaMA-Factory's ShareGPT files have them",
-        "unpaired",
+        "unpaired_preference",
         "ChatML",
         ({"conversations": [turn("human", U), turn("gpt", A)], "system": "say yes", "kto_tag": True},),
         {"messages": "conversations", "label": "kto_tag", "system": "system"},
     ),
     Case(
         "KTO, ShareGPT's calls of functions",
-        "unpaired",
+        "unpaired_preference",
         "ChatML with tools",
         (
             {
@@ -191,23 +193,23 @@ CASES = [
     pair("CPO, answers that repeat the prompt", "ChatML", prompt=[USER], chosen=[USER, GOOD], rejected=[USER, BAD]),
     Case(
         "CPO, columns as LLaMA-Factory's ShareGPT files have them",
-        "paired",
+        "preference",
         "ChatML",
         (SHAREGPT_ROW,),
         {"prompt": "conversations"},
     ),
-    Case("SFT, prompt and completion", "single", "ChatML", ({"prompt": [USER], "completion": [GOOD]},)),
-    Case("SFT, a conversation", "single", "ChatML", ({"messages": [USER, GOOD]},)),
-    Case("SFT, text", "single", "no template, BOS", ({"text": A},)),
+    Case("SFT, prompt and completion", "prompt_completion", "ChatML", ({"prompt": [USER], "completion": [GOOD]},)),
+    Case("SFT, a conversation", "prompt_completion", "ChatML", ({"messages": [USER, GOOD]},)),
+    Case("SFT, text", "prompt_completion", "no template, BOS", ({"text": A},)),
     Case(
         "Reward model, strings",
-        "compared",
+        "preference_margin",
         "no template, no BOS",
         ({"prompt": U, "chosen": " " + A, "rejected": " " + B},),
     ),
     Case(
         "Reward model, messages with a margin",
-        "compared",
+        "preference_margin",
         "ChatML",
         ({"chosen": [USER, GOOD], "rejected": [USER, BAD], "margin": 0.5},),
     ),
@@ -231,7 +233,7 @@ CASES = [
     asked("Online DPO, other columns", "no template, no BOS", U, completion="red", label=True, system="a column"),
     Case(
         "Online DPO, columns with other names",
-        "prompts",
+        "prompt_only",
         "ChatML",
         ({"conversations": [turn("human", U)], "system": "say yes", "prompt": "not this", "answer": ["red"]},),
         {"prompt": "conversations", "system": "system"},
@@ -286,7 +288,7 @@ def test_the_table_is_what_the_code_does(tmp_path: Path) -> None:
 
 def test_every_line_of_the_table_begins_and_ends_once() -> None:
     lines = [line[4:] for line in GOLDEN.read_text("utf-8").splitlines() if line[:4] in ("  + ", "  - ")]
-    answered = [case for case in CASES if case.kind != "prompts"]
+    answered = [case for case in CASES if case.kind != "prompt_only"]
     assert len(lines) == sum(len(case.rows) * (1 + ("chosen" in case.rows[-1])) for case in answered) - 1
     for line in lines:
         prompt, completion = line.split(" || ")
@@ -297,7 +299,7 @@ def test_every_line_of_the_table_begins_and_ends_once() -> None:
 
 def test_every_prompt_of_the_table_begins_once_and_does_not_end() -> None:
     lines = [line[4:] for line in GOLDEN.read_text("utf-8").splitlines() if line[:4] == "  ? "]
-    assert len(lines) == sum(len(case.rows) for case in CASES if case.kind == "prompts")
+    assert len(lines) == sum(len(case.rows) for case in CASES if case.kind == "prompt_only")
     for line in lines:
         assert line.count("<s>") == line.startswith("<s>")
         assert "||" not in line and (line == "</s>" or not line.endswith(("</s>", "<|im_end|>")))
@@ -331,7 +333,7 @@ def test_from_file_to_tokens(form: str, tmp_path: Path) -> None:
         path.mkdir()
         (path / "train.jsonl").write_text(plain)
     tokenizer = readable_tokenizer()
-    lines = tokenised(load_split(str(path), None, "train"), "unpaired", tokenizer, {}, tmp_path / "cache")
+    lines = tokenised(load_split(str(path), None, "train"), "unpaired_preference", tokenizer, {}, tmp_path / "cache")
     assert lines == [
         "  + what|·is|·the|·cat || ·the|·cat|·is|·red|</s>",
         "  - what|·is|·the|·cat || ·no|</s>",

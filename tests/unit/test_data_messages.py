@@ -159,7 +159,9 @@ def test_what_arrow_fills_in_is_not_seen_by_templates(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(TOOLS)
     read = []
     for number, data in enumerate((dataset_from_python(rows), Dataset.from_list(rows))):
-        path = prepare(data, "unpaired", tokenizer, Limits(), "data", tmp_path / str(number), progress=False)
+        path = prepare(
+            data, "unpaired_preference", tokenizer, Limits(), "data", tmp_path / str(number), progress=False
+        )
         read.append(load_prepared(path).dataset.to_list())
     assert Dataset.from_list(rows)[0]["tools"][0]["function"]["arguments"] == {"x": 1, "y": None}
     assert read[0] == read[1]
@@ -170,5 +172,7 @@ def test_what_arrow_fills_in_is_not_seen_by_templates(tmp_path: Path) -> None:
 def test_a_template_without_tools_is_not_handed_any(tmp_path: Path) -> None:
     rows = [{"prompt": [USER], "completion": [{"role": "assistant", "content": "so"}], "label": True, "tools": []}]
     tokenizer = char_tokenizer(template="{% if tools is not none and tools is defined %}TOOLS{% endif %}" + PLAIN)
-    path = prepare(dataset_from_python(rows), "unpaired", tokenizer, Limits(), "data", tmp_path, progress=False)
+    path = prepare(
+        dataset_from_python(rows), "unpaired_preference", tokenizer, Limits(), "data", tmp_path, progress=False
+    )
     assert tokenizer.decode(load_prepared(path).dataset[0]["prompt_ids"]).startswith("user: hi")

@@ -13,13 +13,13 @@ from datasets import Dataset
 from helpers import make_model, paired_rows, unpaired_rows
 
 from alignment import CPOConfig, KTOConfig, KTOTrainer
+from alignment.cli.train_job import build_trainer
 from alignment.config.checks import check_command_line
 from alignment.config.errors import DataError, OptionError
-from alignment.config.mixture import MixturePart, mixture_parts
+from alignment.config.options_data import MixturePart, mixture_parts
 from alignment.data.mixture import draw, mixed, shares
 from alignment.data.prepare import Prepared
 from alignment.data.report import NOT_DRAWN, DataReport, joined
-from alignment.trainers.run import build_trainer
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,11 @@ from datasets import Dataset
 
 from alignment.config.errors import DataError, ModelError, OutputError
 from alignment.data import prepare as module
-from alignment.data.prepare import Prepared, cache_name, check_vocabulary, load_prepared, prepare, prompt_key
+from alignment.data.prepare import Prepared, cache_name, check_vocabulary, load_prepared, prepare
+from alignment.data.report import DataReport
+from alignment.data.row_mapper import FEATURES, prompt_key
 from alignment.data.sources import dataset_from_python, load_split
-from alignment.data.tokenization import Limits
+from alignment.data.truncation import Limits
 
 KTO = [
     {"prompt": "xy", "completion": "cd", "label": True},
@@ -41,22 +43,22 @@ def run(rows: list[Any], kind: Any, folder: Path, limits: Limits | None = None, 
 def test_unpaired_columns_and_report(tmp_path: Path) -> None:
     tokenizer = char_tokenizer(before=("<s>",))
     limits = Limits(max_length=8, max_prompt_length=5)
-    prepared = run(KTO, "unpaired", tmp_path, limits, tokenizer=tokenizer)
-    assert prepared.dataset.features == module.FEATURES["unpaired"]
+    prepared = run(KTO, "unpaired_preference", tmp_path, limits, tokenizer=tokenizer)
+    assert prepared.dataset.features == FEATURES["unpaired_preference"]
     decoded = [(tokenizer.decode(r["prompt_ids"]), tokenizer.decode(r["completion_ids"])) for r in prepared.dataset]
     assert decoded == [("<s>xy", "cd</s>"), ("<s>xxxx", "cde"), ("<s>xy", "e</s>")]
     assert prepared.dataset["label"][:] == [True, False, False]
     assert prepared.dataset["row"][:] == [0, 1, 2]
     keys = prepared.dataset["prompt_key"][:]
     assert keys[0] == keys[2] == prompt_key(prepared.dataset[0]["prompt_ids"]) != keys[1]
-    assert prepared.report == module.DataReport(3, 3, {}, 1, 1, 1, 2)
+    assert prepared.report == DataReport(3, 3, {}, 1, 1, 1, 2)
     assert prepared.report.summary() == (
         "3 of 3 rows kept (1 desirable, 2 undesirable), 1 prompts and 1 completions cut to length"
     )
 
 
 def test_prompt_key_is_the_same_everywhere() -> None:
-    code = "from alignment.data.prepare import prompt_key; print(prompt_key([1, 2, 3]))"
+    code = "from alignment.data.row_mapper import prompt_key; print(prompt_key([1, 2, 3]))"
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(Path(module.__file__).parents[2])}
     out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert int(out.stdout) == prompt_key([1, 2, 3]) == -7044357283931317034
@@ -64,18 +66,18 @@ def test_prompt_key_is_the_same_everywhere() -> None:
 
 
 def test_pairs_and_drops(tmp_path: Path) -> None:
-    prepared = run(PAIRS, "paired", tmp_path, Limits(max_length=10))
-    assert prepared.dataset.features == module.FEATURES["paired"]
+    prepared = run(PAIRS, "preference", tmp_path, Limits(max_length=10))
+    assert prepared.dataset.features == FEATURES["preference"]
     assert prepared.dataset["row"][:] == [0]
     reasons = {"chosen and rejected are identical": 1, "no room for the completion (prompt fills max_length)": 1}
-    assert prepared.report == module.DataReport(3, 1, reasons)
+    assert prepared.report == DataReport(3, 1, reasons)
     assert "2 dropped: 1 × chosen and rejected are identical; 1 × no room" in prepared.report.summary()
-    cut = run(PAIRS, "paired", tmp_path, Limits(max_length=12)).report
+    cut = run(PAIRS, "preference", tmp_path, Limits(max_length=12)).report
     assert (cut.rows_out, cut.completions_cut) == (2, 1)
 
 
 def test_pairs_for_kto_become_two_rows_with_one_prompt(tmp_path: Path) -> None:
-    prepared = run(PAIRS, "unpaired", tmp_path)
+    prepared = run(PAIRS, "unpaired_preference", tmp_path)
     assert prepared.dataset["row"][:] == [0, 0, 2, 2]
     assert prepared.dataset["label"][:] == [True, False, True, False]
     keys = prepared.dataset["prompt_key"][:]
@@ -88,13 +90,13 @@ def test_pairs_for_kto_become_two_rows_with_one_prompt(tmp_path: Path) -> None:
 def test_one_answer_of_a_pair_may_be_dropped_for_kto_only(tmp_path: Path) -> None:
     rows = [{"prompt": "x", "chosen": "c", "rejected": ""}, {"prompt": "xy", "chosen": "c", "rejected": "d"}]
     tokenizer = char_tokenizer(before=("<s>",), eos=None)
-    assert run(rows, "unpaired", tmp_path, tokenizer=tokenizer).dataset["label"][:] == [True, True, False]
-    paired = run(rows, "paired", tmp_path, tokenizer=tokenizer)
+    assert run(rows, "unpaired_preference", tmp_path, tokenizer=tokenizer).dataset["label"][:] == [True, True, False]
+    paired = run(rows, "preference", tmp_path, tokenizer=tokenizer)
     assert paired.report.dropped == {"the completion is empty": 1}
     assert paired.dataset["row"][:] == [1]
 
 
-@pytest.mark.parametrize("kind", ["unpaired", "paired"])
+@pytest.mark.parametrize("kind", ["unpaired_preference", "preference"])
 def test_processes_change_nothing(tmp_path: Path, kind: Any) -> None:
     rows = [
         {"prompt": f"question {i % 7}", "chosen": "the answer " * (i % 5), "rejected": f"mat {i}"} for i in range(41)
@@ -119,32 +121,32 @@ def test_processes_change_nothing(tmp_path: Path, kind: Any) -> None:
 def test_errors_in_workers_are_the_same(tmp_path: Path, processes: int | None) -> None:
     rows = [*KTO * 4, {"prompt": "x", "completion": "c", "label": None}]
     with pytest.raises(DataError, match="^data row 13: label is null; set it to true or false$"):
-        run(rows, "unpaired", tmp_path, num_proc=processes)
+        run(rows, "unpaired_preference", tmp_path, num_proc=processes)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_second_run_reads_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = char_tokenizer(before=("<s>",))
     data = dataset_from_python(KTO)
-    path = prepare(data, "unpaired", tokenizer, Limits(), "data", tmp_path, progress=False)
-    assert path.name == cache_name(data, "unpaired", tokenizer, Limits())
+    path = prepare(data, "unpaired_preference", tokenizer, Limits(), "data", tmp_path, progress=False)
+    assert path.name == cache_name(data, "unpaired_preference", tokenizer, Limits())
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [path.name]
     assert sorted(entry.name for entry in path.iterdir()) == ["data", "report.json"]
     monkeypatch.setattr(module, "_build", lambda *args: pytest.fail("built again"))
     tokenizer(["other", "texts"], padding=False, truncation=True, max_length=2)  # leaves settings in the tokenizer
     again = dataset_from_python(json.loads(json.dumps(KTO)))
-    assert prepare(again, "unpaired", tokenizer, Limits(), "data", tmp_path) == path
+    assert prepare(again, "unpaired_preference", tokenizer, Limits(), "data", tmp_path) == path
 
 
 def test_the_name_follows_everything_that_matters(tmp_path: Path) -> None:
-    def name(rows: list[Any] = KTO, kind: Any = "unpaired", tokenizer: Any = None, **limits: Any) -> str:
+    def name(rows: list[Any] = KTO, kind: Any = "unpaired_preference", tokenizer: Any = None, **limits: Any) -> str:
         return cache_name(dataset_from_python(rows), kind, tokenizer or char_tokenizer(), Limits(**limits))
 
     template = char_tokenizer(template=CHATML)
     names = [
         name(),
         name(KTO[::-1]),
-        name(kind="paired"),
+        name(kind="preference"),
         name(max_length=5),
         name(max_prompt_length=5),
         name(truncation_mode="keep_start"),
@@ -162,7 +164,9 @@ def test_the_name_follows_the_content_of_a_file(tmp_path: Path) -> None:
     names = []
     for label in (True, False, True):
         path.write_text(json.dumps({"prompt": "x", "completion": "c", "label": label}))
-        names.append(cache_name(load_split(str(path), None, "train"), "unpaired", char_tokenizer(), Limits()))
+        names.append(
+            cache_name(load_split(str(path), None, "train"), "unpaired_preference", char_tokenizer(), Limits())
+        )
     assert names[0] == names[2] != names[1]
 
 
@@ -170,7 +174,7 @@ def test_the_name_follows_every_row() -> None:
     """Rows are hashed a thousand at a time."""
     rows = [{"prompt": str(number), "completion": "c", "label": True} for number in range(1500)]
     names = {
-        cache_name(Dataset.from_list(given), "unpaired", char_tokenizer(), Limits())
+        cache_name(Dataset.from_list(given), "unpaired_preference", char_tokenizer(), Limits())
         for given in (rows, rows[:1400], [*rows[:-1], {**rows[-1], "label": False}])
     }
     assert len(names) == 3
@@ -182,7 +186,7 @@ def test_dataset_formats_and_selections(tmp_path: Path) -> None:
     shuffled = plain.select([2, 0])
     tokenizer = char_tokenizer()
     paths = [
-        prepare(data, "unpaired", tokenizer, Limits(), "data", tmp_path, progress=False)
+        prepare(data, "unpaired_preference", tokenizer, Limits(), "data", tmp_path, progress=False)
         for data in (plain, formatted, shuffled)
     ]
     assert paths[0] == paths[1] != paths[2]
@@ -193,43 +197,45 @@ def test_strict_data_and_nothing_left(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"^data: 1 of 3 rows would be dropped \(1 × chosen and .*strict_data to false"
     ):
-        run(PAIRS, "paired", tmp_path, strict=True)
+        run(PAIRS, "preference", tmp_path, strict=True)
     assert list(tmp_path.iterdir()) == []
-    run(PAIRS, "paired", tmp_path)
+    run(PAIRS, "preference", tmp_path)
     with pytest.raises(DataError, match="would be dropped"):  # also from the cache
-        run(PAIRS, "paired", tmp_path, strict=True)
+        run(PAIRS, "preference", tmp_path, strict=True)
     with pytest.raises(DataError, match=r"^data: none of the 3 rows is left \(2 × no room .*; 1 × chosen"):
-        run(PAIRS, "paired", tmp_path, Limits(max_length=2))
+        run(PAIRS, "preference", tmp_path, Limits(max_length=2))
 
 
 def test_columns_are_checked_first(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="training needs chosen and rejected, .* are for a method on unpaired rows"):
-        run(KTO, "paired", tmp_path)
+        run(KTO, "preference", tmp_path)
     with pytest.raises(DataError, match="^data: holds no rows"):
         empty = Dataset.from_dict({"chosen": [], "rejected": []})
-        prepare(empty, "paired", char_tokenizer(), Limits(), "data", tmp_path)
+        prepare(empty, "preference", char_tokenizer(), Limits(), "data", tmp_path)
     assert list(tmp_path.iterdir()) == []
-    assert cache_name(Dataset.from_dict({"a": [1]}), "paired", char_tokenizer(), Limits()).startswith("paired-")
+    assert cache_name(Dataset.from_dict({"a": [1]}), "preference", char_tokenizer(), Limits()).startswith(
+        "preference-"
+    )
 
 
 def test_conversations_need_a_template(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "x"}], "completion": [{"role": "assistant", "content": "c"}]}]
     with pytest.raises(DataError, match="^data row 1: is conversational, .* has no chat template"):
-        run([{**rows[0], "label": True}], "unpaired", tmp_path, tokenizer=char_tokenizer())
+        run([{**rows[0], "label": True}], "unpaired_preference", tmp_path, tokenizer=char_tokenizer())
 
 
 def test_a_folder_that_cannot_be_written_or_read(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(OutputError, match="file: the tokenised data cannot be written"):
-        run(KTO, "unpaired", file)
+        run(KTO, "unpaired_preference", file)
     with pytest.raises(DataError, match="delete the folder"):
         load_prepared(tmp_path / "missing")
     data = dataset_from_python(KTO)
-    path = prepare(data, "unpaired", char_tokenizer(), Limits(), "data", tmp_path / "cache", progress=False)
+    path = prepare(data, "unpaired_preference", char_tokenizer(), Limits(), "data", tmp_path / "cache", progress=False)
     (path / "report.json").write_text("{")
     with pytest.raises(DataError, match="report.json cannot be read: .*; delete the folder"):
-        prepare(data, "unpaired", char_tokenizer(), Limits(), "data", tmp_path / "cache", progress=False)
+        prepare(data, "unpaired_preference", char_tokenizer(), Limits(), "data", tmp_path / "cache", progress=False)
 
 
 def test_a_finished_folder_of_another_process_is_taken(tmp_path: Path) -> None:

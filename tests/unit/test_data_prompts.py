@@ -15,18 +15,18 @@ from datasets import Array2D, Dataset, Features, Image, IterableDataset, List, V
 
 from alignment.config.errors import DataError
 from alignment.data.columns import arranged, stream_columns
-from alignment.data.formats import margin_of, prompted_row
-from alignment.data.prepare import FEATURES, Prepared, load_prepared, prepare
-from alignment.data.prompt_rows import PromptRow, prompt_row
-from alignment.data.sources import dataset_from_python, load_split
-from alignment.data.streams import from_stream
+from alignment.data.formats import margin_of, prompt_only_row
+from alignment.data.json_columns import PromptRow, prompt_row
+from alignment.data.prepare import Prepared, load_prepared, prepare
+from alignment.data.row_mapper import FEATURES
+from alignment.data.sources import dataset_from_python, from_stream, load_split
 from alignment.data.truncation import Limits
 
 USER = {"role": "user", "content": "hi"}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
-def made(data: Any, folder: Path, kind: Any = "prompts", limits: Limits | None = None, **options: Any) -> Prepared:
+def made(data: Any, folder: Path, kind: Any = "prompt_only", limits: Limits | None = None, **options: Any) -> Prepared:
     """What becomes of a dataset, or a list of rows."""
     tokenizer = options.pop("tokenizer", None) or char_tokenizer(before=("<s>",), template=CHATML)
     data = data if isinstance(data, Dataset) else dataset_from_python(data)
@@ -47,7 +47,7 @@ def test_prompts_keep_the_other_columns(tmp_path: Path) -> None:
         ]
     )
     prepared = made(data, tmp_path)
-    assert prepared.dataset.features == FEATURES["prompts"]
+    assert prepared.dataset.features == FEATURES["prompt_only"]
     tokenizer = char_tokenizer(before=("<s>",))
     assert [tokenizer.decode(ids) for ids in prepared.dataset["prompt_ids"]] == ["<s>ab c", "<s>"]
     first = {"answer": {"x": 1, "y": None}, "when": "2024-05-01T12:30:00+00:00", "label": 3, "system": "é"}
@@ -154,7 +154,7 @@ def test_further_columns_of_a_list(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert left_out_in(caplog) == ["dataset: left out, as JSON cannot hold what is in them: column raw"]
     pairs = [{**PAIR, "gap": 1}, {**PAIR, "gap": NAN}]
     with pytest.raises(DataError, match="^data row 2: margin is nan"):
-        made(pairs, tmp_path, "compared", column_map={"margin": "gap"})
+        made(pairs, tmp_path, "preference_margin", column_map={"margin": "gap"})
 
 
 def undecided() -> Iterator[dict[str, Any]]:
@@ -171,7 +171,7 @@ def test_further_columns_of_a_stream(tmp_path: Path, caplog: pytest.LogCaptureFi
         (IterableDataset.from_generator(undecided), [{"score": 1.0}, {"score": None}], "raw"),
         (typed.to_iterable_dataset(), [{}], "image"),
     ):
-        data = from_stream(stream, 5, stream_columns(None, "prompts"), "data", tmp_path / "stream")
+        data = from_stream(stream, 5, stream_columns(None, "prompt_only"), "data", tmp_path / "stream")
         assert columns_of(made(data, tmp_path)) == columns
         assert left_out_in(caplog) == [f"data: left out, as JSON cannot hold what is in them: column {name}"]
         caplog.clear()
@@ -185,16 +185,16 @@ def dated() -> Iterator[dict[str, Any]]:
 
 def test_a_stream_keeps_every_column_of_prompts_only(tmp_path: Path) -> None:
     stream = IterableDataset.from_generator(dated)
-    data = from_stream(stream, 5, stream_columns(None, "prompts"), "data", tmp_path)
+    data = from_stream(stream, 5, stream_columns(None, "prompt_only"), "data", tmp_path)
     assert columns_of(made(data, tmp_path)) == [
         {"when": "2024-05-01T00:00:00", "answer": [1, None]},
         {"when": None, "answer": "two"},
     ]
-    assert stream_columns({"prompt": "answer"}, "compared") == {
+    assert stream_columns({"prompt": "answer"}, "preference_margin") == {
         "prompt", "completion", "label", "chosen", "rejected", "margin", "tools", "chat_template_kwargs", "messages",
         "text", "answer",
     }  # fmt: skip
-    assert "margin" not in (stream_columns(None, "paired") or set())
+    assert "margin" not in (stream_columns(None, "preference") or set())
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_faulty_prompts_are_named(rows: list[dict[str, Any]], said: str, tmp_pat
 
 def test_a_string_has_no_system_turn() -> None:
     with pytest.raises(DataError, match="^row 1: system needs a conversation"):
-        prompted_row({"prompt": "a", "system": "s"}, "row 1")
+        prompt_only_row({"prompt": "a", "system": "s"}, "row 1")
 
 
 PAIR = {"prompt": "ab", "chosen": "c", "rejected": "d"}
@@ -225,12 +225,12 @@ PAIR = {"prompt": "ab", "chosen": "c", "rejected": "d"}
 
 def test_pairs_with_margins(tmp_path: Path) -> None:
     rows = [{**PAIR, "margin": 1.5}, {**PAIR, "margin": None}, {**PAIR, "chosen": "d", "prompt": None}, PAIR]
-    prepared = made(rows, tmp_path, "compared")
-    assert prepared.dataset.features == FEATURES["compared"]
+    prepared = made(rows, tmp_path, "preference_margin")
+    assert prepared.dataset.features == FEATURES["preference_margin"]
     assert prepared.dataset["margin"][:] == [1.5, 0.0, 0.0] and prepared.dataset["row"][:] == [0, 1, 3]
     assert prepared.report.dropped == {"chosen and rejected are identical": 1}
-    assert made([PAIR], tmp_path, "compared").dataset["margin"][:] == [0.0]
-    assert "margin" not in arranged(Dataset.from_list(rows), None, "paired", "data").column_names
+    assert made([PAIR], tmp_path, "preference_margin").dataset["margin"][:] == [0.0]
+    assert "margin" not in arranged(Dataset.from_list(rows), None, "preference", "data").column_names
 
 
 def test_a_reward_model_learns_nothing_from_equal_answers(tmp_path: Path) -> None:
@@ -238,21 +238,21 @@ def test_a_reward_model_learns_nothing_from_equal_answers(tmp_path: Path) -> Non
     rows = [{"prompt": "p", "chosen": chosen, "rejected": rejected} for chosen, rejected in pairs]
     tokenizer = char_tokenizer(eos=None)  # without it an empty answer is empty
     limits = Limits(max_completion_length=2)
-    prepared = made(rows, tmp_path, "compared", limits, tokenizer=tokenizer)
+    prepared = made(rows, tmp_path, "preference_margin", limits, tokenizer=tokenizer)
     assert prepared.dataset["row"][:] == [2]
     assert prepared.report.dropped == {
         "chosen and rejected are identical": 1,
         "chosen and rejected are identical once they are cut to length": 1,
         "the completion is empty": 1,
     }
-    assert made(rows, tmp_path, "paired", limits, tokenizer=tokenizer).dataset["row"][:] == [0, 1, 2]
+    assert made(rows, tmp_path, "preference", limits, tokenizer=tokenizer).dataset["row"][:] == [0, 1, 2]
 
 
 def test_margins_of_a_csv_file_and_under_another_name(tmp_path: Path) -> None:
     path = tmp_path / "data.csv"
     path.write_text("prompt,chosen,rejected,gap\na,b,c,-0.25\na,b,c,\n")
     data = load_split(str(path), None, "train")
-    assert made(data, tmp_path, "compared", column_map={"margin": "gap"}).dataset["margin"][:] == [-0.25, 0.0]
+    assert made(data, tmp_path, "preference_margin", column_map={"margin": "gap"}).dataset["margin"][:] == [-0.25, 0.0]
 
 
 @pytest.mark.parametrize("margin", [float("nan"), float("inf"), 1e39, 10**400, True, "wide", [1.0], {"a": 1}])
@@ -264,9 +264,9 @@ def test_a_margin_is_a_finite_number(margin: Any) -> None:
 def test_a_faulty_margin_is_named_with_its_row(tmp_path: Path) -> None:
     rows = [{**PAIR, "margin": 1.0}, {**PAIR, "margin": float("nan")}]
     with pytest.raises(DataError, match=r"^data row 2: margin is nan \(a number\); set it"):
-        made(rows, tmp_path, "compared")
+        made(rows, tmp_path, "preference_margin")
 
 
 def test_missing_columns_of_a_reward_model(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="^data: training needs the missing rejected; columns: chosen, compl"):
-        made([{"chosen": "a", "completion": "b", "label": True}], tmp_path, "compared")
+        made([{"chosen": "a", "completion": "b", "label": True}], tmp_path, "preference_margin")

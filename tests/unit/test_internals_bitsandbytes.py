@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
 from conftest import ROOT
 
 # The warning comes from CPUs with AVX512-BF16 where the package `kernels` is missing or offline: neither is certain
@@ -20,16 +19,18 @@ sys.modules["kernels"] = types.SimpleNamespace(get_kernel=unavailable)
 import bitsandbytes._ops
 bitsandbytes.functional.has_avx512bf16 = lambda: True
 bitsandbytes._ops.register_kernel = lambda *arguments: lambda function: function
-if "hushed" in sys.argv:
-    from alignment.internals.bitsandbytes import hush_missing_kernel
-    hush_missing_kernel()
+importlib.reload(bitsandbytes.backends.cpu.ops)
+print("hushed")
+from alignment.internals.bitsandbytes import hush_missing_kernel
+hush_missing_kernel()
 importlib.reload(bitsandbytes.backends.cpu.ops)
 """
 
 
-@pytest.mark.parametrize(("argument", "warned"), [("as it is", True), ("hushed", False)])
-def test_the_warning_about_a_missing_kernel(argument: str, warned: bool) -> None:
+def test_the_warning_about_a_missing_kernel() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", CODE, argument], check=True, cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-uc", CODE], check=True, cwd=ROOT, capture_output=True, text=True, timeout=120
     )
-    assert ("logged: Failed to load CPU gemm_4bit_forward" in done.stdout) == warned
+    as_it_is, hushed, after = done.stdout.partition("hushed\n")
+    warning = "logged: Failed to load CPU gemm_4bit_forward"
+    assert hushed and warning in as_it_is and warning not in after

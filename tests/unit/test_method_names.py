@@ -15,7 +15,7 @@ PACKAGE = ROOT / "alignment"
 # objectives/ names losses, one of which is called as its method is.
 _EXEMPT = ("methods", "objectives")
 # A text that is a method's name by chance: the first part of the names of the reward model's options.
-_CHANCE = {("rewards/classifier.py", "reward")}
+_CHANCE = {("rewards/reward_model.py", "reward")}
 LOWER = sorted(
     path
     for path in PACKAGE.rglob("*.py")

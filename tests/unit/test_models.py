@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig, T5Config, ViTConfig
 from transformers.integrations import deepspeed as hf_deepspeed
 
-from alignment.config.errors import ModelError, OptionError
+from alignment.config.errors import ModelError, OptionError, first_line
 from alignment.engines.launch_env import init_distributed
 from alignment.engines.saving import gathered_state_dict
-from alignment.models.inspection import check_positions, check_weights, first_line, read_config
 from alignment.models.loading import disable_dropout, enable_checkpointing, load_model, snapshot
+from alignment.models.source import check_positions, check_weights, read_config
 
 STAGE3 = {"train_micro_batch_size_per_gpu": 1, **zero(3)}
 

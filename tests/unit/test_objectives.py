@@ -15,7 +15,7 @@ from alignment.methods import kto_options as config_kto
 from alignment.objectives import cpo as objectives_cpo
 from alignment.objectives import kto as objectives_kto
 from alignment.objectives.cpo import cpo_loss
-from alignment.objectives.kto import kto_kl, kto_loss
+from alignment.objectives.kto import kto_kl, kto_kl_sums, kto_loss
 from alignment.objectives.likelihood import nll
 
 KTO_CASES: list[dict[str, Any]] = [
@@ -72,7 +72,7 @@ def cpo_inputs(pairs: int = 9) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ],
 )
 def test_kto_golden_numbers(changes: dict[str, Any], losses: tuple[float, ...] | None, mean: float | None) -> None:
-    total, count = kto_kl(vector(-30.0, -41.0), vector(-30.5, -40.8))
+    total, count = kto_kl_sums(vector(-30.0, -41.0), vector(-30.5, -40.8))
     assert_close(total / count, vector(0.15)[0], rtol=0, atol=1e-12)
     labels = torch.tensor([True, False])
     found = kto_loss(vector(-8.0, -21.0), vector(-10.0, -20.0), labels, total / count, **kto_defaults(**changes))
@@ -86,7 +86,7 @@ def test_kto_golden_numbers(changes: dict[str, Any], losses: tuple[float, ...] |
 @pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
 def test_kto_of_a_policy_equal_to_its_reference(loss_type: str) -> None:
     logps = vector(-3.0, -700.0, -41.5)
-    total, count = kto_kl(logps, logps)
+    total, count = kto_kl_sums(logps, logps)
     assert (float(total), float(count)) == (0.0, 3.0)
     options = kto_defaults(loss_type=loss_type, desirable_weight=1.5, undesirable_weight=0.5)
     found = kto_loss(logps, logps, torch.tensor([True, False, True]), total / count, **options)
@@ -96,17 +96,18 @@ def test_kto_of_a_policy_equal_to_its_reference(loss_type: str) -> None:
 
 def test_kto_kl_is_left_unclamped_for_the_caller() -> None:
     """Clamping is right only for the mean of a whole window: clamped parts of [1, -3] would add up to 1, not -2."""
-    parts = [kto_kl(vector(-1.0), vector(-2.0)), kto_kl(vector(-5.0), vector(-2.0))]
+    parts = [kto_kl_sums(vector(-1.0), vector(-2.0)), kto_kl_sums(vector(-5.0), vector(-2.0))]
     assert [float(total) for total, _ in parts] == [1.0, -3.0]
     total, count = (torch.stack([pair[place] for pair in parts]).sum() for place in (0, 1))
     assert float(total / count) == -1.0
-    clamped = (total / count).clamp(min=0)
-    found = kto_loss(vector(-8.0), vector(-10.0), torch.tensor([True]), clamped, **kto_defaults())
+    kl = kto_kl(total, count)
+    assert float(kl) == 0.0 and float(kto_kl(-2 * total, count)) == 2.0 and float(kto_kl(0 * total, 0 * count)) == 0.0
+    found = kto_loss(vector(-8.0), vector(-10.0), torch.tensor([True]), kl, **kto_defaults())
     assert_close(found.losses, 1 - torch.sigmoid(vector(0.2)), rtol=0, atol=1e-15)
 
 
 def test_kto_kl_has_no_gradient() -> None:
-    total, count = kto_kl(vector(-1.0, -2.0).requires_grad_(), vector(-2.0, -3.0))
+    total, count = kto_kl_sums(vector(-1.0, -2.0).requires_grad_(), vector(-2.0, -3.0))
     assert not total.requires_grad and not count.requires_grad
     policy, reference, labels, _ = kto_inputs()
     kl = vector(0.4)[0].requires_grad_()
@@ -340,7 +341,7 @@ def test_no_rows_give_empty_losses_with_a_graph() -> None:
         assert total.item() == count.item() == 0.0
         (pairs.losses.sum() + total).backward()
         assert chosen.grad is not None and rejected.grad is not None
-    total, count = kto_kl(none, none)
+    total, count = kto_kl_sums(none, none)
     assert float(total) == float(count) == 0.0
 
 

@@ -15,20 +15,20 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from alignment.config.errors import RewardError
-from alignment.data.prompt_rows import PromptRow
+from alignment.data.json_columns import PromptRow
 from alignment.data.report import DataReport
 from alignment.data.windows import RowTable, WindowCounts, WindowPlan
-from alignment.engines.rollout.request import Completion
+from alignment.engines.rollout.backend import Completion
 from alignment.objectives.dpo import dpo_loss
+from alignment.online.completions import Generated, continuations, described, further_columns, samples_of
+from alignment.online.pairs import Pair, pair_of, plan_pairs, ranked_batches
+from alignment.online.ranking import FirstAnswer, JudgeRanker, Ranking, RewardRanker, best_and_worst, first_answers
+from alignment.online.window import Seeds, window_seeds
 from alignment.reporting.metrics import MetricSums, means
 from alignment.rewards.combined import Rewards
 from alignment.rewards.functions import FunctionReward
 from alignment.rewards.judges import Judge
-from alignment.trainers.critics import FirstAnswer, JudgeCritic, RewardCritic, first_answers
-from alignment.trainers.data_setup import PreparedData, PreparedPart
-from alignment.trainers.generations import Generated, continuations, described, further_columns, samples_of
-from alignment.trainers.online_window import Seeds, window_seeds
-from alignment.trainers.pairs import Pair, Ranking, best_and_worst, pair_of, plan_pairs, ranked_batches
+from alignment.training.data import PreparedData, PreparedPart
 
 WINDOW = WindowPlan(3, 7, (), (), (), WindowCounts(0, 0, 0, 0, 0))
 EOS = 1
@@ -189,7 +189,7 @@ def test_columns_are_those_of_every_part_of_a_mixture() -> None:
     assert found == {"answer": [1, 2, None], "tag": [None, "x", None], "level": [None, None, 0.5]}
 
 
-# Critics -------------------------------------------------------------------------------------------------------------
+# Rankers ------------------------------------------------------------------------------------------------------------
 
 
 def length(completions: list[str]) -> list[float | None]:
@@ -197,12 +197,12 @@ def length(completions: list[str]) -> list[float | None]:
     return [None if text.startswith("n") else float(len(text)) for text in completions]
 
 
-def sums_of(critic: RewardCritic | JudgeCritic) -> MetricSums:
-    return MetricSums(critic.metrics, torch.device("cpu"), first_rank=True)
+def sums_of(ranker: RewardRanker | JudgeRanker) -> MetricSums:
+    return MetricSums(ranker.metrics, torch.device("cpu"), first_rank=True)
 
 
 def test_rewards_rank_every_prompt_by_its_own_completions() -> None:
-    critic = RewardCritic(Rewards([FunctionReward(length)], [0.5], missing_eos_penalty=2.0))
+    ranker = RewardRanker(Rewards([FunctionReward(length)], [0.5], missing_eos_penalty=2.0))
     groups = [
         group(0, "ab", "abcd", ended=(True, True)),
         group(1, "abcd", "abcd", ended=(True, False)),
@@ -210,8 +210,8 @@ def test_rewards_rank_every_prompt_by_its_own_completions() -> None:
         group(3, "ab", "xy", ended=(True, True)),
         group(4, "abc", "abcdef", ended=(True, False)),
     ]
-    sums = sums_of(critic)
-    rankings = critic.rank(groups, [], 0, sums)
+    sums = sums_of(ranker)
+    rankings = ranker.rank(groups, [], 0, sums)
     assert rankings == [
         Ranking((1, 0), (1.0, 2.0)),
         Ranking("identical", (2.0, 0.0)),
@@ -222,15 +222,15 @@ def test_rewards_rank_every_prompt_by_its_own_completions() -> None:
     assert means(sums.items()) == pytest.approx(
         {"objective/scores": 9.0 / 9, "rewards/length/mean": 30 / 9, "rewards/ignored": 0.1}
     )
-    assert critic.rank([], [], 0, sums) == []
+    assert ranker.rank([], [], 0, sums) == []
 
 
 def test_wins_are_of_first_completions_and_ties_count_half() -> None:
-    critic = RewardCritic(Rewards([FunctionReward(length)]))
+    ranker = RewardRanker(Rewards([FunctionReward(length)]))
     ours = [group(0, "abc", ""), group(1, "ab", "abcd"), group(2, "ab", "a"), group(3, "n", "a"), group(4, "a", "b")]
     theirs = [group(0, "ab"), group(1, "abc"), group(2, "xy"), group(3, "a"), group(4, "n")]
-    rankings = [critic.rank(groups, [], 0, None) for groups in (ours, theirs)]
-    assert critic.wins(ours, rankings[0], first_answers(theirs, rankings[1]), 0) == [1.0, 0.0, 0.5, None, None]
+    rankings = [ranker.rank(groups, [], 0, None) for groups in (ours, theirs)]
+    assert ranker.wins(ours, rankings[0], first_answers(theirs, rankings[1]), 0) == [1.0, 0.0, 0.5, None, None]
 
 
 class Words:
@@ -246,24 +246,24 @@ class Words:
 
 def test_a_judge_ranks_pairs_and_may_decline() -> None:
     words = Words()
-    critic = JudgeCritic(Judge(words))
+    ranker = JudgeRanker(Judge(words))
     groups = [group(0, "a", "b"), group(1, "b", "a"), group(2, "c", "c"), group(3, "?", "a"), group(4, "a")]
     for seed in range(20):  # in whichever order the two are shown
-        rankings = critic.rank(groups, [], seed, None)
+        rankings = ranker.rank(groups, [], seed, None)
         outcomes = [ranking.outcome for ranking in rankings]
         assert outcomes == [(1, 0), (0, 1), "identical", "failed", "unscored"]
         assert all(ranking.scores is None for ranking in rankings)
     assert ["c", "c"] not in words.shown, "nothing to ask"
     assert ["a", "b"] in words.shown and ["b", "a"] in words.shown
-    assert critic.rank([], [], 0, None) == []
+    assert ranker.rank([], [], 0, None) == []
 
 
 def test_a_judge_counts_wins_between_policies() -> None:
-    critic = JudgeCritic(Judge(Words()))
+    ranker = JudgeRanker(Judge(Words()))
     ours = [group(0, "b", "z"), group(1, "a", "z"), group(2, "c", "z"), group(3, "?", "z")]
     theirs = [group(0, "a"), group(1, "b"), group(2, "c"), group(3, "a")]
     for seed in range(20):
-        assert critic.wins(ours, [], [FirstAnswer(one.texts[0], None) for one in theirs], seed) == [
+        assert ranker.wins(ours, [], [FirstAnswer(one.texts[0], None) for one in theirs], seed) == [
             1.0,
             0.0,
             0.5,
@@ -272,9 +272,9 @@ def test_a_judge_counts_wins_between_policies() -> None:
 
 
 def test_a_judge_that_says_anything_else_is_named() -> None:
-    critic = JudgeCritic(Judge(lambda prompts, pairs: [2 for _ in pairs], name="odd"))
+    ranker = JudgeRanker(Judge(lambda prompts, pairs: [2 for _ in pairs], name="odd"))
     with pytest.raises(RewardError, match=r"judge 'odd' returned 2 .* for row 1; return 0"):
-        critic.rank([group(1, "a", "b")], [], 0, None)
+        ranker.rank([group(1, "a", "b")], [], 0, None)
 
 
 # Seeds ---------------------------------------------------------------------------------------------------------------

@@ -19,11 +19,14 @@ ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
+from alignment.cli.help import option_tables, with_tables  # noqa: E402
 from alignment.config import dtypes  # noqa: E402
-from alignment.config.conversion import hints, members  # noqa: E402
 from alignment.config.errors import OptionError, OutputError  # noqa: E402
-from alignment.config.fields import option  # noqa: E402
-from alignment.config.option_tables import option_tables, with_tables  # noqa: E402
+from alignment.config.fields import (  # noqa: E402
+    hints,
+    members,
+    option,  # noqa: E402
+)
 from alignment.config.options import AlignmentConfig  # noqa: E402
 from alignment.config.refusals import refused_fields  # noqa: E402
 from alignment.config.registry import METHODS, option_names  # noqa: E402
@@ -99,7 +102,7 @@ def produced(options: AlignmentConfig) -> tuple[Any, ...]:
     """What the configuration makes of options: dtype plan, DeepSpeed JSON and placement, and its properties."""
     from helpers import tiny_config
 
-    from alignment.trainers.engine_setup import plan_engines
+    from alignment.training.run_engines import plan_engines
 
     model = Source(tiny_config("tied"))
     plan = plan_engines(options, model, model if options.method in WITH_REFERENCE else None)

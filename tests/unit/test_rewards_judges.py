@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from alignment.config.errors import OptionError, RewardError
-from alignment.engines.rollout.seeding import seeded
+from alignment.engines.rng import seeded
 from alignment.rewards.judges import Judge
 
 PLACES = [f"rows.jsonl row {number}" for number in range(40)]

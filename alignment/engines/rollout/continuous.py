@@ -8,7 +8,6 @@ depends on the speed of two threads; and it returns what it has when its thread 
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,9 @@ from transformers import PreTrainedModel
 
 from alignment.config.errors import TrainingError
 from alignment.engines.collectives import device
-from alignment.engines.rollout.backends import Generation, RolloutBackend
+from alignment.engines.garbage import old_objects_spared
+from alignment.engines.rollout.backend import Completion, Generation, RolloutBackend, Sampling, Work
 from alignment.engines.rollout.processors import generation_config
-from alignment.engines.rollout.request import Completion, Sampling, Work
 from alignment.internals.transformers import (
     attention_implementation,
     continuous_batching_hushed,
@@ -94,7 +93,7 @@ class ContinuousBackend(RolloutBackend):
         """As :meth:`RolloutBackend.generate` says."""
         found: dict[str, Any] = {}
         sampling, logps = generation.sampling, generation.logps
-        with _old_objects_spared(), _manager(generation.model, chunk, sampling, logps) as manager:
+        with old_objects_spared(), _manager(generation.model, chunk, sampling, logps) as manager:
             for place, work in enumerate(chunk):
                 # A copy is made one token before the end of the prompt, which transformers cannot compute if it is
                 # empty.
@@ -151,22 +150,9 @@ def _manager(model: PreTrainedModel, chunk: Sequence[Work], sampling: Sampling, 
                 model.set_attn_implementation(attention)
 
 
-@contextlib.contextmanager
-def _old_objects_spared() -> Iterator[None]:
-    """Collect no garbage from before. A manager that stops collects twice, 0.7 s each where DeepSpeed is loaded."""
-    if gc.get_freeze_count():  # someone's own
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def _sizes(chunk: Sequence[Work], sampling: Sampling, logps: bool) -> ContinuousBatchingConfig:
     """Room for every completion of the chunk at its full length, whatever memory there is."""
-    from transformers import ContinuousBatchingConfig  # older releases have none; backends.py refuses them
+    from transformers import ContinuousBatchingConfig  # older releases have none, and are refused by obstacle()
 
     completions = sum(work.count for work in chunk)
     # One page more for each: layers with a sliding window take memory in larger lots.

@@ -12,15 +12,66 @@ from deepspeed.accelerator import get_accelerator
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from alignment.config.errors import DataError
+from alignment.config.errors import DataError, OptionError
 from alignment.engines.collectives import largest_over_ranks
-from alignment.engines.rollout.backends import Generation, RolloutBackend, backends, choose_backend
+from alignment.engines.rng import seeded
+from alignment.engines.rollout.backend import (
+    Completion,
+    Generation,
+    RolloutBackend,
+    RolloutRequest,
+    Sampling,
+    Work,
+    chunks,
+)
+from alignment.engines.rollout.continuous import ContinuousBackend
+from alignment.engines.rollout.generate import GenerateBackend
 from alignment.engines.rollout.memory import Room, measure_room
 from alignment.engines.rollout.processors import neutral_defaults
-from alignment.engines.rollout.request import Completion, RolloutRequest, Work, chunks
-from alignment.engines.rollout.seeding import seeded
 from alignment.engines.rollout.weights import weights_by_layer, whole_weights
 from alignment.engines.scoring import ScoringEngine
+
+
+def backends() -> tuple[RolloutBackend, ...]:
+    """Every backend, the one that ``auto`` prefers first. A new one is added here."""
+    return ContinuousBackend(), GenerateBackend()
+
+
+def choose_backend(asked: str, model: PreTrainedModel, sampling: Sampling, *, whole: bool = True) -> RolloutBackend:
+    """The backend that ``rollout_backend`` asks for; ``auto``: the first one that can be used and pays.
+
+    Args:
+        asked: a name, or ``auto``.
+        model: the policy's model.
+        sampling: what to draw from.
+        whole: whether every rank has whole weights during a rollout.
+
+    Raises:
+        OptionError: the backend that was named does not exist or cannot be used, with the reason.
+    """
+    known = backends()
+    if asked == "auto":
+        return next(one for one in known if one.pays(model) and _obstacle(one, model, sampling, whole) is None)
+    named = next((one for one in known if one.name == asked), None)
+    names = ", ".join(["auto", *(one.name for one in known)])
+    if named is None:
+        raise OptionError(f"rollout_backend={asked!r}: not supported yet; set one of {names}")
+    obstacle = _obstacle(named, model, sampling, whole)
+    if obstacle is not None:
+        raise OptionError(f"rollout_backend={asked!r}: {obstacle}")
+    return named
+
+
+def _obstacle(backend: RolloutBackend, model: PreTrainedModel, sampling: Sampling, whole: bool) -> str | None:
+    reason = backend.obstacle(model, sampling)
+    if reason is not None:
+        return f"{reason}; set rollout_backend: generate"
+    if backend.needs_whole_weights and not whole:
+        return (
+            "needs the weights whole, and ZeRO-3 gathers them layer by layer here; set ds3_gather_for_generation: "
+            "true, or rollout_backend: generate"
+        )
+    return None
 
 
 class RolloutEngine:
@@ -32,7 +83,7 @@ class RolloutEngine:
 
     Args:
         policy: the engine that learns.
-        backend: ``rollout_backend`` as it was asked for, ``auto`` included (:func:`.backends.choose_backend`).
+        backend: ``rollout_backend`` as it was asked for, ``auto`` included (:func:`choose_backend`).
         batch_size: completions at once on each rank; None: as many as fit.
         gather: whether ZeRO-3 gathers all weights for a rollout; None: if they fit (:func:`.memory.measure_room`).
         longest_context: longest prompt and completion together, in tokens.
@@ -132,7 +183,7 @@ class RolloutEngine:
     def _ready(self, seed: int, by_layer: bool) -> Iterator[None]:
         """Eval mode, weights in place, randomness of its own."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.policy.sweep())
+            stack.enter_context(self.policy.inference())
             stack.enter_context(seeded(seed))
             stack.enter_context(neutral_defaults(self._model))
             if by_layer:

@@ -8,10 +8,9 @@ from typing import Any
 
 from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
 
-from alignment.config.errors import OptionError
+from alignment.config.errors import OptionError, did_you_mean, setting
 from alignment.config.fields import words
-from alignment.config.refusals import nearest, shown
-from alignment.engines.rollout.request import Sampling
+from alignment.engines.rollout.backend import Sampling
 from alignment.internals.transformers import logits_processors
 
 # Keys that shape the distribution a token is drawn from, by what stands before it in its own sequence.
@@ -52,13 +51,13 @@ def check_generation_kwargs(extra: Mapping[str, Any]) -> None:
     """
     known = set(vars(GenerationConfig()))
     for key, value in extra.items():
-        where = f"generation_kwargs: {shown(key, value)}: "
+        where = f"generation_kwargs: {setting(key, value)}: "
         if key in _OPTIONS:
             raise OptionError(f"{where}an option of its own; set it as {key}, outside generation_kwargs")
         if key not in ACCEPTED:
             reason = "it does not shape the distribution that tokens are drawn from; leave it out"
             if key not in known:
-                close = nearest(key, (*ACCEPTED, *_OPTIONS))
+                close = did_you_mean(key, (*ACCEPTED, *_OPTIONS))
                 reason = f"transformers has no such key{close or '; leave it out'}"
             raise OptionError(where + _INSTEAD.get(key, reason))
         try:

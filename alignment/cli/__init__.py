@@ -1,0 +1,1 @@
+"""The commands: their dispatch (``commands``), arguments, help and output, and what each of them does."""

@@ -1,0 +1,125 @@
+"""What a run would do, printed before any weight is loaded: options, DeepSpeed JSON, rows, lengths, advice."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from alignment.config.options import AlignmentConfig
+    from alignment.data.report import DataReport
+    from alignment.training.data import PreparedData
+    from alignment.training.trainer import AlignmentTrainer
+
+
+_ENGINES = {
+    "deepspeed.json": "policy",
+    "ref_deepspeed.json": "reference",
+    "reward_deepspeed.json": "reward model",
+}
+_EXAMPLES = 3
+_LONGEST = 600  # characters of one text that are shown, half of them from each end
+_PERCENTILES = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
+
+
+def print_dry_run(trainer: AlignmentTrainer) -> None:
+    """Print it on the first rank."""
+    if trainer.is_world_process_zero():
+        print("\n".join(dry_run_lines(trainer)), flush=True)
+
+
+def dry_run_lines(trainer: AlignmentTrainer) -> Iterator[str]:
+    """The lines of the dry run, section by section."""
+    plan, sampler, train = trainer.engine_plan, trainer.sampler, trainer.train_data
+    yield from _options(trainer.args)
+    settings = trainer.settings()
+    for name, owner in _ENGINES.items():
+        if name in settings:
+            yield from ("", f"DeepSpeed JSON of the {owner}:", json.dumps(settings[name], indent=2))
+    yield from ("", plan.describe())
+    for data in (train, *trainer.eval_data.values()):
+        if data is not None:
+            yield from ("", f"Data: {data.where}", *_counts(data), "", *_lengths(data, trainer), "")
+            yield from _examples(data, trainer)
+    if sampler is not None and train is not None:
+        yield from ("", f"Steps per epoch: {sampler.steps_per_epoch}, rows per step: {sampler.window}")
+        yield from ("", "Advice:" if trainer.advice else "Advice: none")
+        yield from (f"  - {line}" for line in trainer.advice)
+
+
+def _options(options: AlignmentConfig) -> Iterator[str]:
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    values = options.to_dict()
+    width = max(map(len, values))
+    yield "Options (* is not the default):"
+    for name, value in values.items():
+        changed = name != "method" and value != defaults[name]
+        yield f"{'*' if changed else ' '} {name.ljust(width)}  {json.dumps(value, default=str)}"
+
+
+def _counts(data: PreparedData) -> Iterator[str]:
+    reports: list[tuple[str, DataReport]] = [("rows", data.report)]
+    if len(data.parts) > 1:
+        reports += [(part.where, part.report) for part in data.parts]
+    labelled = bool(data.report.desirable + data.report.undesirable)
+    columns = ["read", "kept", "dropped", *(["desirable", "undesirable"] if labelled else [])]
+    columns += ["prompts cut", "completions cut"]
+    rows = []
+    for name, report in reports:
+        counts = [report.rows_in, report.rows_out, sum(report.dropped.values())]
+        counts += [report.desirable, report.undesirable] if labelled else []
+        rows.append((name, [*counts, report.prompts_cut, report.completions_cut]))
+    yield from _table("", columns, rows)
+    for reason, count in sorted(data.report.dropped.items(), key=lambda item: (-item[1], item[0])):
+        yield f"  dropped {count:>8}  {reason}"
+
+
+def _lengths(data: PreparedData, trainer: AlignmentTrainer) -> Iterator[str]:
+    prompt, completions = data.table.prompt, data.table.completions
+    lengths = {"prompt": prompt}
+    lengths |= {_name(name): completions[:, i] for i, name in enumerate(trainer.method.completions)}
+    if trainer.method.completions:
+        lengths["prompt and completion"] = (prompt[:, None] + completions).ravel()
+    rows = [
+        (name, np.percentile(values, list(_PERCENTILES.values()), method="higher").tolist())
+        for name, values in lengths.items()
+    ]
+    yield from _table("tokens", list(_PERCENTILES), rows)
+
+
+def _examples(data: PreparedData, trainer: AlignmentTrainer) -> Iterator[str]:
+    names = ("prompt_ids", *trainer.method.completions)
+    width = max(len(_name(name)) for name in names)
+    for number in range(min(_EXAMPLES, len(data.dataset))):
+        row = data.dataset[number]
+        label = "" if "label" not in row else ", desirable" if row["label"] else ", undesirable"
+        label += f", margin {row['margin']:g}" if row.get("margin") else ""
+        source = data.source_row(number)
+        yield f"  {source if isinstance(source, str) else f'row {source}'}{label}"
+        for name in names:
+            text = trainer.processing_class.decode(row[name], clean_up_tokenization_spaces=False)
+            yield f"    {_name(name).ljust(width)}  {_shortened(text)!r}"
+
+
+def _table(corner: str, columns: list[str], rows: list[tuple[str, list[Any]]]) -> Iterator[str]:
+    """Lines with the names on the left and whole numbers under their columns."""
+    left = max(map(len, [corner, *(name for name, _ in rows)]))
+    widths = [max(len(column), 7) for column in columns]
+    yield "  " + "  ".join([corner.ljust(left), *(c.rjust(w) for c, w in zip(columns, widths))]).rstrip()
+    for name, values in rows:
+        yield "  " + "  ".join([name.ljust(left), *(f"{v:.0f}".rjust(w) for v, w in zip(values, widths))])
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _LONGEST:
+        return text
+    half = _LONGEST // 2
+    return f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
+
+
+def _name(column: str) -> str:
+    return column.removesuffix("_ids")

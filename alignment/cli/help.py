@@ -1,0 +1,131 @@
+"""The text of ``--help``, and the tables of options in the documentation, both made from the option classes.
+
+``python -m alignment.cli.help README.md`` renews the tables of a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from alignment.config.errors import OutputError
+from alignment.config.fields import Strategy
+from alignment.config.lookup import packaged_names
+from alignment.config.options import AlignmentConfig
+from alignment.config.refusals import refused_fields
+from alignment.config.registry import METHODS
+
+_USAGE = """\
+usage: {program} [RECIPE] [--method METHOD] [--OPTION VALUE ...]
+{launchers}
+RECIPE is a YAML file or the name of a packaged one ({recipes}).
+Options given here override it.
+A boolean needs no VALUE; a mapping is given as JSON."""
+# How launchers start each rank of it, by the name that the command was called by.
+_LAUNCHED = {
+    "launch/train.py": "under a launcher: deepspeed launch/train.py …, torchrun --nproc_per_node N launch/train.py …",
+}
+_LAUNCHED_MODULE = (
+    "under a launcher: deepspeed --module alignment train …, torchrun --nproc_per_node N -m alignment train …"
+)
+BEGIN = "<!-- options: written by `make docs` from alignment/config/ -->"
+END = "<!-- end of options -->"
+
+
+def grouped_fields(cls: type) -> Iterator[tuple[type, list[dataclasses.Field[Any]]]]:
+    """The options of a class by the group, a class with a ``TITLE``, that declares them; base classes first."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for part in reversed(cls.__mro__):
+        own = [fields[name] for name in inspect.get_annotations(part) if name in fields]
+        if own:
+            yield part, own
+
+
+def default_text(field: dataclasses.Field[Any]) -> str:
+    """A default as one would write it."""
+    if field.default is None:
+        return "unset"
+    if isinstance(field.default, bool):
+        return str(field.default).lower()
+    return str(field.default.value if isinstance(field.default, Strategy) else field.default)
+
+
+def help_text(methods: Mapping[str, type[AlignmentConfig]], program: str = "launch/train.py") -> str:
+    """Every option with its help and default: the shared groups once, then the own ones of each of these methods.
+
+    Args:
+        methods: options classes by the name of their method.
+        program: what the command was called by.
+    """
+    recipes, launchers = ", ".join(packaged_names("recipes")), _LAUNCHED.get(program, _LAUNCHED_MODULE)
+    lines = [_USAGE.format(program=program, launchers=launchers, recipes=recipes)]
+    seen: set[type] = set()
+    for cls in methods.values():
+        for group, fields in grouped_fields(cls):
+            if group in seen:
+                continue
+            seen.add(group)
+            owners = " | ".join(name for name, other in methods.items() if issubclass(other, group))
+            whose = "" if issubclass(AlignmentConfig, group) else f" (--method {owners})"
+            lines.append(f"\n{vars(group)['TITLE']}{whose}:")
+            lines += [_entry(field) for field in fields]
+    return "\n".join(lines)
+
+
+def _entry(field: dataclasses.Field[Any]) -> str:
+    later = " (not supported yet)" if field.name in refused_fields() else ""
+    text = f"{field.metadata['help'].replace('`', '')} [{default_text(field)}]{later}"
+    return textwrap.fill(text, 100, initial_indent=f"  --{field.name}".ljust(33) + " ", subsequent_indent=" " * 34)
+
+
+def option_tables() -> str:
+    """One folded table for each group of options, and the names that are refused for now."""
+    parts = [_table(title, fields) for title, fields in _groups()]
+    later = ", ".join(f"`{name}`" for name in sorted(refused_fields()))
+    return "\n\n".join([*parts, f"Refused by name for now, with the nearest thing that works: {later}."])
+
+
+def _groups() -> Iterator[tuple[str, list[dataclasses.Field[Any]]]]:
+    """Title and fields of each group once, the shared ones first; without fields that are refused."""
+    seen: set[type] = set()
+    for cls in METHODS.values():
+        for group, fields in grouped_fields(cls):
+            working = [field for field in fields if field.name not in refused_fields()]
+            if group not in seen and working:
+                seen.add(group)
+                yield vars(group)["TITLE"], working
+
+
+def _table(title: str, fields: list[dataclasses.Field[Any]]) -> str:
+    rows = [f"| `{field.name}` | {default_text(field)} | {field.metadata['help']} |" for field in fields]
+    head = ["| option | default | |", "|---|---|---|"]
+    return "\n".join([f"<details><summary>{title}</summary>", "", *head, *rows, "", "</details>"])
+
+
+def with_tables(text: str) -> str:
+    """A text with the tables between its two marks renewed.
+
+    Raises:
+        OutputError: it has no such marks.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise OutputError(f"the file has no place for the tables; put these two lines into it: {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{option_tables()}\n\n{END}{after}"
+
+
+def main() -> None:
+    """Renew the tables of the files that are named."""
+    for name in sys.argv[1:]:
+        path = Path(name)
+        path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""What happens when nobody reads the output any more: ``… --help | head``, or a run whose ``tee`` has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, NoReturn, TextIO
+
+
+def print_and_leave(text: str) -> NoReturn:
+    """Print and exit with 0, quietly also where the reader has gone, who has had enough; with 1 if it cannot be."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        _to_nowhere(sys.stdout)
+    except OSError as error:
+        _to_nowhere(sys.stdout)
+        print(f"error: standard output cannot be written: {error.strerror or error}", file=sys.stderr)
+        sys.exit(1)
+    sys.exit(0)
+
+
+@contextlib.contextmanager
+def surviving_closed_output() -> Iterator[None]:
+    """Within this context a write to stdout or stderr that has lost its reader, and every later one, goes nowhere."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (stream and _Surviving(stream) for stream in before)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+class _Surviving:
+    """A text stream that is sent to nowhere when its pipe is closed. Everything else is the stream's own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """As the stream's, but for a broken pipe."""
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            _to_nowhere(self._stream)
+            return len(text)
+
+    def flush(self) -> None:
+        """As the stream's, but for a broken pipe."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            _to_nowhere(self._stream)
+
+
+def _to_nowhere(stream: TextIO) -> None:
+    """Let the descriptor below a stream lead nowhere, also for what is buffered still and for libraries in C++."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

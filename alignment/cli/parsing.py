@@ -1,0 +1,179 @@
+"""The command line: ``[--local_rank=N] [recipe.yaml] --key value --key=value --flag``.
+
+A recipe gives a method and options, flat or in sections; the command line overrides it. Nothing is converted here:
+values go as they are to the options class, whose conversion is the only one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple, NoReturn
+
+from alignment.cli.output import print_and_leave
+from alignment.cli.recipes import read_recipe
+from alignment.config import checks
+from alignment.config.errors import OptionError
+from alignment.config.fields import hints, members
+from alignment.config.lookup import packaged_names
+from alignment.config.options import AlignmentConfig
+from alignment.config.refusals import unknown_option
+from alignment.config.registry import METHODS, option_names
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser that raises instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(f"command line: {message}; --help lists the options")
+
+
+class Glimpse(NamedTuple):
+    """What has to be known before the options can be: the method, whose class has them, and whether it is the CPU."""
+
+    method: str | None
+    use_cpu: bool
+
+
+def glimpse(argv: list[str]) -> Glimpse:
+    """The method and ``use_cpu`` as the arguments or the recipe give them; nothing where they cannot be read."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--method", nargs="?")
+    parser.add_argument("--use_cpu", nargs="?", const="true")
+    try:
+        seen, rest = parser.parse_known_args(argv)
+    except OptionError:
+        return Glimpse(None, False)  # `parse` says so
+    method, use_cpu = seen.method, seen.use_cpu
+    if method is None or use_cpu is None:
+        recipe = _readable_recipe(rest)
+        method = recipe.get("method") if method is None else method
+        use_cpu = recipe.get("use_cpu", False) if use_cpu is None else use_cpu
+    return Glimpse(method if isinstance(method, str) else None, str(use_cpu).lower() in ("true", "1", "yes", "on"))
+
+
+def _readable_recipe(rest: list[str]) -> dict[str, Any]:
+    """What the recipe says that is among these tokens; nothing where there is none, or none that can be read."""
+    names = packaged_names("recipes")
+    for token, before in zip(rest, ["", *rest]):
+        value = before.startswith("-") and "=" not in before and not before.startswith("--local")
+        if not value and (token.endswith((".yaml", ".yml")) or token in names):
+            with contextlib.suppress(OptionError):
+                return read_recipe(token)
+    return {}
+
+
+def parse(argv: list[str], program: str = "launch/train.py") -> AlignmentConfig:
+    """Options of the method that the recipe or ``--method`` names.
+
+    Args:
+        argv: the arguments after the script's name.
+        program: what the usage line calls the command.
+
+    Raises:
+        OptionError: anything that cannot be used, in one line.
+        SystemExit: with code 0, after ``--help``.
+    """
+    asked = glimpse(argv).method
+    outside = {asked: METHODS[asked]} if asked is not None and METHODS.is_outside(asked) else {}
+    recipe_name, given = read_arguments(argv, outside.values())
+    if "help" in given:
+        from alignment.cli.help import help_text
+
+        several, first = os.environ.get("WORLD_SIZE", "1") != "1", os.environ.get("RANK", "0") == "0"
+        if several and not first:
+            raise SystemExit(0)
+        print_and_leave(help_text({**METHODS, **outside}, program))
+    recipe = read_recipe(recipe_name, outside.values()) if recipe_name is not None else {}
+    method = _method(given.pop("method", None), recipe.pop("method", None), recipe_name)
+    cls = METHODS[method]
+    names = option_names(cls)
+    for name, value in recipe.items():
+        if name not in names:
+            raise OptionError(f"{recipe_name}: {unknown_option(cls.method, name, value, names)}")
+    for name, value in given.items():
+        if name not in names:
+            raise unknown_option(cls.method, name, value, names)
+    try:
+        options = METHODS.named(cls(**{**recipe, **given}), method)
+        checks.check_command_line(options)
+    except OptionError as error:
+        at_fault = re.match(r"(\w+)=", str(error))
+        if at_fault and at_fault[1] in recipe and at_fault[1] not in given:
+            raise OptionError(f"{recipe_name}: {error}") from None
+        raise
+    return options
+
+
+def read_arguments(
+    argv: list[str], outside: Iterable[type[AlignmentConfig]] = ()
+) -> tuple[str | None, dict[str, Any]]:
+    """The recipe's name, if there is one, and the options given, as texts (lists of texts for list options).
+
+    Args:
+        argv: the arguments after the script's name.
+        outside: options of methods that are not in the registry.
+
+    Raises:
+        OptionError: an option that no method has, one given twice, or a value without an option.
+    """
+    owners: dict[str, list[type]] = {}
+    for cls in (*METHODS.values(), *outside):
+        for name in option_names(cls):
+            owners.setdefault(name, []).append(cls)
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--local_rank", "--local-rank", nargs=1, action="append")
+    parser.add_argument("--method", nargs="*", action="append")
+    parser.add_argument("-h", "--help", action="store_const", const=[[]])
+    for name in owners:
+        parser.add_argument(f"--{name}", nargs="*", action="append")
+    parsed, rest = parser.parse_known_args(argv)
+    recipe = _recipe_name(rest)
+    given: dict[str, Any] = {}
+    for name, occurrences in vars(parsed).items():
+        if name == "local_rank":
+            continue  # the launcher's; the environment says the same
+        if len(occurrences) > 1:
+            raise OptionError(f"--{name}: given {len(occurrences)} times; keep one")
+        given[name] = _value(name, occurrences[0], owners.get(name, ()))
+    return recipe, given
+
+
+def _recipe_name(rest: list[str]) -> str | None:
+    """The recipe among what argparse did not know; the rest is a fault."""
+    for index, token in enumerate(rest):
+        if token.startswith("-"):
+            name, _, value = token.lstrip("-").partition("=")
+            following = rest[index + 1 :]
+            if not value and following and not following[0].startswith("-"):
+                value = following[0]
+            raise unknown_option("", name, value or True)
+    if len(rest) > 1:
+        raise OptionError(f"command line: {rest[1]!r} belongs to no option; write --key value, the recipe first")
+    return rest[0] if rest else None
+
+
+def _value(name: str, values: list[str], owners: Iterable[type]) -> Any:
+    """A flag without value is true; several values are for list options only."""
+    if not values:
+        return True
+    if len(values) == 1:
+        return values[0]
+    if any(list in members(hints(cls)[name]) for cls in owners):
+        return values
+    raise OptionError(f"--{name} {' '.join(values)}: takes one value; {values[1]!r} belongs to no option")
+
+
+def _method(given: Any, in_recipe: Any, recipe_name: str | None) -> str:
+    method = given if given is not None else in_recipe
+    if method is None:
+        where = f"{recipe_name}: method is missing" if recipe_name else "method=None: no recipe and no --method given"
+        raise OptionError(f"{where}; set method to one of {', '.join(METHODS)}")
+    try:
+        METHODS.check(str(method))
+    except OptionError as error:
+        raise OptionError(f"{recipe_name}: {error}" if given is None else str(error)) from None
+    return str(method)

@@ -1,0 +1,94 @@
+"""Recipes: YAML files that name a method and its options, flat or in sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from alignment.config.errors import OptionError, setting
+from alignment.config.fields import words
+from alignment.config.lookup import packaged
+from alignment.config.registry import METHODS, option_names
+
+if TYPE_CHECKING:
+    from alignment.config.options import AlignmentConfig
+
+
+_USUAL_SECTIONS = frozenset(words("model reference data rollout rewards training memory logging evaluation saving"))
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, except that a key that is there twice is an error."""
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if key in seen:
+            line = key_node.start_mark.line + 1
+            raise OptionError(f"{loader.name} line {line}: {key}: the key is there twice; remove one")
+        seen.add(key)
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def read_recipe(name: str, outside: Iterable[type[AlignmentConfig]] = ()) -> dict[str, Any]:
+    """The options of a recipe, sections flattened, values as YAML reads them.
+
+    Args:
+        name: a path, or the name of a packaged recipe (``kto``, ``kto.yaml``).
+        outside: options of methods that are not in the registry.
+
+    Raises:
+        OptionError: no such file, not valid YAML (with the line), or a key given twice.
+    """
+    path = Path(name).expanduser()
+    if not path.is_file():
+        path = packaged("recipes", name)
+    try:
+        loader = _Loader(path.read_text(encoding="utf-8"))
+        loader.name = str(path)
+        content = loader.get_single_data()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark is not None else ""
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise OptionError(f"{path}{line}: not valid YAML: {problem}; correct that line") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"{path}: cannot be read ({error}); give a YAML text file") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise OptionError(f"{path}: expected keys with values, found {type(content).__name__}; write key: value")
+    return _flattened(content, str(path), {"method"}.union(*map(option_names, (*METHODS.values(), *outside))))
+
+
+def _flattened(content: dict[Any, Any], where: str, options: set[str]) -> dict[str, Any]:
+    """The content with each section's keys moved up; a section is a mapping under a name that is no option."""
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        if key in options or not _is_section(key, value):
+            _add(flat, key, value, where)
+            continue
+        for inner, inner_value in (value or {}).items():
+            _add(flat, inner, inner_value, f"{where} section {key}")
+    return flat
+
+
+def _is_section(key: Any, value: Any) -> bool:
+    """A mapping, or a usual section name whose lines are all commented out."""
+    return isinstance(value, dict) or (value is None and key in _USUAL_SECTIONS)
+
+
+def _add(flat: dict[str, Any], key: Any, value: Any, where: str) -> None:
+    if not isinstance(key, str):
+        raise OptionError(f"{where}: {key!r}: an option's name must be a text; write key: value")
+    if key in flat:
+        raise OptionError(f"{where}: {setting(key, value)}: the option is there twice; remove one")
+    flat[key] = value

@@ -1,0 +1,43 @@
+"""From parsed options to an aligned model on disk: where the command ``train`` ends."""
+
+from __future__ import annotations
+
+from datasets import disable_progress_bars
+from transformers.utils import logging as transformers_logging
+
+from alignment.cli.dry_run import print_dry_run
+from alignment.config.checks import check_command_line
+from alignment.config.options import AlignmentConfig
+from alignment.config.registry import METHODS
+from alignment.training.data import evaluation_data, training_data
+from alignment.training.summary import REPORT
+from alignment.training.trainer import AlignmentTrainer
+
+
+def build_trainer(options: AlignmentConfig) -> AlignmentTrainer:
+    """The trainer of ``options.method`` with the datasets that the options name; nothing is loaded but rows."""
+    check_command_line(options)
+    trainer: AlignmentTrainer = METHODS.trainer(options)(
+        args=options, train_dataset=training_data(options), eval_dataset=evaluation_data(options)
+    )
+    return trainer
+
+
+def run(options: AlignmentConfig) -> None:
+    """Train, and write the model, the tokenizer, the state and the log into ``output_dir``."""
+    if options.disable_tqdm or options.process_index:
+        # The bars of loading, tokenising and writing: they are the libraries', and each rank would show its own.
+        disable_progress_bars()
+        transformers_logging.disable_progress_bar()
+    trainer = build_trainer(options)
+    if options.dry_run:
+        print_dry_run(trainer)
+        return
+    trainer.train()
+    if trainer.eval_data and options.eval_strategy == "no":
+        trainer.evaluate()
+    trainer.save_model()
+    trainer.save_state()
+    trainer.write_report(show=False)  # once more, with that evaluation
+    trainer.tell(f"model, tokenizer, log.jsonl, {REPORT} and more: {trainer.output_dir}")
+    trainer.close()

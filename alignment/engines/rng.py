@@ -1,0 +1,63 @@
+"""Random number generators of the process: saved, restored, and set aside while other code draws."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import set_seed
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Within this context Python, NumPy and torch, on every device, are seeded; their states come back on any exit."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    python, array = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            set_seed(seed % 2**32)  # NumPy's limit
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(array)
+
+
+class RandomStreams:
+    """The process-wide random generators of Python, NumPy and torch, on this rank's devices."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The generators as they stand."""
+        version, internal, gauss = random.getstate()
+        numpy = np.random.get_state(legacy=False)
+        assert isinstance(numpy, dict)
+        inner = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in numpy["state"].items()}
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        return {
+            "python": [version, list(internal), gauss],
+            "numpy": {**numpy, "state": inner},
+            "torch": _text(torch.get_rng_state()),
+            "cuda": [_text(state) for state in cuda],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+        inner = {**state["numpy"]["state"], "key": np.array(state["numpy"]["state"]["key"], dtype=np.uint32)}
+        np.random.set_state({**state["numpy"], "state": inner})
+        torch.set_rng_state(_tensor(state["torch"]))
+        if state["cuda"]:
+            torch.cuda.set_rng_state_all([_tensor(text) for text in state["cuda"]])
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,0 +1,1 @@
+"""Online methods: prompts become completions, these are ranked, and the best and the worst make a pair."""

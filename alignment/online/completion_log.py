@@ -1,0 +1,155 @@
+"""Tables of completions: what the policy wrote, how it was scored, and what became of it."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers.integrations import TensorBoardCallback, WandbCallback
+
+from alignment.internals.transformers import tensorboard_writer
+from alignment.online.completions import Generated
+from alignment.online.ranking import Ranking
+from alignment.reporting.log import JsonlLog
+
+Messages = Sequence[Mapping[str, Any]]
+Row = Mapping[str, str | Messages | float | None]
+TITLE = "completions"
+_MARKS = frozenset("|*_`[]\\#~")
+
+
+class CompletionTable:
+    """Writes rows to a JSONL file, and hands them to Weights & Biases and TensorBoard where these are in use.
+
+    Args:
+        path: the file, appended to; None to do nothing at all (ranks other than the first).
+        callbacks: the run's, among them those of the reporting integrations; looked at for every table.
+    """
+
+    def __init__(self, path: Path | None, callbacks: Sequence[Any] = ()) -> None:
+        self._log, self._callbacks = JsonlLog(path), callbacks
+
+    def write(self, step: int, rows: Sequence[Row]) -> None:
+        """Write the table of one step.
+
+        Args:
+            step: the optimizer step, which becomes the first column.
+            rows: values by column, each with the same columns; lists of messages are shown as text. None for nothing.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        if self._log.path is None or not rows:
+            return
+        records = [{"step": step, **{name: as_text(value) for name, value in row.items()}} for row in rows]
+        for record in records:
+            self._log.write(record)
+        for callback in self._callbacks:
+            if isinstance(callback, WandbCallback):
+                _to_wandb(step, records)
+            if isinstance(callback, TensorBoardCallback) and (writer := tensorboard_writer(callback)) is not None:
+                writer.add_text(TITLE, markdown(records), step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How much of the file there is."""
+        return self._log.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Remove from the file what was written later."""
+        self._log.load_state_dict(state)
+
+
+def as_text(value: Any) -> Any:
+    """Messages as lines of role and content, the assistant's alone as its content; any other value as it is."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    if len(value) == 1 and value[0]["role"] == "assistant" and isinstance(value[0].get("content"), str):
+        return value[0]["content"]
+    return "\n".join(_line(message) for message in value)
+
+
+def _line(message: Mapping[str, Any]) -> str:
+    said = [message.get("content"), *(message.get("tool_calls") or ())]
+    return f"{message['role']}: {' '.join(str(part) for part in said if part is not None)}"
+
+
+def markdown(records: Sequence[Mapping[str, Any]]) -> str:
+    """The records as a Markdown table that shows texts as they are, marks and line breaks included."""
+    names = list(records[0])
+    rows = [names, ["---"] * len(names), *([_cell(record[name]) for name in names] for record in records)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    # Marks as character references, which no reader of Markdown takes for what they mark.
+    marked = "".join(f"&#{ord(mark)};" if mark in _MARKS else mark for mark in html.escape(str(value)))
+    return marked.replace("\n", "<br>")
+
+
+def _to_wandb(step: int, records: Sequence[Mapping[str, Any]]) -> None:
+    import wandb
+
+    if wandb.run is not None:
+        names: list[Any] = list(records[0])
+        table = wandb.Table(columns=names, data=[[record[name] for name in names] for record in records])
+        # The step by the name under which transformers' callback logs it: W&B's own counter is not ours to advance.
+        wandb.log({TITLE: table, "train/global_step": step})
+
+
+class CompletionLog:
+    """Prompts, two completions each, and what was found of them.
+
+    Args:
+        table: where they are written; None on ranks that write nothing.
+        every: at every so many-th log; 0: never.
+        prompts: of one table.
+    """
+
+    def __init__(self, table: CompletionTable | None, every: int, prompts: int) -> None:
+        self.table, self.every, self.prompts = table if every else None, every, prompts
+        self._logs = 0
+        self._rows: list[dict[str, Any]] = []
+
+    def keep(self, groups: Sequence[Generated], rankings: Sequence[Ranking]) -> None:
+        """Remember the first prompts of a window."""
+        if self.table is not None:
+            pairs = list(zip(groups, rankings, strict=True))[: self.prompts]
+            self._rows = [_table_row(group, ranking) for group, ranking in pairs]
+
+    def write(self, step: int) -> None:
+        """Write what is remembered, if this log's turn has come."""
+        self._logs += 1
+        if self.table is not None and self._rows and self._logs % self.every == 0:
+            self.table.write(step, self._rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many logs there were, what is remembered, and how much of the file there is."""
+        table = {} if self.table is None else self.table.state_dict()
+        return {"logs": self._logs, "rows": self._rows, "table": table}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        self._logs, self._rows = state["logs"], list(state["rows"])
+        if self.table is not None and state["table"]:
+            self.table.load_state_dict(state["table"])
+
+
+def _table_row(group: Generated, ranking: Ranking) -> dict[str, Any]:
+    """The pair that is trained on, the better completion first; of a dropped prompt its first two completions."""
+    dropped = ranking.outcome if isinstance(ranking.outcome, str) else None
+    first, second = (0, 1) if isinstance(ranking.outcome, str) else ranking.outcome
+    scores = ranking.scores or [None] * len(group.texts)
+    return {
+        "prompt": group.source.prompt,
+        "chosen": group.texts[first],
+        "rejected": group.texts[second],
+        "chosen_score": scores[first],
+        "rejected_score": scores[second],
+        "dropped": dropped,
+    }

@@ -1,0 +1,221 @@
+"""What Online DPO needs beside policy and reference: who ranks completions, and how they are sampled.
+
+Everything that can be known is checked before a model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from transformers import PreTrainedModel
+
+from alignment.config.dtypes import DtypePlan
+from alignment.config.errors import OptionError, setting
+from alignment.config.options_online import OnlineOptions
+from alignment.data.json_columns import prompt_row
+from alignment.engines.launch_env import rank
+from alignment.engines.rollout.backend import Sampling
+from alignment.engines.rollout.engine import RolloutEngine
+from alignment.engines.rollout.processors import check_generation_kwargs
+from alignment.engines.scoring import ScoringEngine
+from alignment.online.arguments import (
+    check_apart,
+    check_judge_alone,
+    given_once,
+    is_classifier,
+    listed,
+    loaded,
+    tokenizer_of_each,
+)
+from alignment.online.completion_log import CompletionLog, CompletionTable
+from alignment.online.ranking import JudgeRanker, Ranker, RewardRanker
+from alignment.online.window import Online, OnlineWindowPass
+from alignment.rewards.combined import Rewards
+from alignment.rewards.functions import FunctionReward
+from alignment.rewards.judges import Judge
+from alignment.rewards.reward_model import ClassifierReward
+from alignment.rewards.samples import RewardSource
+from alignment.training.context import Resources, RunContext
+from alignment.training.data import PreparedData
+from alignment.training.method import Models
+from alignment.training.window import WindowPass
+
+COMPLETIONS = "completions.jsonl"
+Function: TypeAlias = Callable[..., Any] | PreTrainedModel | str
+
+
+class OnlineResources(Resources):
+    """The ranker and the sampling of a run, from options and from what the constructor was given.
+
+    Args:
+        options: the run's.
+        dtypes: the run's.
+        stage: ZeRO stage of the policy.
+        reward_model: a sequence classifier: path or live model; None takes ``reward_model_path``.
+        reward_funcs: callables, ``file.py:function``, or sequence classifiers; None takes the option.
+        judge: a callable, an object with ``judge``, or ``file.py:name``; None takes the option.
+        tokenizers: of the only classifier, or a list with one for each source of rewards, the reward model first, and
+            None for functions; None loads each one's own.
+        trained: live models of the run that no classifier may be.
+        beta: of an epoch, by its number.
+
+    Raises:
+        OptionError: nothing scores, or a judge and rewards both would; or one of them cannot be used.
+        ModelError: a reward model cannot be used.
+    """
+
+    def __init__(
+        self,
+        options: OnlineOptions,
+        dtypes: DtypePlan,
+        stage: int,
+        reward_model: str | PreTrainedModel | None = None,
+        reward_funcs: Function | Sequence[Function] | None = None,
+        judge: Any = None,
+        tokenizers: Any = None,
+        trained: Sequence[Any] = (),
+        beta: Callable[[int], float] = lambda epoch: 0.0,
+    ) -> None:
+        self.options, self.dtypes, self.beta = options, dtypes, beta
+        check_generation_kwargs(options.generation_kwargs or {})
+        if options.ds3_gather_for_generation is not None and stage != 3:
+            raise OptionError(
+                f"{setting('ds3_gather_for_generation', options.ds3_gather_for_generation)}: has no effect at ZeRO "
+                f"stage {stage}, where every rank has the whole policy; leave it out"
+            )
+        reward_model = given_once("reward_model", reward_model, options.reward_model_path)
+        functions = listed(given_once("reward_funcs", reward_funcs, options.reward_funcs))
+        judge = given_once("judge", judge, options.judge)
+        self.classifiers: list[ClassifierReward] = []
+        if judge is not None:
+            check_judge_alone(judge, options, reward_model, functions, tokenizers)
+            self.ranker: Ranker = JudgeRanker(Judge(loaded(judge, "judge", "judge")))
+            return
+        if reward_model is not None and not is_classifier(reward_model):
+            raise OptionError(
+                f"reward_model: {reward_model!r} is no path and no model; give a function as reward_funcs"
+            )
+        given = [*([] if reward_model is None else [reward_model]), *functions]
+        if not given:
+            raise OptionError(
+                "reward_model: nothing scores the completions; pass reward_model, reward_funcs or judge, or set "
+                "reward_model_path, reward_funcs or judge"
+            )
+        check_apart([one for one in given if isinstance(one, PreTrainedModel)], trained)
+        owners = [number for number, one in enumerate(given) if is_classifier(one)]
+        own = tokenizer_of_each(tokenizers, len(given), owners)
+        sources = [self._source(one, tokenizer) for one, tokenizer in zip(given, own, strict=True)]
+        self._check_used()
+        self.ranker = RewardRanker(Rewards(sources, options.reward_weights, options.missing_eos_penalty))
+
+    def _source(self, given: Any, tokenizer: Any) -> RewardSource:
+        """A classifier for a model or a path, else a function."""
+        if not is_classifier(given):
+            return FunctionReward(loaded(given, "reward_funcs"))
+        options = self.options
+        classifier = ClassifierReward(
+            given,
+            tokenizer,
+            options=options,
+            dtypes=self.dtypes,
+            placement=options.reward_placement,
+            deepspeed=options.reward_deepspeed,
+            batch_size=options.reward_batch_size,
+        )
+        self.classifiers.append(classifier)
+        return classifier
+
+    def _check_used(self) -> None:
+        """No option of the reward model's is set where there is none."""
+        for name in ("reward_batch_size", "reward_placement", "reward_deepspeed"):
+            if getattr(self.options, name) is not None and not self.classifiers:
+                raise OptionError(f"{name}: has no effect without a reward model; leave it out")
+
+    def check_data(self, data: PreparedData) -> None:
+        """Whether rows like these can be scored: the columns that functions need, and a chat template.
+
+        Raises:
+            OptionError: a function needs a column that is not there.
+            ModelError: prompts are conversations, and the reward model's tokenizer has no chat template.
+        """
+        if not isinstance(self.ranker, RewardRanker):
+            return
+        first = 0
+        for part in data.parts:
+            row = prompt_row(data.dataset, first)
+            self.ranker.rewards.check(row.columns, part.where)
+            for classifier in self.classifiers:
+                classifier.check(row.prompt, data.place(first), row.template)
+            first += part.report.rows_out
+
+    def window_pass(self, context: RunContext, models: Models, aux_coefficient: float | None) -> WindowPass:
+        """Rollout and scoring before every window; what they decide belongs to the state of the run."""
+        online = self._online(models.policy, context)
+        register = context.run_state.register
+        register("rollout", online.rollout)
+        register("completions", online.log)
+        window_pass = OnlineWindowPass(
+            context.method, models, context.phases, aux_coefficient, self.options, online, self.beta
+        )
+        return register("online", window_pass)
+
+    def _online(self, policy: ScoringEngine, context: RunContext) -> Online:
+        """What makes pairs with this policy."""
+        options, tokenizer = self.options, context.processing_class
+        rollout = RolloutEngine(
+            policy,
+            options.rollout_backend,
+            batch_size=options.rollout_batch_size,
+            gather=options.ds3_gather_for_generation,
+            longest_context=options.max_length,
+            progress=rank() == 0 and not options.disable_tqdm,
+        )
+        file = context.output_dir / COMPLETIONS
+        table = CompletionTable(file, context.events.handler.callbacks) if rank() == 0 else None
+        return Online(
+            rollout=rollout,
+            sampling=self._sampling(policy.scorer.model, tokenizer),
+            ranker=self.ranker,
+            tokenizer=tokenizer,
+            log=CompletionLog(table, options.log_completions, options.num_completions_to_log),
+        )
+
+    def _sampling(self, model: PreTrainedModel, tokenizer: Any) -> Sampling:
+        options = self.options
+        ends = _ids(tokenizer.eos_token_id) | _ids(model.generation_config.eos_token_id)
+        pad = tokenizer.pad_token_id
+        return Sampling(
+            max_new_tokens=options.max_new_tokens,
+            eos_token_ids=tuple(sorted(ends)),
+            pad_token_id=pad if pad is not None else min(ends, default=0),
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            min_p=options.min_p,
+            repetition_penalty=options.repetition_penalty,
+            extra=options.generation_kwargs or {},
+        )
+
+    @property
+    def metrics(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.ranker.metrics
+
+    def build(self) -> list[str]:
+        """Load the reward models."""
+        for classifier in self.classifiers:
+            classifier.build()
+        return [classifier.describe() for classifier in self.classifiers]
+
+    def settings(self) -> dict[str, Any]:
+        """The DeepSpeed JSON of the reward models, by file name."""
+        names = ("reward_deepspeed.json", *(f"reward_deepspeed_{n}.json" for n in range(2, len(self.classifiers) + 1)))
+        return {name: classifier.frozen.ds_config for name, classifier in zip(names, self.classifiers)}
+
+    def close(self) -> None:
+        """Release the reward models."""
+        self.ranker.close()
+
+
+def _ids(value: int | Sequence[int] | None) -> set[int]:
+    return set() if value is None else {value} if isinstance(value, int) else set(value)

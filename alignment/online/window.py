@@ -1,0 +1,202 @@
+"""One window of Online DPO: prompts become pairs (rollout, score), and these go the way of every window's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from alignment.config.options_online import OnlineOptions
+from alignment.data.batching import AnyBatch, PromptBatch
+from alignment.data.windows import WindowPlan
+from alignment.engines.collectives import gathered
+from alignment.engines.launch_env import rank, world_size
+from alignment.engines.phases import Phases
+from alignment.engines.rng import seeded
+from alignment.engines.rollout.backend import RolloutRequest, Sampling
+from alignment.engines.rollout.engine import RolloutEngine
+from alignment.online.completion_log import CompletionLog
+from alignment.online.completions import Generated, described, further_columns
+from alignment.online.pairs import pair_of, plan_pairs, ranked_batches
+from alignment.online.ranking import REASONS, FirstAnswer, Ranker, Ranking, first_answers
+from alignment.reporting.metrics import MetricSums
+from alignment.training.data import PreparedData
+from alignment.training.method import AnyMethod, Models
+from alignment.training.window import WindowPass
+
+# Separate random streams; evaluations all use the same one.
+_TRAINING, _EVALUATION = 2, 3
+
+
+class Seeds(NamedTuple):
+    """Of one rank's share of a window: for the rollout, for a user's code, for the order in which a judge sees pairs.
+
+    They differ, or code that draws by itself would repeat the draws that its input was made by.
+    """
+
+    rollout: int
+    code: int
+    order: int
+
+
+def window_seeds(seed: int, plan: WindowPlan, rank: int, *, train: bool) -> Seeds:
+    """The seeds of a window: a function of the run's seed, the window and the rank."""
+    stream = (_TRAINING, plan.epoch, plan.step) if train else (_EVALUATION,)
+    return Seeds(*map(int, np.random.SeedSequence([seed, *stream, rank]).generate_state(3)))
+
+
+@dataclass(frozen=True)
+class Online:
+    """What makes pairs of prompts, beside the models.
+
+    Attributes:
+        rollout: generates.
+        sampling: how.
+        ranker: ranks.
+        tokenizer: decodes.
+        log: the table of completions.
+    """
+
+    rollout: RolloutEngine
+    sampling: Sampling
+    ranker: Ranker
+    tokenizer: Any
+    log: CompletionLog
+
+
+class OnlineWindowPass(WindowPass):
+    """Computes windows of prompts.
+
+    Args:
+        method, models, phases, aux_coefficient: as for every window.
+        options: the run's.
+        online: what makes pairs.
+        beta: of an epoch, by its number; written into every batch.
+    """
+
+    def __init__(
+        self,
+        method: AnyMethod,
+        models: Models,
+        phases: Phases,
+        aux_coefficient: float | None,
+        options: OnlineOptions,
+        online: Online,
+        beta: Callable[[int], float],
+    ) -> None:
+        super().__init__(method, models, phases, aux_coefficient)
+        self.options, self.online, self.beta = options, online, beta
+        self._epoch = 0
+        # Of the start policy, for every prompt of an evaluation set, on this rank; by the set's key.
+        self._starts: dict[str, list[FirstAnswer]] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        loss, *others = super().names
+        return (loss, *self.online.ranker.metrics, *others)
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        return [("rollout", self.online.rollout.describe())]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The newest epoch, and the start policy's answers."""
+        return {"epoch": self._epoch, "starts": {key: list(map(list, each)) for key, each in self._starts.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        self._epoch = state["epoch"]
+        self._starts = {key: [FirstAnswer(*each) for each in answers] for key, answers in state["starts"].items()}
+
+    def dataset_of(self, data: PreparedData) -> str:
+        return ""
+
+    def begin(self, evaluation: Iterable[tuple[WindowPlan, Sequence[AnyBatch], PreparedData]]) -> None:
+        """Let the policy, as it is now, answer the prompts of the evaluation sets; wins are counted against that."""
+        with self.phases.of_evaluation():
+            for plan, batches, data in evaluation:
+                groups, rankings = self._answered(plan, batches, data, None, count=1, train=False)
+                self._starts[data.key] = first_answers(groups, rankings)
+
+    def logged(self, step: int) -> None:
+        """Write the newest window's completions, if it is their turn."""
+        self.online.log.write(step)
+
+    def prepared(
+        self, plan: WindowPlan, batches: Sequence[AnyBatch], data: PreparedData, sums: MetricSums, *, train: bool
+    ) -> tuple[WindowPlan, Sequence[AnyBatch]]:
+        """Rollout and score; the pairs of all ranks, dealt out anew."""
+        options = self.options
+        if train:
+            self._epoch = plan.epoch
+        beta = self.beta(self._epoch)
+        sums.add_once("beta", torch.tensor(beta, dtype=torch.float64, device=self.device))
+        groups, rankings = self._answered(plan, batches, data, sums, count=options.num_generations, train=train)
+        self._measure(groups, rankings, sums)
+        if train:
+            self.online.log.keep(groups, rankings)
+        else:
+            self._count_wins(plan, groups, rankings, data, sums)
+        own = [pair for pair in map(pair_of, groups, rankings) if pair is not None]
+        pairs = sorted((pair for part in gathered(own) for pair in part), key=lambda pair: pair.row)
+        batch_size = options.per_device_train_batch_size if train else options.eval_batch_size
+        trained = plan_pairs(
+            pairs, plan, world_size=world_size(), batch_size=batch_size, max_tokens=options.max_tokens_per_batch
+        )
+        return trained, ranked_batches(pairs, trained, rank(), beta)
+
+    def _answered(
+        self,
+        plan: WindowPlan,
+        batches: Sequence[AnyBatch],
+        data: PreparedData,
+        sums: MetricSums | None,
+        *,
+        count: int,
+        train: bool,
+    ) -> tuple[list[Generated], list[Ranking]]:
+        """This rank's prompts with ``count`` completions each, ranked: the phases rollout and score."""
+        own = [batch for batch in batches if isinstance(batch, PromptBatch)]
+        rows = [row for batch in own for row in batch.rows]
+        prompts = [list(prompt) for batch in own for prompt in batch.prompts]
+        seeds = window_seeds(self.options.seed, plan, rank(), train=train)
+        with self.phases("rollout") as record:
+            request = RolloutRequest(prompts, count, self.online.sampling, seeds.rollout)
+            completions = self.online.rollout.generate(request)
+            record.tokens += sum(map(len, prompts)) + sum(len(c.ids) for group in completions for c in group)
+        # What a user's code draws at random repeats with the run, and disturbs nothing else.
+        with self.phases("score") as record, seeded(seeds.code):
+            groups = described(rows, prompts, completions, data, self.online.tokenizer)
+            rankings = self.online.ranker.rank(groups, further_columns(data), seeds.order, sums)
+            record.tokens += sum(len(c.ids) for group in completions for c in group)
+        return groups, rankings
+
+    def _measure(self, groups: Sequence[Generated], rankings: Sequence[Ranking], sums: MetricSums) -> None:
+        made = [completion for group in groups for completion in group.completions]
+        ended = [len(completion.ids) for completion in made if completion.ended]
+        sums.add("val/contain_eos_token", len(ended), len(made))
+        sums.add("completions/mean_length", sum(len(completion.ids) for completion in made), len(made))
+        sums.add("completions/mean_terminated_length", sum(ended), len(ended))
+        for reason in REASONS:
+            sums.add(f"pairs/{reason}", sum(r.outcome == reason for r in rankings), len(rankings))
+        sums.add("pairs/dropped", sum(isinstance(r.outcome, str) for r in rankings), len(rankings))
+
+    def _count_wins(
+        self,
+        plan: WindowPlan,
+        groups: Sequence[Generated],
+        rankings: Sequence[Ranking],
+        data: PreparedData,
+        sums: MetricSums,
+    ) -> None:
+        """How often the policy's first completion is better than the start policy's; ties count half."""
+        if data.key not in self._starts:
+            return
+        seeds = window_seeds(self.options.seed, plan, rank(), train=False)
+        with self.phases("score"), seeded(seeds.code):
+            points = self.online.ranker.wins(groups, rankings, self._starts[data.key], seeds.order)
+        known = [point for point in points if point is not None]
+        sums.add("win_rate", sum(known), len(known))

@@ -1,1 +1,0 @@
-"""One training loop, one evaluation, and a short file per method."""

@@ -1,0 +1,165 @@
+"""The arguments of a trainer's constructor that are not options: models, tokenizer, datasets; and those refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from alignment.config.errors import OptionError, setting
+from alignment.config.options import AlignmentConfig
+from alignment.models.source import ModelSource, check_positions, model_source
+from alignment.models.tasks import CAUSAL_LM, Task
+from alignment.training.data import NamedMixture, NamedSplit, limits_of
+
+_REFUSED = {
+    "data_collator": "batches are planned over the whole window; give token lengths by max_length instead",
+    "model_init": "not supported yet; pass the model itself",
+    "compute_metrics": "not supported yet; the metrics of the method are logged",
+    "preprocess_logits_for_metrics": "no logits exist: log-probs are computed without them",
+    "peft_config": "adapters are not supported yet; train the whole model",
+    "model_adapter_name": "adapters are not supported yet; train the whole model",
+    "ref_adapter_name": "adapters are not supported yet; pass ref_model",
+}
+
+
+def refuse_arguments(arguments: dict[str, Any]) -> None:
+    """Refuse TRL's arguments that do nothing here, unless they are None.
+
+    Raises:
+        OptionError: one is set.
+        TypeError: one is unknown, as Python does.
+    """
+    for name, value in arguments.items():
+        if name not in _REFUSED:
+            raise TypeError(f"unexpected keyword argument {name!r}")
+        if value is not None:
+            raise OptionError(f"{name}: {_REFUSED[name]}")
+
+
+def model_and_options(
+    trainer: str,
+    kind: type[AlignmentConfig],
+    model: str | PreTrainedModel | None,
+    args: AlignmentConfig | None,
+) -> tuple[str | PreTrainedModel, AlignmentConfig]:
+    """The model and the options of a trainer, each of which can stand in for the other.
+
+    Args:
+        trainer: name of the trainer's class, for messages.
+        kind: the class of its options.
+        model: path, hub name or live model; None takes ``args.model_name_or_path``.
+        args: the options; None takes the defaults, and a folder named after model and method.
+
+    Raises:
+        OptionError: options of another method, no model, or no folder.
+    """
+    if args is not None and not isinstance(args, kind):
+        raise OptionError(f"args: {trainer} needs a {kind.__name__}, not {type(args).__name__}")
+    model = model if model is not None else args.model_name_or_path if args is not None else None
+    if model is None:
+        raise OptionError(f"model: {trainer} got none; pass a path or a model, or set model_name_or_path")
+    if args is None:
+        source = model if isinstance(model, str) else model.config.name_or_path
+        args = kind(output_dir=f"{Path(source).name or 'model'}-{kind.method.upper()}")
+    if not args.output_dir:
+        raise OptionError("output_dir: not set; name the folder for the model and the log")
+    return model, args
+
+
+def check_data_source(args: AlignmentConfig | None, train_dataset: Any) -> None:
+    """Refuse a dataset that is given twice: as an object and by an option, which would then do nothing.
+
+    Raises:
+        OptionError: both are there.
+    """
+    if args is None or train_dataset is None or isinstance(train_dataset, (NamedSplit, NamedMixture)):
+        return
+    for name in ("dataset_name", "dataset_mixture"):
+        if getattr(args, name) is not None:
+            raise OptionError(f"{setting(name, getattr(args, name))}: train_dataset was given as well; leave one out")
+
+
+def check_optimizers(optimizers: tuple[Any, Any], model: Any) -> None:
+    """Refuse an optimizer without its model, and a schedule without its optimizer.
+
+    Raises:
+        OptionError: they could not act on what is trained.
+    """
+    optimizer, schedule = optimizers
+    if optimizer is not None and isinstance(model, str):
+        raise OptionError("optimizers: they need a live model; pass the model object that they were made for")
+    if schedule is not None and (optimizer is None or schedule.optimizer is not optimizer):
+        raise OptionError("optimizers: the schedule steps another optimizer; pass the one that it was made for")
+
+
+def load_tokenizer(given: Any, older_name: Any, policy: ModelSource, options: AlignmentConfig) -> Any:
+    """The tokenizer that was given, or the policy's own.
+
+    Raises:
+        OptionError: two different ones were given.
+        ModelError: the model's folder has none, or it is not a tokenizer.
+    """
+    if given is not None and older_name is not None and given is not older_name:
+        raise OptionError("tokenizer: processing_class was given as well; leave the older name out")
+    tokenizer = given if given is not None else older_name
+    return policy.tokenizer(tokenizer, "processing_class", options.trust_remote_code)
+
+
+def named_datasets(value: Any) -> dict[str, Any]:
+    """None, one dataset, or a dict of several -> datasets by name; a single one is called ``""``."""
+    if value is None:
+        return {}
+    if isinstance(value, dict):
+        return dict(value)
+    return {"": value}
+
+
+def balancing_coefficient(options: AlignmentConfig, config: PretrainedConfig) -> float | None:
+    """The weight of the balancing loss, or None for a model without one or a weight of 0.
+
+    Raises:
+        OptionError: the option is set, but the model does not output router logits.
+    """
+    text = config.get_text_config()
+    asked = options.router_aux_loss_coef
+    if not getattr(text, "output_router_logits", False):
+        if asked:
+            raise OptionError(
+                f"router_aux_loss_coef={asked}: the model's configuration has output_router_logits off; "
+                'set model_init_kwargs: {"output_router_logits": true}, or leave router_aux_loss_coef unset'
+            )
+        return None
+    coefficient = asked if asked is not None else getattr(text, "router_aux_loss_coef", None)
+    return coefficient or None
+
+
+def model_sources(
+    model: str | PreTrainedModel,
+    ref_model: str | PreTrainedModel | None,
+    options: AlignmentConfig,
+    needs_reference: bool,
+    task: Task = CAUSAL_LM,
+) -> tuple[ModelSource, ModelSource]:
+    """Policy and reference as they were given, each loaded for ``task``; the same one twice where no reference was.
+
+    Raises:
+        OptionError: a reference that the method does not need, or that is the very policy.
+        ModelError: one of them cannot be used.
+    """
+    ref_model = ref_model if ref_model is not None else options.ref_model_name_or_path
+    if ref_model is not None and not needs_reference:
+        raise OptionError(f"ref_model: {options.method} has no reference model; leave it out, and name args=")
+    if ref_model is not None and ref_model is model and not isinstance(model, str):
+        raise OptionError(
+            "ref_model: is the very object given as model, so it would be trained too; leave ref_model out "
+            "(a copy is taken) or pass a copy"
+        )
+    policy = reference = model_source(model, "model_name_or_path", options, options.model_init_kwargs, task)
+    if ref_model is not None:
+        kwargs = options.ref_model_init_kwargs or options.model_init_kwargs
+        reference = model_source(ref_model, "ref_model_name_or_path", options, kwargs, task)
+    for source in (policy, reference):
+        check_positions(source.config, limits_of(options).max_length)
+    return policy, reference

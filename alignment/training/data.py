@@ -1,0 +1,253 @@
+"""From the datasets of a run to planned, tokenised rows on every rank, and the windows of its training.
+
+Local rank 0 tokenises, the others read its cache.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+
+from alignment.config.errors import DataError
+from alignment.config.options import AlignmentConfig
+from alignment.config.options_data import HasLengths, mixture_parts, tested_parts
+from alignment.data.columns import stream_columns
+from alignment.data.mixture import Mixture, Part, mixed
+from alignment.data.prepare import load_prepared, prepare
+from alignment.data.report import DataReport, joined
+from alignment.data.sources import dataset_from_python, from_stream, load_split, take
+from alignment.data.truncation import Limits
+from alignment.data.windows import RowTable, WindowSampler, row_table
+from alignment.engines.collectives import barrier, from_first_rank
+from alignment.engines.launch_env import local_rank, world_size
+from alignment.internals.datasets import cache_folder
+from alignment.training.method import AnyMethod
+
+Named = Callable[[], Any]
+TRAINING = "train_dataset"  # what the rows to train on are called in messages where they have no name of their own
+
+
+@dataclass(frozen=True)
+class NamedSplit:
+    """A split of a dataset. ``where`` is its name in messages."""
+
+    where: str
+    name: str
+    config: str | None
+    split: str
+
+    def __call__(self) -> Dataset:
+        return load_split(self.name, self.config, self.split)
+
+
+@dataclass(frozen=True)
+class NamedMixture:
+    """Several datasets that become one. ``where`` is its name in messages."""
+
+    where: str
+    parts: Mixture
+
+    def __call__(self) -> Mixture:
+        return self.parts
+
+
+def training_data(options: AlignmentConfig) -> Named:
+    """What ``dataset_name`` or ``dataset_mixture`` names to train on."""
+    if options.dataset_mixture is None:
+        return _split(options, options.dataset_train_split)
+    parts = []
+    for part in mixture_parts(options.dataset_mixture):
+        load = _named(part.dataset_name, part.dataset_config, part.split, options.dataset_train_split)
+        parts.append(Part(load.where, load, part.column_map, part.weight))
+    return NamedMixture("dataset_mixture", tuple(parts))
+
+
+def evaluation_data(options: AlignmentConfig) -> Named | None:
+    """What is named to evaluate on, if anything: of a mixture, every row of the parts that have a split for it."""
+    if options.dataset_mixture is None:
+        return None if options.dataset_test_split is None else _split(options, options.dataset_test_split)
+    parts = []
+    for part, split in tested_parts(options):
+        load = _named(part.dataset_name, part.dataset_config, split, options.dataset_train_split)
+        parts.append(Part(load.where, load, part.column_map))
+    return NamedMixture("dataset_mixture (evaluation)", tuple(parts)) if parts else None
+
+
+def _split(options: AlignmentConfig, split: str) -> NamedSplit:
+    assert options.dataset_name is not None
+    return _named(options.dataset_name, options.dataset_config, split, options.dataset_train_split)
+
+
+def _named(name: str, config: str | None, split: str | None, usual: str) -> NamedSplit:
+    """A split by its name; messages name the split only where it is not the ``usual`` one."""
+    split = split or usual
+    return NamedSplit(name if split == usual else f"{name} ({split})", name, config, split)
+
+
+@dataclass(frozen=True)
+class PreparedPart:
+    """One of the datasets that were put together: its name in messages, and what became of its rows."""
+
+    where: str
+    report: DataReport
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """A tokenised dataset, what planning needs of it, and what became of the source rows.
+
+    ``parts`` has one entry, or in a mixture several, in the order of the rows. ``key`` is the same for the same
+    tokenised rows in the same order.
+    """
+
+    where: str
+    key: str
+    dataset: Dataset
+    table: RowTable
+    report: DataReport
+    parts: tuple[PreparedPart, ...]
+
+    def place(self, row: int) -> str:
+        """How messages name a tokenised row."""
+        number = self.source_row(row)
+        return number if isinstance(number, str) else f"{self.where} row {number}"
+
+    def source_row(self, row: int) -> int | str:
+        """The 1-based number in the user's data of a tokenised row; in a mixture, with the name of its part."""
+        number = int(self.dataset[row]["row"]) + 1
+        if len(self.parts) == 1:
+            return number
+        ends = list(itertools.accumulate(part.report.rows_out for part in self.parts))
+        return f"{self.parts[bisect.bisect_right(ends, row)].where} row {number}"
+
+
+def limits_of(options: AlignmentConfig) -> Limits:
+    """The lengths that rows are cut to."""
+    assert isinstance(options, HasLengths)
+    return Limits(
+        max_length=options.max_length,
+        max_prompt_length=options.max_prompt_length,
+        max_completion_length=options.max_completion_length,
+        truncation_mode=options.truncation_mode,
+    )
+
+
+def order_seed(options: AlignmentConfig) -> int:
+    """The seed of the order of the rows and of their partners."""
+    return options.seed if options.data_seed is None else options.data_seed
+
+
+def prepare_data(
+    load: Callable[[], Any],
+    limit: int | None,
+    method: AnyMethod,
+    tokenizer: Any,
+    options: AlignmentConfig,
+    where: str,
+) -> PreparedData:
+    """Tokenise a dataset on local rank 0, or find it in the cache; read it on every rank.
+
+    Args:
+        load: gives a Dataset, an IterableDataset, a list of rows or a mixture; called on local rank 0 only.
+        limit: use only the first so many rows.
+        method: decides the kind of rows.
+        tokenizer: the policy's.
+        options: lengths, columns, processes, strictness.
+        where: name of the data in messages.
+
+    Raises:
+        DataError: naming file, row, key and value.
+    """
+    made = None
+    if local_rank() == 0:
+        given = load()
+        parts = given if isinstance(given, tuple) else (Part(where, lambda: given),)
+        made = [(part.where, _tokenised(part, limit, method, tokenizer, options), part.weight) for part in parts]
+    # A folder's name is a hash of content: the first rank's is right for every machine.
+    made = from_first_rank(made)
+    barrier()
+    read = [(name, load_prepared(path), weight) for name, path, weight in made]
+    dataset, reports = mixed(read, limit, order_seed(options))
+    table = row_table(dataset, method.completions, limits_of(options).max_length)
+    datasets_used = tuple(PreparedPart(name, report) for (name, _, _), report in zip(read, reports))
+    chosen = [(path.name, weight) for _, path, weight in made]
+    key = hashlib.blake2b(repr((chosen, limit, order_seed(options))).encode(), digest_size=16).hexdigest()
+    return PreparedData(where, key, dataset, table, joined(reports), datasets_used)
+
+
+def _tokenised(part: Part, limit: int | None, method: AnyMethod, tokenizer: Any, options: AlignmentConfig) -> Path:
+    """The folder with one part's tokenised rows."""
+    folder = cache_folder() / "deepspeed-alignment"
+    column_map = options.column_map if part.column_map is None else part.column_map
+    data = part.load()
+    if isinstance(data, IterableDataset):
+        rows, columns = _rows_of_stream(part.where, limit, options), stream_columns(column_map, method.kind)
+        data = from_stream(data, rows, columns, part.where, folder)
+    return prepare(
+        take(dataset_from_python(data), limit),
+        method.kind,
+        tokenizer,
+        limits_of(options),
+        part.where,
+        folder,
+        column_map=column_map,
+        num_proc=options.dataset_num_proc,
+        strict=options.strict_data,
+        method=options.TITLE,
+        progress=not options.disable_tqdm,
+    )
+
+
+def _rows_of_stream(where: str, limit: int | None, options: AlignmentConfig) -> int:
+    """How many rows of a stream are needed: nothing else tells whether it ever ends."""
+    if not where.startswith(TRAINING):
+        if limit is None:
+            raise DataError(
+                f"{where}: it is an IterableDataset, which may have no end; set max_eval_samples, or pass a Dataset"
+            )
+        return limit
+    steps = options.max_steps * options.window_size if options.max_steps > 0 else None
+    if limit is None and steps is None:
+        raise DataError(
+            f"{where}: it is an IterableDataset, which may have no end; set max_steps (or max_train_samples), or pass "
+            "a Dataset"
+        )
+    return min(rows for rows in (limit, steps) if rows is not None)
+
+
+def window_sampler(data: PreparedData, method: AnyMethod, args: AlignmentConfig) -> WindowSampler:
+    """The sampler of the training data.
+
+    Raises:
+        DataError: the last window is to be dropped, and there is no other.
+    """
+    sampler = WindowSampler(
+        data.table,
+        world_size=world_size(),
+        batch_size=args.per_device_train_batch_size,
+        accumulation=args.gradient_accumulation_steps,
+        seed=order_seed(args),
+        draw_partners=method.draws_partners,
+        stratify=args.stratify_labels,
+        drop_last=args.dataloader_drop_last,
+        max_tokens=args.max_tokens_per_batch,
+    )
+    if sampler.steps_per_epoch == 0:
+        raise DataError(
+            f"{data.where}: {len(data.table)} rows are fewer than one window of {sampler.window}; set "
+            "dataloader_drop_last: false or a smaller batch"
+        )
+    return sampler
+
+
+def total_steps(args: AlignmentConfig, sampler: WindowSampler) -> int:
+    """Optimizer steps of the whole run."""
+    return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * sampler.steps_per_epoch)

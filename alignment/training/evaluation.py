@@ -1,0 +1,57 @@
+"""Evaluation: the whole set as one window, without gradients."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from alignment.data.batching import MicroBatches
+from alignment.data.windows import WindowPlan, evaluation_plan
+from alignment.engines.launch_env import rank, world_size
+from alignment.reporting.metrics import means
+from alignment.reporting.progress import Progress
+from alignment.training.context import RunContext
+from alignment.training.data import PreparedData, order_seed
+from alignment.training.window import WindowPass
+
+
+def evaluation_window(context: RunContext, data: PreparedData) -> tuple[WindowPlan, MicroBatches]:
+    """A whole dataset as one window: its plan, and this rank's micro-batches of it."""
+    args, method = context.args, context.method
+    plan = evaluation_plan(
+        data.table,
+        world_size=world_size(),
+        batch_size=args.eval_batch_size,
+        seed=order_seed(args),
+        draw_partners=method.draws_partners,
+        max_tokens=args.max_tokens_per_batch,
+    )
+    return plan, MicroBatches(method.collate, data.dataset, data.table, plan, rank())
+
+
+def evaluation_windows(context: RunContext) -> Iterator[tuple[WindowPlan, MicroBatches, PreparedData]]:
+    """The windows of the run's own sets, one after another."""
+    for data in context.eval_data.values():
+        yield *evaluation_window(context, data), data
+
+
+def evaluate(context: RunContext, window_pass: WindowPass, data: PreparedData, prefix: str) -> dict[str, float]:
+    """Loss and metrics of a dataset, named ``{prefix}_loss`` … with runtime and rates.
+
+    Means are over all rows and a KL is clamped once, so no number depends on the batch size or on the ranks.
+    """
+    method, start = context.method, time.monotonic()
+    shown = context.is_first and not context.args.disable_tqdm
+    plan, batches = evaluation_window(context, data)
+    progress = Progress(len(plan.micro_batches) * method.passes, prefix, shown, window_pass.device)
+    try:
+        items, _ = window_pass(plan, batches, data, train=False, progress=progress)
+    finally:
+        progress.close()
+    seconds = time.monotonic() - start
+    result = {f"{prefix}_{name}": value for name, value in means(items, method.logs_sums).items()}
+    return result | {
+        f"{prefix}_runtime": seconds,
+        f"{prefix}_samples_per_second": plan.counts.rows / seconds,
+        f"{prefix}_steps_per_second": len(plan.micro_batches) / seconds,
+    }

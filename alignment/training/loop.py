@@ -1,0 +1,306 @@
+"""The training loop, in the open: window, forward and backward, step, log, evaluate, save.
+
+When to log, evaluate, save and stop is what transformers' callbacks say: its DefaultFlowCallback reads the options.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import TrainOutput
+
+from alignment.config.errors import RewardError, TrainingError
+from alignment.data.batching import AnyBatch, EpochWindows
+from alignment.data.windows import WindowPlan, WindowSampler
+from alignment.engines.collectives import barrier, from_first_rank
+from alignment.engines.launch_env import rank, world_size
+from alignment.engines.saving import load_weights, write_model
+from alignment.internals.torch import schedule_may_go_first
+from alignment.reporting.metrics import MetricHistory, means
+from alignment.reporting.progress import Progress
+from alignment.training.callbacks import Decision
+from alignment.training.checkpoints import CHECKPOINT_PREFIX, BestModel, prune_checkpoints
+from alignment.training.context import RunContext
+from alignment.training.data import PreparedData, total_steps
+from alignment.training.run_engines import RunEngines
+from alignment.training.run_state import Boundary, RandomAtStart, Totals
+from alignment.training.window import NonFiniteLoss
+
+
+class TrainingLoop:
+    """Runs over the windows of a run, from where its state stands.
+
+    Args:
+        context: the run.
+        engines: its engines.
+        data: the training data.
+        sampler: its windows.
+        evaluate: evaluates, logs and tells the callbacks; its result has every metric by name.
+        write_state: writes transformers' state into a folder.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        engines: RunEngines,
+        data: PreparedData,
+        sampler: WindowSampler,
+        evaluate: Callable[[], dict[str, float]],
+        write_state: Callable[[Path], None],
+    ) -> None:
+        self.context, self.engines, self.data, self.sampler = context, engines, data, sampler
+        self.evaluate, self.write_state = evaluate, write_state
+        self.args, self.state, self.events = context.args, context.state, context.events
+        self.total_steps = total_steps(context.args, sampler)
+        self.best = BestModel(context.args, context.state)
+        register = context.run_state.register
+        self.history, self.totals = register("history", MetricHistory()), register("totals", Totals())
+        self.random = register("random", RandomAtStart())
+        self.boundary = register("boundary", Boundary())
+        register("data", sampler)
+        self.decision = Decision()
+
+    def run(self, evaluation: Iterable[tuple[WindowPlan, Sequence[AnyBatch], PreparedData]]) -> TrainOutput:
+        """Train to the last step; return transformers' ``TrainOutput``.
+
+        Args:
+            evaluation: the windows of the sets to evaluate on.
+        """
+        fresh = self.state.global_step == 0
+        self._start(fresh)
+        args, state = self.args, self.state
+        shown = self.context.is_first and not args.disable_tqdm
+        self.progress = Progress(self.total_steps, args.method, shown, self.engines.window_pass.device)
+        try:
+            self.events("on_train_begin")
+            if fresh:
+                self.engines.window_pass.begin(evaluation)
+                if args.eval_on_start:
+                    self.evaluate()  # not of a checkpoint, so not among those that the best is chosen from
+            elif self.boundary.epoch_ends:
+                self.random.after()
+                self._end_epoch()
+            for plan, batches in self._windows():
+                if plan.step == 0:
+                    self.events("on_epoch_begin")
+                self.events("on_step_begin")
+                self._step(plan, batches)
+                self.events("on_step_end")
+                self._boundary()
+                if self._stops():
+                    break
+        except (NonFiniteLoss, RewardError) as error:  # both on every rank, with good weights
+            kind = TrainingError if isinstance(error, NonFiniteLoss) else RewardError
+            raise kind(f"step {state.global_step + 1}: {error}{self._rescue()}") from error
+        finally:
+            self.progress.close()
+        return self._finish()
+
+    def _boundary(self) -> None:
+        """Everything between two steps; after it, the state of the run is whole."""
+        self.totals.seconds = self._seconds()
+        self.decision = self.events.decide()
+        self.boundary.epoch_ends = self.sampler.step == 0 or self._stops(epoch=True)
+        self._act()
+        # Callbacks that heard of what was done may end the epoch as well.
+        self.boundary.epoch_ends = self.boundary.epoch_ends or self._stops(epoch=True)
+        if self.boundary.epoch_ends:
+            self._end_epoch()
+        self.totals.seconds = self._seconds()
+
+    def _end_epoch(self) -> None:
+        """What an epoch ends with; the rest of one that a callback ended is left out."""
+        self.boundary.epoch_ends = False
+        self.events("on_epoch_end")
+        self.decision = self.events.decide()
+        if self.decision.end_epoch and self.sampler.step and not self._stops():
+            self.sampler.epoch, self.sampler.step = self.sampler.epoch + 1, 0
+        self._act()
+
+    def _stops(self, *, epoch: bool = False) -> bool:
+        """Whether the run, or with ``epoch`` at least this epoch, ends here."""
+        last = self.decision.stop or self.state.global_step >= self.total_steps
+        return last or (epoch and self.decision.end_epoch)
+
+    def _act(self) -> None:
+        """Do what all ranks have decided. They decide anew after each thing done, for callbacks hear of it."""
+        if self.decision.log or (self._stops() and self.history):
+            self._log()
+            self.decision = self.events.decide()
+        if self.decision.evaluate:
+            self._evaluate()
+            self.decision = self.events.decide()
+        if self.decision.save:
+            self.events.control.should_save = False  # in what is saved it has happened
+            self._save()
+            self.events("on_save")
+            self.decision = self.events.decide()
+
+    def _seconds(self) -> float:
+        """Since the run began, without the time between a stop and a restart."""
+        return self._before + time.monotonic() - self._started
+
+    def _start(self, fresh: bool) -> None:
+        args, state, window = self.args, self.state, self.sampler.window
+        self._started, self._before = time.monotonic(), self.totals.seconds
+        if fresh:
+            self.sampler.epoch, self.sampler.step, state.epoch = 0, 0, 0.0
+        state.max_steps = self.total_steps
+        state.num_train_epochs = math.ceil(self.total_steps / self.sampler.steps_per_epoch)
+        state.train_batch_size, state.logging_steps = args.per_device_train_batch_size, args.logging_steps
+        state.eval_steps, state.save_steps = args.eval_steps, args.save_steps
+        report = self.data.report
+        self.context.log_file.write(
+            {
+                "event": "start",
+                "run_name": args.run_name or self.context.output_dir.name,
+                "method": args.method,
+                "world_size": world_size(),
+                "window": window,
+                "steps": self.total_steps,
+                "rows": report.rows_out,
+                "dropped": report.dropped,
+            }
+        )
+
+    def _windows(self) -> Iterator[tuple[WindowPlan, Sequence[AnyBatch]]]:
+        """Windows from where the sampler stands to the last; it is moved on before each is handed out."""
+        args, sampler = self.args, self.sampler
+        while self.state.global_step < self.total_steps:
+            left = min(sampler.steps_per_epoch, sampler.step + self.total_steps - self.state.global_step)
+            loader = DataLoader(
+                EpochWindows(self.context.method.collate, self.data.dataset, sampler, sampler.epoch, rank()),
+                batch_size=None,
+                sampler=range(sampler.step, left),
+                num_workers=args.dataloader_num_workers,
+                # Workers hand over bytes: as shared tensors, a large window would take more files than may be open.
+                collate_fn=pickle.dumps if args.dataloader_num_workers else None,
+            )
+            self.random.before(sampler.step)
+            windows = iter(loader)  # draws from torch's generator
+            self.random.after()
+            for window in windows:
+                plan, batches = pickle.loads(window) if isinstance(window, bytes) else window
+                sampler.advance()
+                yield plan, batches
+                if sampler.step == 0:
+                    break
+
+    def _step(self, plan: WindowPlan, batches: Sequence[AnyBatch]) -> None:
+        """One optimizer step."""
+        items, counts = self.engines.window_pass(
+            plan, batches, self.data, train=True, between=lambda: self.events("on_substep_end")
+        )
+        learning_rate = self.engines.policy.learning_rate
+        grad_norm = self._update() if counts.rows else self._pass_over()
+        state = self.state
+        state.global_step += 1
+        state.epoch = plan.epoch + (plan.step + 1) / self.sampler.steps_per_epoch
+        self.totals.tokens += counts.sequence_tokens
+        self.totals.rows += counts.rows
+        self.totals.loss_sum += items["loss"][0]
+        self.totals.losses += items["loss"][1]  # none where a window left nothing to train on
+        if self.args.include_num_input_tokens_seen:
+            state.num_input_tokens_seen = self.totals.tokens
+        self.history.add(items)
+        self.totals.last = {"grad_norm": grad_norm, "learning_rate": learning_rate}
+        reduced = self.context.method.check_window(counts)
+        if reduced is not None:
+            self.totals.reduced_windows += 1
+            say = self.context.tell if self.args.disable_tqdm else self.progress.note
+            say(f"step {state.global_step}: {reduced}")
+        self.progress.advance(means(items), counts.sequence_tokens)
+
+    def _update(self) -> float:
+        """Apply the gradient; return its norm."""
+        policy = self.engines.policy
+        self.events("on_pre_optimizer_step")
+        with self.context.phases("step"):
+            grad_norm = policy.step()
+        self.events("on_optimizer_step")
+        if not math.isfinite(grad_norm) and not policy.skips_overflow:
+            raise TrainingError(
+                f"step {self.state.global_step + 1}: the gradient norm is {grad_norm} although the loss was finite; "
+                "the weights may be lost. Start again from the last saved folder with a lower learning_rate"
+            )
+        return grad_norm
+
+    def _pass_over(self) -> float:
+        """A window that left nothing to train on: the schedule moves on and no weight does."""
+        with schedule_may_go_first():
+            self.engines.policy.scheduler.step()
+        return 0.0
+
+    def _log(self) -> None:
+        record = {
+            **self.history.pop(self.context.method.logs_sums),
+            **self.totals.last,
+            "num_tokens": self.totals.tokens,
+        }
+        if self.args.include_num_input_tokens_seen:
+            record["num_input_tokens_seen"] = self.totals.tokens
+        if self.args.include_tokens_per_second:
+            record["tokens_per_second"] = self.totals.tokens / self._seconds() / world_size()
+        self.context.log(record)
+        self.engines.window_pass.logged(self.state.global_step)
+
+    def _evaluate(self) -> None:
+        metrics = self.evaluate()
+        if self.best.improved(metrics) and self.args.load_best_model_at_end:
+            self.events.control.should_save = True  # or there would be nothing to come back to
+        shown = {name: round(value, 4) for name, value in metrics.items() if name.endswith(("loss", "margins"))}
+        self.progress.note(f"step {self.state.global_step}: {shown}")
+
+    def _save(self) -> None:
+        context, first = self.context, self.context.is_first
+        folder = context.output_dir / f"{CHECKPOINT_PREFIX}{self.state.global_step}"
+        with context.phases("save"):
+            write_model(self.engines.policy.scorer.model, context.processing_class, folder, first_rank=first)
+            self.best.saved(folder)
+            self.write_state(folder)
+            if first:
+                prune_checkpoints(context.output_dir, self.args.save_total_limit, keep=self.best.folder)
+            barrier()
+
+    def _return_to_best(self) -> None:
+        """Put the weights of the best evaluation back into the policy."""
+        folder = from_first_rank(self.best.folder)
+        if folder is None:
+            self.context.tell("load_best_model_at_end: no evaluation was finite, so these are the last step's weights")
+        if folder is None or self.state.best_global_step == self.state.global_step:
+            return
+        with self.context.phases("load best"):
+            load_weights(self.engines.policy.scorer.model, folder, first_rank=self.context.is_first)
+        self.progress.note(f"weights of {folder.name}: {self.args.metric_for_best_model} {self.state.best_metric:.6g}")
+
+    def _rescue(self) -> str:
+        """Save the weights that the last good step left, on every rank, unless the run saves nothing; say where."""
+        if self.args.save_strategy == "no" or self.state.global_step == 0:
+            return ""
+        self._save()
+        return f". The weights of step {self.state.global_step} are in {CHECKPOINT_PREFIX}{self.state.global_step}"
+
+    def _finish(self) -> TrainOutput:
+        if self.args.load_best_model_at_end:
+            self._return_to_best()
+        seconds, steps = self._seconds(), self.state.global_step
+        metrics = {
+            "train_runtime": seconds,
+            "train_samples_per_second": self.totals.rows / seconds,
+            "train_steps_per_second": steps / seconds,
+            "train_loss": self.totals.loss_sum / self.totals.losses if self.totals.losses else math.nan,
+        }
+        if self.args.include_tokens_per_second:
+            metrics["train_tokens_per_second"] = self.totals.tokens / seconds / world_size()
+        if self.totals.reduced_windows:
+            metrics[self.context.method.reduced_windows] = self.totals.reduced_windows
+        self.context.log(metrics)
+        self.context.log_file.write({"event": "end", "phases": self.context.phases.summary()})
+        self.events("on_train_end")
+        self.write_state(self.context.output_dir)
+        return TrainOutput(steps, metrics["train_loss"], {**metrics, "epoch": self.state.epoch or 0.0})

@@ -1,0 +1,256 @@
+"""The engines of a run: planned before anything is loaded, built when they are first needed, released."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, enable_full_determinism, set_seed
+
+from alignment.config.deepspeed import load_deepspeed_config, policy_config
+from alignment.config.dtypes import DtypePlan, plan_dtypes
+from alignment.config.errors import OptionError
+from alignment.config.options import AlignmentConfig
+from alignment.config.placement import placement_of, plan_frozen
+from alignment.engines.launch_env import world_size
+from alignment.engines.optimizers import build_optimizer, build_scheduler
+from alignment.engines.scoring import PolicyEngine, ScoringEngine, checked, frozen_engine
+from alignment.models.loading import disable_dropout, enable_checkpointing
+from alignment.models.source import ModelSource
+from alignment.models.tasks import CAUSAL_LM, Task
+from alignment.references.engine import ReferencePlan
+from alignment.training.context import Resources, RunContext
+from alignment.training.method import Models
+from alignment.training.window import WindowPass
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """Dtypes and DeepSpeed configurations of policy and reference, decided before anything is loaded.
+
+    Attributes:
+        dtypes: the run's.
+        source: the policy's model.
+        policy: JSON of the engine that trains it.
+        policy_frozen: JSON of the engine that only evaluates it.
+        reference: the reference; None for a method without one.
+    """
+
+    dtypes: DtypePlan
+    source: ModelSource
+    policy: dict[str, Any]
+    policy_frozen: dict[str, Any]
+    reference: ReferencePlan | None
+
+    @property
+    def compute(self) -> torch.dtype:
+        """The dtype of weights and activations."""
+        dtype: torch.dtype = getattr(torch, self.dtypes.compute)
+        return dtype
+
+    def describe(self) -> str:
+        """One line for the start of a run: where policy and reference live, in which format, at what cost."""
+        stage = self.policy["zero_optimization"]["stage"]
+        formats = f"computing in {self.dtypes.compute}, {self.dtypes.master} masters"
+        text = f"policy: {self.source.name}, ZeRO stage {stage}, {formats}"
+        return f"{text}; {'no reference model' if self.reference is None else self.reference.describe()}"
+
+
+def plan_engines(options: AlignmentConfig, policy: ModelSource, reference: ModelSource | None) -> EnginePlan:
+    """Build every DeepSpeed configuration of the run.
+
+    Args:
+        options: the run's.
+        policy: the policy's model.
+        reference: the reference's, which may be of another size; None for a method without one.
+
+    Raises:
+        OptionError: a key or value of the JSON files that DeepSpeed would ignore or that contradicts the options.
+    """
+    base = load_deepspeed_config(options.deepspeed, "zero2")
+    dtypes = plan_dtypes(options, base)
+    world, width = world_size(), _width(policy)
+    shared: dict[str, Any] = {
+        "dtypes": dtypes,
+        "world_size": world,
+        "micro_batch": options.per_device_train_batch_size,
+    }
+    # Evaluation alone needs no optimizer: a frozen engine that lives where the policy's parameters would.
+    alone = plan_frozen(options, "", placement=placement_of(base), deepspeed=None, hidden_size=width, **shared)
+    plan = EnginePlan(dtypes, policy, policy_config(options, base, dtypes, world, width), alone.ds_config, None)
+    if reference is None:
+        if options.ref_deepspeed is not None:
+            raise OptionError(f"ref_deepspeed: {options.method} has no reference model; remove ref_deepspeed")
+        return plan
+    frozen = plan_frozen(
+        options,
+        "ref",
+        placement=options.ref_placement,
+        deepspeed=options.ref_deepspeed,
+        hidden_size=_width(reference),
+        **shared,
+    )
+    return replace(plan, reference=ReferencePlan(reference, policy, frozen, plan.compute))
+
+
+def _width(source: ModelSource) -> int:
+    return int(source.config.get_text_config().hidden_size)
+
+
+def build_engine(
+    model: PreTrainedModel,
+    options: AlignmentConfig,
+    ds_config: dict[str, Any],
+    *,
+    training_steps: int | None,
+    optimizers: tuple[Any, Any] = (None, None),
+    aux_loss: bool = False,
+    task: Task = CAUSAL_LM,
+) -> ScoringEngine:
+    """Wrap a model in its engine and check once that its scores are its own.
+
+    Args:
+        model: loaded for ``ds_config``.
+        options: the run's.
+        ds_config: this engine's DeepSpeed configuration.
+        training_steps: length of the schedule; None for a frozen engine.
+        optimizers: the user's own optimizer and schedule, or Nones.
+        aux_loss: compute the balancing loss of a mixture of experts.
+        task: what the model is.
+    """
+    if options.disable_dropout:
+        disable_dropout(model)
+    if training_steps is None:
+        return frozen_engine(model, ds_config, task, aux_loss)
+    scorer = task.scorer(model, aux_loss)
+    if options.gradient_checkpointing:
+        enable_checkpointing(model, options.gradient_checkpointing_kwargs)
+        scorer.one_pass = bool((options.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
+    optimizer = optimizers[0] or build_optimizer(scorer, options)
+    scheduler = optimizers[1] or build_scheduler(optimizer, options, training_steps)
+    return checked(PolicyEngine(scorer, ds_config, optimizer, scheduler), task)
+
+
+class RunEngines:
+    """Policy, reference and what the method needs beside them.
+
+    Args:
+        context: the run.
+        plan: DeepSpeed configurations and dtypes.
+        optimizers: the user's own optimizer and schedule, or Nones.
+        aux_coefficient: weight of the balancing loss of a mixture of experts; None where there is none.
+        resources: what the method needs besides.
+
+    Attributes:
+        models: policy and reference; None while there are no engines.
+        trained: whether the policy has been trained, and what is released with it is lost.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        plan: EnginePlan,
+        optimizers: tuple[Any, Any],
+        aux_coefficient: float | None,
+        resources: Resources,
+    ) -> None:
+        self.context, self.plan, self.optimizers = context, plan, optimizers
+        self.aux_coefficient, self.resources = aux_coefficient, resources
+        self.models: Models | None = None
+        self.trained = False
+        self._pass: WindowPass | None = None
+        self._trainable = False
+
+    @property
+    def model(self) -> PreTrainedModel | None:
+        """The policy: the live model, or once it is loaded the one inside the engine, else None."""
+        return self.plan.source.live if self.models is None else self.models.policy.scorer.model
+
+    @property
+    def ready(self) -> bool:
+        """Whether windows can be computed."""
+        return self._pass is not None
+
+    @property
+    def window_pass(self) -> WindowPass:
+        """The computation of one window; there once engines are."""
+        assert self._pass is not None
+        return self._pass
+
+    @property
+    def policy(self) -> PolicyEngine:
+        """The training engine."""
+        policy = self.window_pass.models.policy
+        assert isinstance(policy, PolicyEngine)
+        return policy
+
+    def build(self, training_steps: int | None) -> None:
+        """Build the engines, unless those that there are will do; collective.
+
+        Args:
+            training_steps: length of the schedule; None for evaluation alone.
+
+        Raises:
+            OptionError: the trained weights were released.
+        """
+        if self._pass is not None and (self._trainable or training_steps is None):
+            return
+        if self.trained and self.models is None:
+            raise OptionError(
+                "close() released the trained weights and the reference: call save_model before it, then make another "
+                "trainer"
+            )
+        self.close()
+        args, context = self.context.args, self.context
+        (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
+        if args.tf32 is not None:
+            torch.backends.cuda.matmul.allow_tf32 = args.tf32
+        self.models = self._built(training_steps)
+        policy, handler = self.models.policy, context.events.handler
+        handler.model = policy.scorer.model
+        handler.optimizer, handler.lr_scheduler = policy.engine.optimizer, policy.engine.lr_scheduler
+        self._trainable = training_steps is not None
+        if isinstance(policy, PolicyEngine):
+            context.run_state.register("schedule", policy.scheduler)
+        self._pass = self.resources.window_pass(context, self.models, self.aux_coefficient)
+        context.tell(self.plan.describe())
+        self.resources.built(policy.scorer.model)
+
+    def _built(self, training_steps: int | None) -> Models:
+        """Reference and policy, each released again where a later build fails."""
+        args, plan, reference = self.context.args, self.plan, None
+        with contextlib.ExitStack() as built:
+            built.callback(self.resources.close)
+            for line in self.resources.build():
+                self.context.tell(line)
+            if plan.reference is not None:
+                reference = plan.reference.build(args)
+                built.callback(reference.close)
+            ds_config = plan.policy_frozen if training_steps is None else plan.policy
+            policy = build_engine(
+                plan.source.load(args, plan.compute, ds_config, self.context.tell),
+                args,
+                ds_config,
+                training_steps=training_steps,
+                optimizers=self.optimizers,
+                aux_loss=self.aux_coefficient is not None,
+                task=self.context.method.task,
+            )
+            built.pop_all()
+        return Models(policy, reference)
+
+    def close(self) -> None:
+        """Release the engines. Trained weights go with them, so the trainer is then at its end: save before.
+
+        A live model keeps what training set: its trained weights (partitioned still under ZeRO-3), dropout at 0,
+        checkpointing, and a head that also answers with log-probs.
+        """
+        self.resources.close()
+        if self.models is not None:
+            self.models.close()
+        self.models = self._pass = None
+        self._trainable = False
+        handler = self.context.events.handler
+        handler.model, handler.optimizer, handler.lr_scheduler = self.model, None, None

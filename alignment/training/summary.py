@@ -1,0 +1,86 @@
+"""The end of a run: what it did, on the terminal, and as report.md with curves in the output folder."""
+
+from __future__ import annotations
+
+from alignment.engines.collectives import gathered
+from alignment.engines.launch_env import world_size
+from alignment.engines.phases import over_ranks
+from alignment.reporting.progress import memory_gib
+from alignment.reporting.report import RunReport, draw_history, duration
+from alignment.training.context import RunContext
+from alignment.training.run_engines import RunEngines
+
+REPORT, CURVES = "report.md", "report.png"
+
+
+def write_report(context: RunContext, engines: RunEngines, *, show: bool) -> None:
+    """Write the report, and with ``show`` print it; collective, for its figures are those of all ranks.
+
+    What goes wrong is told and nothing more: a report must not cost a run its weights.
+    """
+    summaries = gathered(context.phases.summary())
+    largest = max(gathered(memory_gib(engines.window_pass.device)))
+    if not context.is_first:
+        return
+    try:
+        _write(context, engines, over_ranks(summaries), largest, show)
+    except Exception as error:  # matplotlib and the file system have their own classes
+        context.tell(f"{REPORT}: could not be written: {type(error).__name__}: {error}")
+
+
+def _write(
+    context: RunContext, engines: RunEngines, phases: dict[str, dict[str, float]], largest: float, show: bool
+) -> None:
+    title = f"{context.args.method}: {context.args.run_name or context.output_dir.name}"
+    drawn = draw_history(context.state.log_history, context.output_dir / CURVES, title)
+    cuda = engines.window_pass.device.type == "cuda"
+    report = RunReport(
+        title=title,
+        facts=_facts(context, engines, int(phases.get("train", {}).get("tokens", 0)), largest),
+        phases=phases,
+        memory="GPU memory" if cuda else "resident memory",
+        train=_last(context, "loss"),
+        evaluation={name.removeprefix("eval_"): value for name, value in _evaluation(context).items()},
+        advice=context.advice,
+        plots={"curves": CURVES} if drawn else None,
+    )
+    (context.output_dir / REPORT).write_text(report.markdown(), encoding="utf-8")
+    if show:
+        context.tell(f"\n{report.terminal()}")
+
+
+def _facts(context: RunContext, engines: RunEngines, tokens: int, largest_gib: float) -> list[tuple[str, str]]:
+    state, data = context.state, context.train_data
+    facts = [("models", engines.plan.describe())]
+    facts += engines.window_pass.facts
+    if data is not None and context.sampler is not None:
+        window = context.sampler.window
+        facts += [
+            ("data", f"{data.where}: {data.report.summary()}"),
+            ("steps", f"{state.global_step} of {state.max_steps}, up to {window} rows each, {world_size()} rank(s)"),
+        ]
+    if context.args.load_best_model_at_end and state.best_global_step is not None:
+        name = context.args.metric_for_best_model
+        facts.append(("weights", f"of step {state.best_global_step}, the best by {name}: {state.best_metric:.6g}"))
+    times = _last(context, "train_runtime")
+    if times:
+        seconds = times["train_runtime"]
+        facts.append(
+            ("time", f"{duration(seconds)}: {tokens:,} tokens trained on, {tokens / seconds:,.0f} per second")
+        )
+    facts.append(("largest process", f"{largest_gib:.2f} GiB"))
+    return facts
+
+
+def _evaluation(context: RunContext) -> dict[str, float]:
+    """The evaluation of the weights that the run ends with."""
+    best = context.args.load_best_model_at_end
+    return _last(context, "eval_", context.state.best_global_step if best else None)
+
+
+def _last(context: RunContext, sign: str, step: int | None = None) -> dict[str, float]:
+    """The log's newest entry (of ``step``) with a name that begins with ``sign``, without its bookkeeping."""
+    for entry in reversed(context.state.log_history):
+        if step in (None, entry["step"]) and any(name.startswith(sign) for name in entry):
+            return {name: value for name, value in entry.items() if name not in ("step", "epoch", "num_tokens")}
+    return {}

@@ -1,0 +1,333 @@
+"""What every trainer is: checks and plans when made, builds engines when first needed, trains, evaluates.
+
+The constructor has TRL's shape, so that a script written for TRL runs after changing its import. It loads no weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from transformers import PreTrainedModel, TrainerState
+from transformers.trainer_utils import TrainOutput
+
+from alignment.config.errors import OptionError
+from alignment.config.options import AlignmentConfig
+from alignment.data.prepare import check_vocabulary
+from alignment.data.windows import WindowSampler
+from alignment.engines.collectives import barrier, device
+from alignment.engines.launch_env import init_distributed, local_rank, rank
+from alignment.engines.optimizers import check_optimization
+from alignment.engines.phases import Phases
+from alignment.engines.saving import write_model
+from alignment.reporting.log import JsonlLog, strict
+from alignment.training.arguments import (
+    balancing_coefficient,
+    check_data_source,
+    check_optimizers,
+    load_tokenizer,
+    model_and_options,
+    model_sources,
+    named_datasets,
+    refuse_arguments,
+)
+from alignment.training.callbacks import Events, check_callbacks, check_early_stopping
+from alignment.training.checkpoints import check_best_metric, check_output_folder, write_json
+from alignment.training.context import Resources, RunContext
+from alignment.training.data import PreparedData, prepare_data, total_steps, window_sampler
+from alignment.training.evaluation import evaluate, evaluation_windows
+from alignment.training.loop import TrainingLoop
+from alignment.training.method import AnyMethod
+from alignment.training.run_engines import RunEngines, plan_engines
+from alignment.training.run_state import RunState
+from alignment.training.summary import write_report
+
+
+class AlignmentTrainer:
+    """Base of the trainers; use that of a method, such as :class:`KTOTrainer`.
+
+    Args:
+        model: path, hub name or a live transformers model; None takes ``args.model_name_or_path``.
+        ref_model: the same for the reference; None means the policy as it is given here.
+        args: the options.
+        train_dataset: a ``datasets.Dataset`` or a list of rows; not needed for evaluation alone.
+        eval_dataset: the same, or a dict of several by name.
+        processing_class: the tokenizer; None loads the model's.
+        tokenizer: older name of ``processing_class``.
+        callbacks: transformers' ``TrainerCallback`` s, instances or classes.
+        optimizers: own ``(optimizer, scheduler)`` over the parameters of a live ``model``, or Nones.
+        **unsupported: TRL's further arguments (adapters, collators …); each is refused by name.
+
+    Raises:
+        AlignmentError: anything about options, model, tokenizer, data or folder that can be known before loading.
+    """
+
+    config_class: ClassVar[type[AlignmentConfig]]
+    method_class: ClassVar[type[AnyMethod]]
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | None = None,
+        ref_model: str | PreTrainedModel | None = None,
+        args: AlignmentConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        tokenizer: Any = None,
+        callbacks: Any = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        **unsupported: Any,
+    ) -> None:
+        refuse_arguments(unsupported)
+        check_data_source(args, train_dataset)
+        callbacks = check_callbacks(callbacks)
+        model, self.args = model_and_options(type(self).__name__, self.config_class, model, args)
+        init_distributed(self.args.use_cpu)
+        self.state = TrainerState(is_world_process_zero=rank() == 0, is_local_process_zero=local_rank() == 0)
+        self.method = self.method_class(self.args)
+        self.output_dir = Path(self.args.output_dir or "")
+        if train_dataset is not None and rank() == 0:
+            check_output_folder(self.output_dir, self.args.overwrite_output_dir)
+        self._prepare_models(model, ref_model, optimizers)
+        self.processing_class = load_tokenizer(processing_class, tokenizer, self.policy_source, self.args)
+        for source in (self.policy_source, self.reference_source):
+            check_vocabulary(self.processing_class, source.config.get_text_config().vocab_size, source.name)
+        self._prepare_datasets(train_dataset, eval_dataset)
+        self.events = Events(self.args, self.state, callbacks, self.processing_class)
+        self.phases = Phases(device())
+        self.log_file = JsonlLog(self.output_dir / "log.jsonl" if rank() == 0 else None)
+        self.context = self._context()
+        self.engines = RunEngines(
+            self.context, self.engine_plan, self.optimizers, self.aux_coefficient, self.resources
+        )
+        self.events.handler.model = self.model
+        self.events("on_init_end")
+
+    def _context(self) -> RunContext:
+        run_state = RunState()
+        run_state.register("trainer", self.events)
+        run_state.register("phases", self.phases)
+        run_state.register("log", self.log_file)
+        return RunContext(
+            args=self.args,
+            method=self.method,
+            output_dir=self.output_dir,
+            processing_class=self.processing_class,
+            state=self.state,
+            events=self.events,
+            phases=self.phases,
+            log_file=self.log_file,
+            run_state=run_state,
+            log=lambda record: self.log(record),
+            tell=lambda text: self.tell(text),
+            train_data=self.train_data,
+            sampler=self.sampler,
+            eval_data=self.eval_data,
+            advice=self.advice,
+        )
+
+    @property
+    def model(self) -> PreTrainedModel | None:
+        """The policy: the live model, or once it is loaded the one inside the engine, else None."""
+        return self.engines.model
+
+    def close(self) -> None:
+        """Release the engines. Trained weights go with them, so this trainer is then at its end: save before.
+
+        A live model keeps what training set: its trained weights (partitioned still under ZeRO-3), dropout at 0,
+        checkpointing, and a head that also answers with log-probs.
+        """
+        self.engines.close()
+
+    def _prepare_models(
+        self, model: str | PreTrainedModel, ref_model: str | PreTrainedModel | None, optimizers: tuple[Any, Any]
+    ) -> None:
+        check_optimizers(optimizers, model)
+        self.optimizers, needed = optimizers, self.method.needs_reference
+        self.policy_source, self.reference_source = model_sources(
+            model, ref_model, self.args, needed, self.method.task
+        )
+        self.aux_coefficient = balancing_coefficient(self.args, self.policy_source.config)
+        self.engine_plan = plan_engines(self.args, self.policy_source, self.reference_source if needed else None)
+        self.resources = self._resources()
+
+    def _resources(self) -> Resources:
+        """What the method needs in a run beside policy and reference."""
+        return Resources()
+
+    def _prepare_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
+        args = self.args
+        self.train_data: PreparedData | None = None
+        self.sampler: WindowSampler | None = None
+        self.advice: list[str] = []
+        if train_dataset is not None:
+            self.train_data = self._prepare(train_dataset, args.max_train_samples, "train_dataset")
+            self.sampler = window_sampler(self.train_data, self.method, args)
+            if not any(self.optimizers):
+                self.tell(check_optimization(args, total_steps(args, self.sampler)))
+            self.advice = self.method.advice(self.train_data.report, self.sampler.window)
+            for sentence in () if args.dry_run else self.advice:
+                self.tell(f"advice: {sentence}")
+        self.eval_data = {
+            name: self._prepare(source, args.max_eval_samples, f"eval_dataset{f' {name}' if name else ''}")
+            for name, source in named_datasets(eval_dataset).items()
+        }
+        for data in (self.train_data, *self.eval_data.values()):
+            if data is not None:
+                self.resources.check_data(data)
+        if self.eval_data:
+            check_best_metric(args, self.metrics, self.eval_data)
+        elif args.eval_strategy != "no" or args.eval_on_start:
+            raise OptionError(
+                f"eval_strategy: {args.eval_strategy.value} (eval_on_start: {args.eval_on_start}) needs data to "
+                "evaluate on; set dataset_test_split, or pass eval_dataset"
+            )
+
+    def _prepare(self, source: Any, limit: int | None, where: str) -> PreparedData:
+        load = source if callable(source) else lambda: source
+        where = getattr(source, "where", where)
+        data = prepare_data(load, limit, self.method, self.processing_class, self.args, where)
+        self.tell(f"{data.where}: {data.report.summary()}")
+        return data
+
+    # What a run does ------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
+        """Train to the end of the schedule.
+
+        Returns:
+            transformers' ``TrainOutput``: steps, mean loss, and metrics.
+
+        Raises:
+            OptionError: there is no training data, or a resume is asked for.
+            TrainingError: the loss became non-finite; no update was made with it.
+        """
+        if resume_from_checkpoint:
+            raise OptionError(
+                f"resume_from_checkpoint={resume_from_checkpoint!r}: resuming is not supported yet; start from a "
+                "saved folder with model_name_or_path"
+            )
+        if self.train_data is None or self.sampler is None:
+            named = " (dataset_name is read by the command; pass load_dataset(...) in Python)"
+            said = named if self.args.dataset_name or self.args.dataset_mixture else ""
+            raise OptionError(f"train_dataset: none was given{said}, so there is nothing to train on")
+        if self.engines.trained:
+            raise OptionError("train: this trainer has trained already; save the model and make another one")
+        check_early_stopping(self.args, self.events.handler.callbacks)
+        loop = TrainingLoop(
+            self.context, self.engines, self.train_data, self.sampler, lambda: self.evaluate(), self.write_state
+        )
+        self.engines.build(loop.total_steps)
+        self._write_settings()
+        self.engines.trained = True
+        result = loop.run(evaluation_windows(self.context))
+        self.write_report(show=True)
+        return result
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Loss and metrics of the evaluation data, or of ``eval_dataset``; with several sets, ``eval_NAME_loss`` …
+
+        Args:
+            eval_dataset: in place of the constructor's: a dataset, a list of rows, or a dict of several.
+            ignore_keys: of no effect on losses that have no model outputs; refused unless empty.
+            metric_key_prefix: what the names begin with.
+        """
+        if ignore_keys:
+            raise OptionError(f"ignore_keys={ignore_keys}: models return no outputs here that could be ignored")
+        data = self.eval_data
+        if eval_dataset is not None:
+            data = {n: self._prepare(d, None, "eval_dataset") for n, d in named_datasets(eval_dataset).items()}
+        if not data:
+            raise OptionError("eval_dataset: none was given, so there is nothing to evaluate on")
+        if not self.engines.ready:
+            self.engines.build(total_steps(self.args, self.sampler) if self.sampler is not None else None)
+        metrics: dict[str, float] = {}
+        for name, part in data.items():
+            prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
+            metrics |= evaluate(self.context, self.engines.window_pass, part, prefix)
+        self.log(metrics)
+        self.events("on_evaluate", metrics=metrics)
+        return metrics
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of what is measured beside the loss."""
+        return (*self.method.metrics, *self.resources.metrics)
+
+    # What callers may ask for ---------------------------------------------------------------------------------------
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the first rank."""
+        return rank() == 0
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write model and tokenizer as a Hugging Face folder, whatever the ZeRO stage. All ranks must call it."""
+        self.engines.build(None)
+        assert self.model is not None
+        folder = Path(output_dir or self.output_dir)
+        write_model(self.model, self.processing_class, folder, first_rank=self.is_world_process_zero())
+        barrier()
+
+    def save_state(self) -> None:
+        """Write ``trainer_state.json`` into the output folder."""
+        self.write_state(self.output_dir)
+
+    def write_state(self, folder: Path) -> None:
+        """Write ``trainer_state.json`` into ``folder``, on the first rank."""
+        if self.is_world_process_zero():
+            self.events.save_state()
+            write_json(folder / "trainer_state.json", dataclasses.asdict(self.state))
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> None:
+        """Not there yet."""
+        raise OptionError("push_to_hub: not supported yet; save_model() and upload the folder with the `hf` command")
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a ``TrainerCallback``, an instance or a class."""
+        self.events.handler.add_callback(*check_callbacks([callback]))
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback, given itself or its class, and return it; None where there is no such one."""
+        return self.events.handler.pop_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback, given itself or its class, if it is there."""
+        self.pop_callback(callback)
+
+    def tell(self, text: str | None) -> None:
+        """Print a line on the first rank; None is nothing to say."""
+        if text is not None and self.is_world_process_zero():
+            print(text, flush=True)
+
+    def log(self, record: Mapping[str, float]) -> None:
+        """Add a record to ``state.log_history`` and to ``log.jsonl``, and tell the callbacks."""
+        entry = strict({**record, "step": self.state.global_step})
+        if self.state.epoch is not None:
+            entry.setdefault("epoch", self.state.epoch)
+        self.events("on_log", logs={name: value for name, value in entry.items() if name != "step"})
+        self.state.log_history.append(entry)
+        if self.args.disable_tqdm and self.is_world_process_zero():
+            print(json.dumps(entry), flush=True)
+        if self.sampler is not None:
+            self.log_file.write(entry)
+
+    def settings(self) -> dict[str, Any]:
+        """What the run was resolved to, by the names of the files in the output folder."""
+        files = {"options.json": self.args.to_dict(), "deepspeed.json": self.engine_plan.policy}
+        if self.engine_plan.reference is not None:
+            files["ref_deepspeed.json"] = self.engine_plan.reference.frozen.ds_config
+        return files | self.resources.settings()
+
+    def write_report(self, *, show: bool) -> None:
+        """Write ``report.md``, and with ``show`` print it. All ranks must call it."""
+        write_report(self.context, self.engines, show=show)
+
+    def _write_settings(self) -> None:
+        if self.is_world_process_zero():
+            for name, content in self.settings().items():
+                write_json(self.output_dir / name, content)

@@ -1,0 +1,169 @@
+"""One window: a pass without gradients, a pass over the micro-batches, one reduction; for training and evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from alignment.config.errors import TrainingError
+from alignment.data.batching import AnyBatch
+from alignment.data.windows import WindowCounts, WindowPlan
+from alignment.engines.collectives import gathered, sum_over_ranks
+from alignment.engines.launch_env import rank
+from alignment.engines.phases import Phases
+from alignment.engines.scoring import PolicyEngine
+from alignment.reporting.metrics import MetricSums
+from alignment.reporting.progress import Progress
+from alignment.training.data import PreparedData
+from alignment.training.method import AnyMethod, Models, Window
+
+Items = dict[str, tuple[float, float]]
+
+
+class Passed(NamedTuple):
+    """``items``: ``{name: (sum, count)}`` over all ranks, the same on each; ``counts``: of what was trained on."""
+
+    items: Items
+    counts: WindowCounts
+
+
+class NonFiniteLoss(TrainingError):
+    """A window's loss is inf or nan. Every rank raises it, and no weight has changed."""
+
+
+class WindowPass:
+    """Computes windows of one method with one set of models.
+
+    Args:
+        method: the method.
+        models: its models.
+        phases: where time and memory are recorded.
+        aux_coefficient: weight of the balancing loss of a mixture of experts; None where there is none.
+    """
+
+    def __init__(self, method: AnyMethod, models: Models, phases: Phases, aux_coefficient: float | None) -> None:
+        self.method, self.models, self.phases, self.aux_coefficient = method, models, phases, aux_coefficient
+
+    @property
+    def device(self) -> torch.device:
+        """Where the policy computes."""
+        return self.models.policy.device
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The metrics of a window."""
+        return ("loss", *self.method.metrics, *(() if self.aux_coefficient is None else ("aux_loss",)))
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """What the report of the run says of how windows were computed, by name."""
+        return []
+
+    def dataset_of(self, data: PreparedData) -> str:
+        """What names the dataset that the row ids of batches are of; ``""`` where they hold what was generated."""
+        return data.key
+
+    def begin(self, evaluation: Iterable[tuple[WindowPlan, Sequence[AnyBatch], PreparedData]]) -> None:
+        """Called before the first step, with the windows of the sets to evaluate on; collective."""
+
+    def logged(self, step: int) -> None:
+        """Called after the log of a step."""
+
+    def prepared(
+        self, plan: WindowPlan, batches: Sequence[AnyBatch], data: PreparedData, sums: MetricSums, *, train: bool
+    ) -> tuple[WindowPlan, Sequence[AnyBatch]]:
+        """What the passes go through; a method that makes its own rows puts them in the place of the given ones."""
+        return plan, batches
+
+    def __call__(
+        self,
+        plan: WindowPlan,
+        batches: Sequence[AnyBatch],
+        data: PreparedData,
+        *,
+        train: bool,
+        between: Callable[[], None] = lambda: None,
+        progress: Progress | None = None,
+    ) -> Passed:
+        """Losses and metrics of the window; with ``train`` its gradient is left in the engine, not yet applied.
+
+        Args:
+            plan: the window.
+            batches: this rank's micro-batches of it.
+            data: that the window's rows are of.
+            train: accumulate gradients; the policy must then be a :class:`PolicyEngine`.
+            between: called after the backward pass of each micro-batch but the last.
+            progress: moves with each micro-batch that is trained on or evaluated, and not with those of prompts.
+
+        Raises:
+            NonFiniteLoss: in training, the loss is not finite; on every rank, before any weight has changed.
+        """
+        with contextlib.nullcontext() if train else self.phases.of_evaluation():
+            return self._passed(plan, batches, data, train, between, progress)
+
+    def _passed(
+        self,
+        plan: WindowPlan,
+        batches: Sequence[AnyBatch],
+        data: PreparedData,
+        train: bool,
+        between: Callable[[], None],
+        progress: Progress | None,
+    ) -> Passed:
+        policy, device = self.models.policy, self.device
+        sums = MetricSums(self.names, device, first_rank=rank() == 0)
+        plan, batches = self.prepared(plan, batches, data, sums, train=train)
+        if progress is not None:
+            batches = progress.watch(batches, self.method.passes)
+        window = Window(batches, plan.counts, self.models, sums, self.phases, self.dataset_of(data))
+        known = self.method.before_training(window)
+        losses: list[tuple[tuple[int, ...], Tensor]] = []
+        with self.phases("train" if train else "evaluate") as record:
+            for index, batch in enumerate(batches):
+                record.tokens += self.method.scored(batch).tokens
+                if isinstance(policy, PolicyEngine) and train:
+                    local = self._micro_batch(batch, index, known, window, losses)
+                    last = index == len(batches) - 1
+                    policy.backward(local, last=last)
+                    if not last:
+                        between()
+                else:
+                    with policy.inference():
+                        self._micro_batch(batch, index, known, window, losses)
+            sum_over_ranks(sums.values)
+        items = sums.items()
+        if train and not math.isfinite(items["loss"][0]):
+            raise _non_finite(items["loss"][0], losses, data.source_row)
+        return Passed(items, plan.counts)
+
+    def _micro_batch(self, batch: AnyBatch, index: int, known: Any, window: Window[Any], losses: list[Any]) -> Tensor:
+        scored = self.method.scored(batch).to(self.device)
+        output = self.models.policy.forward(scored, stats=True, tokens=self.method.needs_tokens)
+        result = self.method.losses(batch, index, output, known, window)
+        local = result.local
+        if self.aux_coefficient is not None:
+            # A product of batch means has no exact sum over micro-batches: weighted by their share of tokens.
+            tokens = scored.attention_mask.sum() if batch.rows else 0
+            share = output.aux_loss * (tokens / window.counts.sequence_tokens)
+            local = local + self.aux_coefficient * share
+            window.sums.add_part("aux_loss", share)
+        window.sums.add_part("loss", local)
+        losses.append((batch.rows, result.rows))
+        return local
+
+
+def _non_finite(
+    loss: float, losses: list[tuple[tuple[int, ...], Tensor]], source_rows: Callable[[int], Any]
+) -> NonFiniteLoss:
+    own = [row for rows, values in losses for row, value in zip(rows, values.tolist()) if not math.isfinite(value)]
+    rows = sorted(source_rows(row) for part in gathered(own) for row in part)
+    return NonFiniteLoss(
+        f"the loss of this window is {loss}: no update was made; rows with a non-finite loss: "
+        f"{', '.join(map(str, rows[:16])) or 'none, so the NLL or the balancing loss overflowed'}. Likely causes: "
+        "weights that are broken already, a learning_rate that is too high, fp16 (use bf16), or too large a beta"
+    )

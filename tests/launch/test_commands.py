@@ -1,0 +1,217 @@
+"""One command line behind every entry: names in usage lines, closed pipes, and what an installed wheel holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from helpers import POSITIONS, make_model, unpaired_rows
+
+from alignment import __version__
+from alignment.cli.commands import COMMANDS, main
+from alignment.cli.help import help_text
+from alignment.cli.output import surviving_closed_output
+from alignment.config.registry import METHODS
+from tools.ranks.client import environment
+
+TRAIN = [sys.executable, str(ROOT / "launch" / "train.py")]
+
+
+def run(command: list[str], **more: str) -> subprocess.CompletedProcess[str]:
+    env = environment(PYTHONPATH=str(ROOT), **more)
+    return subprocess.run(command, env=env, text=True, capture_output=True, timeout=60, check=False)
+
+
+# Usage lines --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "called"),
+    [
+        (TRAIN, "launch/train.py"),
+        ([sys.executable, "-m", "alignment", "train"], "python -m alignment train"),
+        (
+            [sys.executable, "-c", "from alignment.cli.commands import main; main()", "train"],
+            "deepspeed-alignment train",
+        ),
+    ],
+    ids=["script", "module", "console"],
+)
+def test_a_usage_line_names_the_command_that_was_called(command: list[str], called: str) -> None:
+    done = run([*command, "--help"])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == help_text(METHODS, called) + "\n"
+    first, second = done.stdout.splitlines()[:2]
+    assert first == f"usage: {called} [RECIPE] [--method METHOD] [--OPTION VALUE ...]"
+    assert ("launch/train.py" in second) == (called == "launch/train.py")
+
+
+def exits(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str, str]:
+    with pytest.raises(SystemExit) as leaving:
+        main(argv, program="da")
+    return leaving.value.code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("argv", [(), ("-h",), ("--help",)])
+def test_without_a_command_all_are_listed(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = exits(capsys, *argv)
+    assert (code, err) == (0, "") and out.startswith("usage: da COMMAND")
+    assert all(f"  {name}  {command.help}\n" in out for name, command in COMMANDS.items())
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exits(capsys, "--version") == (0, f"deepspeed-alignment {__version__}\n", "")
+
+
+@pytest.mark.parametrize("given", [["--local_rank=1"], ["--local-rank", "1"], ["--local_rank=0", "--local-rank=0"]])
+def test_what_deepspeeds_launcher_puts_before_the_command(
+    given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exits(capsys, *given, "--version") == (0, f"deepspeed-alignment {__version__}\n", "")
+
+
+def test_a_single_process_of_a_larger_job_answers() -> None:
+    done = run([*TRAIN, "--help"], RANK="1", WORLD_SIZE="1")
+    assert done.stdout.startswith("usage: ") or "RANK" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("trian", "did you mean 'train'?"), ("kto.yaml", "did you mean da train kto.yaml?")]
+)
+def test_an_unknown_command(name: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = exits(capsys, name, "--beta", "1")
+    assert (code, out) == (2, "")
+    assert err == f"error: {name!r}: no such command; {hint} Commands: {', '.join(COMMANDS)}\n"
+
+
+# Closed pipes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]], ids=" ".join)
+def test_what_only_prints_ends_quietly_when_its_pipe_is_closed(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "alignment", *arguments],
+        env=environment(PYTHONPATH=str(ROOT)),
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]], ids=" ".join)
+def test_what_only_prints_says_why_it_cannot(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "alignment", *arguments],
+            env=environment(PYTHONPATH=str(ROOT)),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    error = "error: standard output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, error)
+
+
+@pytest.mark.parametrize("buffering", [1, -1], ids=["by line", "in blocks"])
+def test_what_a_run_writes_goes_nowhere_once_its_pipe_is_closed(
+    buffering: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w", buffering=buffering) as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with surviving_closed_output():
+            print("read", flush=True)
+            os.close(reader)
+            for _ in range(3):
+                print("unread")
+                sys.stdout.flush()
+            os.write(writer, b"written by a library")
+
+
+def test_a_stream_that_is_not_there_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon may have no stdout at all; ``print`` knows how to do without."""
+    monkeypatch.setattr(sys, "stdout", None)
+    before = sys.stderr
+    with surviving_closed_output():
+        assert sys.stdout is None and sys.stderr is not before
+        print("nobody reads this")
+    assert sys.stderr is before
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("bars", [True, False], ids=["progress bars", "lines"])
+def test_a_training_run_goes_on_when_nobody_reads_it(bars: bool, tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in unpaired_rows(8)))
+    options = {"model_name_or_path": tmp_path / "model", "dataset_name": tmp_path / "rows.jsonl"}
+    options |= {"output_dir": tmp_path / "out", "max_length": POSITIONS, "max_steps": 3, "logging_steps": 1}
+    options |= {"per_device_train_batch_size": 4, "disable_tqdm": not bars}
+    arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    process = subprocess.Popen(
+        [*TRAIN, "--method", "kto", *arguments],
+        env=environment(PYTHONPATH=str(ROOT)),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert process.stdout is not None and process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0
+    steps = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps if "loss" in step] == [1, 2, 3]
+    assert (tmp_path / "out" / "model.safetensors").is_file() and (tmp_path / "out" / "report.md").is_file()
+
+
+# The wheel ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy of the checkout, whose folder would otherwise keep what the build leaves behind."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in ("alignment", "ds_configs", "launch", "examples", "benchmarks", "tests", "tools"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "README.md", "LICENSE", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
+    build = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
+    subprocess.run([sys.executable, "-c", build], cwd=folder, check=True, capture_output=True)
+    (made,) = (folder / "dist").glob("*.whl")
+    return made
+
+
+def test_what_is_in_the_wheel(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    expected = {f"alignment/{path.relative_to(ROOT / 'alignment')}" for path in (ROOT / "alignment").rglob("*.py")}
+    expected |= {f"alignment/ds_configs/{path.name}" for path in (ROOT / "ds_configs").glob("*.json")}
+    expected |= {f"alignment/launch/recipes/{path.name}" for path in (ROOT / "launch" / "recipes").glob("*.yaml")}
+    assert expected | {"alignment/py.typed"} <= names
+    others = {name for name in names - expected if not name.startswith("deepspeed_alignment-")}
+    assert others <= {"alignment/py.typed", "alignment/launch/train.py", "alignment/ds_configs/README.md"}
+
+
+def test_who_installed_the_wheel_has_the_recipes(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    command = [sys.executable, "-m", "alignment", "train"]
+    env = environment(PYTHONPATH=str(tmp_path))
+    done = subprocess.run([*command, "--help"], env=env, cwd=tmp_path, text=True, capture_output=True, check=True)
+    recipes = sorted(path.stem for path in (ROOT / "launch" / "recipes").glob("*.yaml"))
+    assert f"({', '.join(recipes)})" in done.stdout
+    wrong = subprocess.run([*command, "kto"], env=env, cwd=tmp_path, text=True, capture_output=True, check=False)
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (1, 1) and wrong.stderr.startswith("error: output_dir=None")

@@ -1,0 +1,60 @@
+"""Which evaluation is the best, and which checkpoints stay."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from transformers import TrainerState
+
+from alignment import CPOConfig
+from alignment.training.checkpoints import BestModel, prune_checkpoints
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "steps"),
+    [
+        ("loss", [3.0, 2.0, 2.0, 4.0, 1.0], [1, 2, 5]),
+        ("eval_loss", [math.nan, 3.0, math.inf, 2.0], [2, 4]),
+        ("rewards/accuracies", [0.5, 0.4, 0.5, 0.75], [1, 4]),
+    ],
+)
+def test_only_a_better_and_finite_value_improves(metric: str, values: list[float], steps: list[int]) -> None:
+    args = CPOConfig(output_dir="out", metric_for_best_model=metric)
+    state = TrainerState()
+    best = BestModel(args, state)
+    improved = []
+    for state.global_step, value in enumerate(values, start=1):
+        if best.improved({f"eval_{metric.removeprefix('eval_')}": value, "eval_other": -1e9}):
+            improved.append(state.global_step)
+    assert improved == steps
+    assert state.best_global_step == steps[-1] and state.best_metric == values[steps[-1] - 1]
+
+
+def test_an_explicit_direction_decides() -> None:
+    state = TrainerState()
+    best = BestModel(CPOConfig(output_dir="out", metric_for_best_model="loss", greater_is_better=True), state)
+    assert [best.improved({"eval_loss": value}) for value in (1.0, 2.0, 0.5)] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("steps", "limit", "keep", "left"),
+    [
+        ([1, 2, 3, 10], 2, None, [3, 10]),
+        ([1, 2, 3, 10], 2, 1, [1, 10]),
+        ([1, 2, 3, 10], 3, 1, [1, 3, 10]),
+        ([1, 2, 3, 10], 1, 1, [1, 10]),
+        ([1, 2, 3, 10], 1, 10, [10]),
+        ([1, 2, 3, 10], 1, 7, [10]),
+        ([1, 2], None, 1, [1, 2]),
+        ([], 1, None, []),
+    ],
+)
+def test_the_newest_and_the_best_checkpoint_stay(
+    tmp_path: Path, steps: list[int], limit: int | None, keep: int | None, left: list[int]
+) -> None:
+    for step in steps:
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    prune_checkpoints(tmp_path, limit, None if keep is None else tmp_path / f"checkpoint-{keep}")
+    assert sorted(int(path.name.removeprefix("checkpoint-")) for path in tmp_path.iterdir()) == left
