@@ -64,7 +64,9 @@ class RunContext:
 
 
 class Resources:
-    """Takes part in planning, building and releasing the engines of a run; a method's trainer may have its own.
+    """What a method needs in a run beside policy and reference: nothing, unless its trainer has its own.
+
+    They take part in planning, building and releasing the engines of the run.
 
     Attributes:
         metrics: the names of what is measured beside the method's.
