@@ -14,11 +14,12 @@ import contextlib
 import errno
 import os
 import re
+import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NoReturn, TextIO
 
@@ -84,7 +85,8 @@ class Peers:
         # Rank 0's store may serve the group, and must outlive a main function that destroys the group.
         self._server = default_store()
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        client = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+        with _interrupt_deferred():
+            client = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
         # torchrun keeps one store over its restarts.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store = PrefixStore(f"alignment.guard/{attempt}", client)
@@ -162,6 +164,19 @@ class Peers:
                     "error: rank 1: rank 0 has gone without a message: it was killed, perhaps for lack of host memory"
                 )
             _end_process(1)
+
+
+@contextlib.contextmanager
+def _interrupt_deferred() -> Iterator[None]:
+    """Within this context Ctrl-C has to wait.
+
+    A connection that it breaks off would be tried again by torch, up to 30 s later, and be deaf to it until then.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _speak(error: BaseException) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import DRIVERS
+from conftest import DRIVERS, ROOT
 
 from alignment.config.errors import AlignmentError, OptionError
 from alignment.engines.guard import describe, guarded
@@ -172,6 +172,29 @@ def test_an_interruption_of_both_ranks_keeps_its_exit_status(ranks: RankServer) 
         ["rank 0: interrupted by the user"],
         ["rank 1: interrupted by the user"],
     )
+
+
+def test_an_interruption_waits_for_a_connection() -> None:
+    """One that broke it off would leave the rank deaf until torch tries again, up to 30 s later."""
+    code = """
+import os, signal, time
+from alignment.engines.guard import _interrupt_deferred
+try:
+    with _interrupt_deferred():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+        print("connected", end=" ")
+    time.sleep(5)
+except KeyboardInterrupt:
+    print("interrupted", end=" ")
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(5)
+except KeyboardInterrupt:
+    print("again")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=30)
+    assert done.stdout == "connected interrupted again\n", done.stderr
 
 
 def test_ranks_that_finish_at_different_times_succeed(ranks: RankServer) -> None:
