@@ -23,6 +23,7 @@ from alignment.config.registry import METHODS
 _USAGE = """\
 usage: {program} [RECIPE] [--method METHOD] [--OPTION VALUE ...]
 {launchers}
+
 RECIPE is a YAML file or the name of a packaged one ({recipes}).
 Options given here override it.
 A boolean needs no VALUE; a mapping is given as JSON."""
