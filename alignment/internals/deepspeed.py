@@ -8,7 +8,6 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -83,6 +82,8 @@ def import_muon() -> None:
     torch's whole compiler: 1.7 s of CPU. Nothing is done where it is imported already, or is elsewhere. Seen with
     DeepSpeed 0.19.8.
     """
+    from unittest import mock
+
     import torch
 
     try:

@@ -10,7 +10,6 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 _PEFT = ("PeftModel", "PeftMixedModel")
 
@@ -22,6 +21,8 @@ def import_model_index() -> None:
     names under ``models``; the second one is the same without that prefix. Releases that keep none are left as they
     are. Seen with transformers 5.23.
     """
+    from unittest import mock
+
     import transformers
     from transformers.utils import import_utils
 
@@ -50,6 +51,8 @@ def import_trainer_utils() -> None:
     imports peft where that is installed, to tell later whether a model is one of its classes. No model is while nobody
     has imported peft; from then on it asks peft, as it would have done. Seen with transformers 5.23.
     """
+    from unittest import mock
+
     from transformers import utils
 
     installed = getattr(utils, "is_peft_available", None)
