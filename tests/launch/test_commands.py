@@ -94,19 +94,20 @@ def test_an_unknown_command(name: str, hint: str, capsys: pytest.CaptureFixture[
 # Closed pipes -------------------------------------------------------------------------------------------------------
 
 
+def printed_to(descriptor: int, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """The command with its stdout there."""
+    command = [sys.executable, "-m", "alignment", *arguments]
+    env = environment(PYTHONPATH=str(ROOT))
+    return subprocess.run(
+        command, env=env, stdout=descriptor, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]], ids=" ".join)
 def test_what_only_prints_ends_quietly_when_its_pipe_is_closed(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-m", "alignment", *arguments],
-        env=environment(PYTHONPATH=str(ROOT)),
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = printed_to(writer, arguments)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -114,15 +115,7 @@ def test_what_only_prints_ends_quietly_when_its_pipe_is_closed(arguments: list[s
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]], ids=" ".join)
 def test_what_only_prints_says_why_it_cannot(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "alignment", *arguments],
-            env=environment(PYTHONPATH=str(ROOT)),
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = printed_to(full.fileno(), arguments)
     error = "error: standard output cannot be written: No space left on device\n"
     assert (done.returncode, done.stderr) == (1, error)
 
