@@ -56,6 +56,7 @@ def test_the_main_job_under_deepspeed(
     assert check_result(tmp_path / "two") == pytest.approx(check_result(tmp_path / "one"), rel=1e-5)
 
 
+@pytest.mark.faults
 def test_the_main_job_under_torchrun(arguments: list[str], tmp_path: Path, launch: Callable[..., Any]) -> None:
     """CPO, by its own recipe."""
     rows = tmp_path / "pairs.jsonl"
@@ -67,6 +68,7 @@ def test_the_main_job_under_torchrun(arguments: list[str], tmp_path: Path, launc
     assert len(check_result(tmp_path / "out")) == 3
 
 
+@pytest.mark.faults
 @pytest.mark.usefixtures("launch")  # so that it runs among the tests that start processes
 def test_the_main_job_under_srun(arguments: list[str], tmp_path: Path) -> None:
     """Two plain processes that know of each other by SLURM's variables only."""
