@@ -39,7 +39,7 @@ EXTRAS = {
         "wandb>=0.19",
         "ruff>=0.12",
         "mypy>=1.15",
-        "import-linter>=2.6,<3",
+        "import-linter>=2.16,<3",
         "types-PyYAML",
     ],
     # For `make mutants`: mutmut's operators on syntax trees, and which tests run which lines.

@@ -23,7 +23,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("alignment.cli.train", "train a model by a recipe, options, or both"),
+    "train": Command("alignment.cli.train", "train a model from a recipe, options, or both"),
 }
 
 
@@ -59,9 +59,7 @@ def _without_local_rank(arguments: Sequence[str]) -> list[str]:
 def _help(program: str) -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name.ljust(width)}  {command.help}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [f"usage: {program} COMMAND [ARGUMENT ...]", "", *lines, "", "COMMAND --help tells of its options."]
-    )
+    return "\n".join([f"usage: {program} COMMAND [ARGUMENT ...]", "", *lines, "", "COMMAND --help lists its options."])
 
 
 def _version() -> str:

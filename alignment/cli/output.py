@@ -1,4 +1,4 @@
-"""What happens when nobody reads the output any more: ``… --help | head``, or a run whose ``tee`` has ended."""
+"""Output whose reader has gone: ``… --help | head``, or a training run whose ``tee`` has exited."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TextIO
 
 
 def print_and_leave(text: str) -> NoReturn:
-    """Print and exit with 0, quietly also where the reader has gone, who has had enough; with 1 if it cannot be."""
+    """Print ``text`` and exit with 0, also if the pipe is closed; exit with 1 on any other error of stdout."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -24,7 +24,7 @@ def print_and_leave(text: str) -> NoReturn:
 
 @contextlib.contextmanager
 def surviving_closed_output() -> Iterator[None]:
-    """Within this context a write to stdout or stderr that has lost its reader, and every later one, goes nowhere."""
+    """Within this context, writing to stdout or stderr never fails because the pipe is closed: output is discarded."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (stream and _Surviving(stream) for stream in before)  # type: ignore[assignment]
     try:
@@ -34,7 +34,7 @@ def surviving_closed_output() -> Iterator[None]:
 
 
 class _Surviving:
-    """A text stream that is sent to nowhere when its pipe is closed. Everything else is the stream's own."""
+    """A text stream that is redirected to the null device once its pipe is closed; otherwise the stream itself."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -59,7 +59,7 @@ class _Surviving:
 
 
 def _to_nowhere(stream: TextIO) -> None:
-    """Let the descriptor below a stream lead nowhere, also for what is buffered still and for libraries in C++."""
+    """Redirect the descriptor of a stream to the null device, which covers buffered text and libraries in C++."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

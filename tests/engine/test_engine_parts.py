@@ -122,6 +122,13 @@ def test_phases_add_up_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     }
 
 
+def test_phases_of_an_older_state_are_read_by_their_new_names() -> None:
+    phases = Phases(torch.device("cpu"))
+    record = {"seconds": 2.5, "tokens": 120, "peak_bytes": 7, "entries": 2}
+    phases.load_state_dict({"records": {"learn": record, "step": record}})
+    assert phases.summary() == {"train": record, "step": record}
+
+
 def test_a_phase_knows_its_own_peak_of_resident_memory() -> None:
     """Also one that is gone when the phase ends; a later phase does not inherit it."""
     phases = Phases(torch.device("cpu"))

@@ -18,6 +18,7 @@ from alignment import __version__
 from alignment.cli.commands import COMMANDS, main
 from alignment.cli.help import help_text
 from alignment.cli.output import surviving_closed_output
+from alignment.cli.parsing import parse
 from alignment.config.registry import METHODS
 from tools.ranks.client import environment
 
@@ -77,9 +78,20 @@ def test_what_deepspeeds_launcher_puts_before_the_command(
     assert exits(capsys, *given, "--version") == (0, f"deepspeed-alignment {__version__}\n", "")
 
 
-def test_a_single_process_of_a_larger_job_answers() -> None:
-    done = run([*TRAIN, "--help"], RANK="1", WORLD_SIZE="1")
-    assert done.stdout.startswith("usage: ") or "RANK" in done.stderr
+def test_the_list_of_commands_is_printed_whatever_the_rank() -> None:
+    done = run([sys.executable, "-m", "alignment", "--help"], RANK="1", WORLD_SIZE="2")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: ")
+
+
+@pytest.mark.parametrize(("rank", "printed"), [("0", True), ("1", False)])
+def test_of_several_ranks_the_first_prints_the_options(
+    rank: str, printed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as leaving:
+        parse(["--help"])
+    assert leaving.value.code == 0 and capsys.readouterr().out.startswith("usage: ") == printed
 
 
 @pytest.mark.parametrize(
