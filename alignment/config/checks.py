@@ -8,7 +8,7 @@ from alignment.config.dtypes import requested_dtype
 from alignment.config.errors import OptionError, did_you_mean, setting
 from alignment.config.fields import Strategy, words
 from alignment.config.options_data import check_mixture, tested_parts
-from alignment.config.placement import PLACEMENTS
+from alignment.config.options_model import REF_PLACEMENTS, check_adapters
 
 # transformers' SchedulerType; a test compares the two.
 SCHEDULES = (
@@ -38,14 +38,14 @@ _DECIDED = {
     "torch_dtype": "set the option dtype",
     "attn_implementation": "set the option attn_implementation",
     "trust_remote_code": "set the option trust_remote_code",
-    **dict.fromkeys(
-        ("quantization_config", "load_in_4bit", "load_in_8bit"),
-        "4- and 8-bit base weights are not supported yet; leave it out",
-    ),
+    "load_in_4bit": "set the option load_in_4bit",
+    "load_in_8bit": "set the option load_in_8bit",
     "device_map": "the engine places the model; leave it out",
     "output_loading_info": "leave it out",
 }
-_REFERENCE_OPTIONS = ("ref_model_name_or_path", "ref_model_init_kwargs", "ref_deepspeed")
+_REFERENCE_OPTIONS = (
+    "ref_model_name_or_path", "ref_model_init_kwargs", "ref_deepspeed", "ref_load_in_4bit", "ref_adapter_name",
+)  # fmt: skip
 _ADAM_DEFAULTS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
 # transformers' reporting integrations, except trackio, whose callback reads options of its own; a test compares.
 INTEGRATIONS = words(
@@ -77,12 +77,38 @@ def below_one(options: Any, *names: str) -> None:
             raise OptionError(f"{setting(name, getattr(options, name))}: must be 0 or more and below 1")
 
 
-def need_reference(options: Any, method: str) -> None:
-    """A reference model is not refused; ``method`` names the method that needs it."""
+def need_reference(options: Any, method: str, *, known_rows: bool = True) -> None:
+    """A reference is not refused, and its placement is one that the method can have.
+
+    Args:
+        options: the run's; ``precompute_ref_log_probs`` becomes the placement that it is another name of.
+        method: names the method in messages.
+        known_rows: whether the rows to score are there before training.
+    """
+    possible = [name for name in REF_PLACEMENTS if name != "none" and (known_rows or name != "precomputed")]
+    if getattr(options, "precompute_ref_log_probs", False):
+        if options.ref_placement not in (None, "precomputed"):
+            raise OptionError(
+                f"precompute_ref_log_probs=True and {setting('ref_placement', options.ref_placement)}: they "
+                "contradict each other; leave one out"
+            )
+        options.ref_placement = "precomputed"
     if options.ref_placement == "none":
         raise OptionError(
-            f"{setting('ref_placement', 'none')}: {method} needs a reference; set one of {', '.join(PLACEMENTS)}"
+            f"{setting('ref_placement', 'none')}: {method} needs a reference; set one of {', '.join(possible)}"
         )
+    if options.ref_placement == "precomputed" and not known_rows:
+        raise OptionError(
+            f"{setting('ref_placement', 'precomputed')}: {method} scores completions that do not exist before "
+            f"training; set one of {', '.join(possible)}"
+        )
+    if getattr(options, "precompute_ref_batch_size", None) is not None:
+        at_least(options, 1, "precompute_ref_batch_size")
+        if options.ref_placement != "precomputed":
+            raise OptionError(
+                f"{setting('precompute_ref_batch_size', options.precompute_ref_batch_size)}: has no effect without "
+                "ref_placement: precomputed; leave it out"
+            )
 
 
 def refuse_labels(options: Any, method: str) -> None:
@@ -120,6 +146,7 @@ def check_shared(options: Any) -> None:
             f"gradient_checkpointing=False; leave one of them out"
         )
     _check_mappings(options)
+    check_adapters(options)
     check_mixture(options)
     check_output(options)
 

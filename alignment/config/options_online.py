@@ -94,6 +94,7 @@ class RewardOptions:
     reward_deepspeed: str | dict[str, Any] | None = option(
         None, "DeepSpeed JSON of the reward model's engine: path, name in `ds_configs/` or mapping."
     )
+    reward_load_in_4bit: bool = option(False, "Load the reward model in 4 bits.")
 
 
 @dataclass(kw_only=True)

@@ -43,39 +43,14 @@ class NotYet:
     partial: bool = False
 
 
-_PEFT = "adapters are not supported yet"
-_QUANT = "4- and 8-bit base weights are not supported yet"
-_WHOLE = "leave it out to train the whole model"
-_OFFLOADED = "leave it out; deepspeed=zero3_offload keeps weights and optimizer in host memory"
 _HUB = "uploading is not supported yet"
 _UPLOAD = "leave it out and upload output_dir with `hf upload`"
 _SYNC = "a reference that follows the policy is not supported yet"
-_PRECOMPUTED = "reference log-probs from disk are not supported yet"
 
 NOT_YET: dict[str, NotYet] = {
-    "use_peft": NotYet((False,), _PEFT, _WHOLE),
-    "lora_r": NotYet((16,), _PEFT, _WHOLE),
-    "lora_alpha": NotYet((32,), _PEFT, _WHOLE),
-    "lora_dropout": NotYet((0.05,), _PEFT, _WHOLE),
-    "lora_target_modules": NotYet((None,), _PEFT, _WHOLE),
-    "lora_modules_to_save": NotYet((None,), _PEFT, _WHOLE),
-    "use_rslora": NotYet((False,), _PEFT, _WHOLE),
-    "use_dora": NotYet((False,), _PEFT, _WHOLE),
-    "load_in_4bit": NotYet((False,), _QUANT, _OFFLOADED),
-    "load_in_8bit": NotYet((False,), _QUANT, _OFFLOADED),
-    "bnb_4bit_quant_type": NotYet(("nf4",), _QUANT, _OFFLOADED),
-    "use_bnb_nested_quant": NotYet((False,), _QUANT, _OFFLOADED),
-    "ref_placement": NotYet(
-        (None, "none", "offload", "sharded", "replica"),
-        "this placement of the reference is not supported yet",
-        "set offload, sharded or replica",
-        partial=True,
-    ),
     "optim": NotYet(
         WORKING_OPTIMIZERS, "this optimizer is not supported yet", "the nearest that works is", partial=True
     ),
-    "precompute_ref_log_probs": NotYet((False,), _PRECOMPUTED, "set ref_placement to offload, sharded or replica"),
-    "precompute_ref_batch_size": NotYet((None,), _PRECOMPUTED, "set ref_placement to offload, sharded or replica"),
     "sync_ref_model": NotYet((False,), _SYNC, "leave it out: the reference stays the policy as given"),
     "ref_model_mixup_alpha": NotYet((0.6,), _SYNC, "leave it out: the reference stays the policy as given"),
     "ref_model_sync_steps": NotYet((512,), _SYNC, "leave it out: the reference stays the policy as given"),
@@ -119,8 +94,6 @@ REMOVED: dict[str, str] = {
     "padding_value": _NO_PAD_LABEL + "; leave it out",
     "is_encoder_decoder": _DECODER,
     "max_target_length": _DECODER + " and max_completion_length",
-    "model_adapter_name": _PEFT + "; " + _WHOLE,
-    "ref_adapter_name": _PEFT + "; set ref_model_name_or_path",
     "local_rank": "the launcher sets it in the environment; leave it out",
     "evaluation_strategy": "set eval_strategy",
     "torch_dtype": "set dtype",

@@ -36,7 +36,7 @@ class OnlineDPOConfig(OnlineOptions):
         self.check_online()
         if not self.betas or not all(beta > 0 for beta in self.betas):
             raise OptionError(f"{setting('beta', self.beta)}: must be greater than 0; set a positive number")
-        checks.need_reference(self, "Online DPO")
+        checks.need_reference(self, "Online DPO", known_rows=False)
         checks.refuse_labels(self, "Online DPO")
 
     @property
