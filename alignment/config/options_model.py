@@ -46,8 +46,8 @@ class ModelOptions:
         None,
         "Where the reference's log-probs come from: `adapter` (the policy without its adapters, or with a frozen copy "
         "of them; the default with adapters), `offload` (ZeRO-3, parameters in host memory; the default without, on a "
-        "GPU), `sharded` (ZeRO-3 on the device), `replica` (a whole copy; the default on CPU), `precomputed` (computed "
-        "once and kept on disk).",
+        "GPU), `sharded` (ZeRO-3 on the device), `replica` (a whole copy; the default on CPU), `precomputed` "
+        "(computed once and kept on disk).",
         choices=REF_PLACEMENTS,
     )
     ref_deepspeed: str | dict[str, Any] | None = option(
@@ -153,9 +153,10 @@ def check_adapters(options: Any) -> None:
     if options.adapter_name_or_path is not None:
         changed = _changed(options, (*_LORA, "use_peft"))
         if changed not in (None, "use_peft"):
+            path = setting("adapter_name_or_path", options.adapter_name_or_path)
             raise OptionError(
-                f"{setting(changed, getattr(options, changed))}: has no effect with "
-                f"{setting('adapter_name_or_path', options.adapter_name_or_path)}, whose own settings stay; leave it out"
+                f"{setting(changed, getattr(options, changed))}: has no effect with {path}, whose own settings stay; "
+                "leave it out"
             )
     elif not options.use_peft and (changed := _changed(options, _LORA)):
         raise OptionError(

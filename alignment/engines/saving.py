@@ -3,39 +3,52 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from alignment.config.errors import OutputError
 from alignment.internals.deepspeed_zero3 import is_partitioned
+from alignment.models.adapters import Adapters, adapter_tensors, read_adapter
+
+TRAINING_BASE = "training_base.json"  # what adapters were trained on, which PEFT's own file does not say in full
+_OF_A_MODEL = (
+    "model*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json",
+    "adapter_model*", "adapter_config.json", TRAINING_BASE,
+)  # fmt: skip
 
 
-def gathered_state_dict(model: PreTrainedModel, keep: bool) -> dict[str, Tensor]:
+def gathered_state_dict(model: PreTrainedModel, keep: bool, only: Collection[str] | None = None) -> dict[str, Tensor]:
     """Every parameter and persistent buffer, whole, on the CPU. All ranks must call it; one at a time is gathered.
 
     Args:
         model: the model inside an engine, or a plain one.
         keep: whether this rank wants the result; the others get an empty dict.
+        only: names of those that are wanted; None: all.
     """
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
+        if only is not None and name not in only:
+            continue
         context = deepspeed.zero.GatheredParameters(parameter, enabled=is_partitioned(parameter))
         with context:
             if keep:
                 state[name] = parameter.detach().to("cpu", copy=True).contiguous()
     if keep:
-        persistent = model.state_dict().keys()
-        state |= {name: b.detach().cpu().clone() for name, b in model.named_buffers() if name in persistent}
+        wanted = model.state_dict().keys() if only is None else only
+        state |= {name: b.detach().cpu().clone() for name, b in model.named_buffers() if name in wanted}
     return state
 
 
@@ -49,14 +62,68 @@ def write_model(model: PreTrainedModel, tokenizer: Any, folder: Path, *, first_r
         OutputError: the folder cannot be written, a full disk included.
     """
     state = gathered_state_dict(model, keep=first_rank)
+    if first_rank:
+        _write(folder, tokenizer, lambda partial: model.save_pretrained(partial, state_dict=state))
+
+
+def write_adapters(
+    model: PreTrainedModel, adapters: Adapters, base: dict[str, Any], tokenizer: Any, folder: Path, *, first_rank: bool
+) -> None:
+    """Write adapters, and modules that were trained whole with them, as PEFT does; collective.
+
+    Args:
+        model: inside an engine.
+        adapters: which.
+        base: what they were trained on, written beside them as ``training_base.json``.
+        tokenizer: written beside them as well.
+        folder: as for :func:`write_model`.
+        first_rank: whether this rank writes.
+
+    Raises:
+        OutputError: the folder cannot be written, a full disk included.
+    """
+    names = _adapter_names(model, adapters)
+    state = gathered_state_dict(model, keep=first_rank, only=set(names.values()))
     if not first_rank:
         return
+    config = copy.deepcopy(adapters.config)
+    config.inference_mode = True
+
+    def save(partial: Path) -> None:
+        tensors = {f"base_model.model.{saved}": state[name] for saved, name in names.items()}
+        save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(str(partial))
+        (partial / TRAINING_BASE).write_text(json.dumps(base, indent=2, default=str) + "\n", encoding="utf-8")
+
+    _write(folder, tokenizer, save)
+
+
+def load_adapters(model: PreTrainedModel, adapters: Adapters, folder: Path, *, first_rank: bool) -> None:
+    """Replace adapters inside an engine by those that :func:`write_adapters` wrote; as :func:`load_weights`."""
+    state = read_adapter(str(folder)) if first_rank else {}
+    parameters = dict(model.named_parameters())
+    for saved, name in _adapter_names(model, adapters).items():
+        if name in parameters:
+            _fill(parameters[name], state.get(f"base_model.model.{saved}"))
+
+
+def _adapter_names(model: PreTrainedModel, adapters: Adapters) -> dict[str, str]:
+    """Names of an adapter's tensors as they are saved -> those of the model."""
+    own = [*(name for name, _ in model.named_parameters()), *(name for name, _ in model.named_buffers())]
+    names: dict[str, str] = adapter_tensors(
+        model, adapters.name, {name: name for name in own}, embeddings=adapters.embeddings
+    )
+    return names
+
+
+def _write(folder: Path, tokenizer: Any, save: Callable[[Path], None]) -> None:
+    """Let ``save`` fill a hidden folder, add the tokenizer, and move all of it into ``folder``."""
     partial = folder / ".partial" if folder.exists() else folder.parent / f".{folder.name}.partial"
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         with _no_progress_bar():
-            model.save_pretrained(partial, state_dict=state)
+            save(partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         _share_with_others(partial)
@@ -78,12 +145,17 @@ def load_weights(model: PreTrainedModel, folder: Path, *, first_rank: bool) -> N
         with _no_progress_bar():
             state = type(model).from_pretrained(folder, dtype=model.dtype).state_dict()
     for name, parameter in model.named_parameters():
-        partitioned = is_partitioned(parameter)
-        with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=partitioned):
-            if first_rank:
-                parameter.data.copy_(state[name])
-        if not partitioned:
-            torch.distributed.broadcast(parameter.data, src=0)
+        _fill(parameter, state.get(name))
+
+
+def _fill(parameter: nn.Parameter, value: Tensor | None) -> None:
+    """Set a parameter on every rank to the value that the first one has. Collective."""
+    partitioned = is_partitioned(parameter)
+    with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=partitioned):
+        if value is not None:
+            parameter.data.copy_(value)
+    if not partitioned:
+        torch.distributed.broadcast(parameter.data, src=0)
 
 
 @contextlib.contextmanager
@@ -100,7 +172,7 @@ def _no_progress_bar() -> Iterator[None]:
 
 def _share_with_others(folder: Path) -> None:
     """Give weights the mode of the files beside them: safetensors makes its own readable by their owner only."""
-    mode = (folder / "config.json").stat().st_mode
+    mode = next(folder.glob("*.json")).stat().st_mode
     for file in folder.glob("*.safetensors"):
         file.chmod(mode)
 
@@ -109,7 +181,7 @@ def move_into(source: Path, target: Path) -> None:
     """Move the files of ``source`` into ``target``, replacing those of the same name; ``source`` disappears.
 
     Where the target does not exist this is one rename. Weights that the new files do not replace are removed, so that
-    an index never points into an older model.
+    an index never points into an older model, and no adapters lie beside another model.
     """
     if not target.exists():
         os.replace(source, target)
@@ -119,7 +191,8 @@ def move_into(source: Path, target: Path) -> None:
         if (target / name).is_dir():
             shutil.rmtree(target / name)  # a rename replaces a file, but no folder that has files
         os.replace(source / name, target / name)
-    for old in [*target.glob("model*.safetensors"), *target.glob("model.safetensors.index.json")]:
-        if old.name not in names:
-            old.unlink()
+    for pattern in _OF_A_MODEL:
+        for old in target.glob(pattern):
+            if old.name not in names:
+                old.unlink()
     source.rmdir()

@@ -1,8 +1,9 @@
-"""bitsandbytes: what it logs while it is imported."""
+"""bitsandbytes: what it logs while it is imported, and how it packs 4-bit weights on a CPU."""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 
 def hush_missing_kernel() -> None:
@@ -12,3 +13,26 @@ def hush_missing_kernel() -> None:
     switch than the logger of the module that looks for the kernel. Seen with bitsandbytes 0.50.
     """
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+def keep_packing(layer: Any) -> None:
+    """Keep a ``Linear4bit`` from repacking its weight on a CPU with AVX512-BF16.
+
+    It does so in its first forward in evaluation mode without gradients, and from then on no gradient passes through
+    it, without a word. No argument controls it. Seen with bitsandbytes 0.50.
+    """
+    layer.support_avx512bf16_for_cpu = False
+
+
+def compute_as_in_training(layer: Any) -> None:
+    """Let a ``Linear8bitLt`` on a CPU compute in evaluation mode what it computes in training mode.
+
+    On a CPU the two differ: in training the weight is multiplied as floating point, in evaluation the input is rounded
+    to 8 bits as well, so that a policy would differ from itself. It goes by ``training``, which nothing else in the
+    layer does. Seen with bitsandbytes 0.50.
+    """
+
+    def before(module: Any, _: Any) -> None:
+        module.train()
+
+    layer.register_forward_pre_hook(before)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from alignment.config.errors import ModelError
-from alignment.models.head import Scored
+from alignment.models.head import Scored, replace_copies
 from alignment.models.scorer import DecoderScorer, Scorer, ScorerOutput, check_agreement, probe_ids, without_dropout
 
 HEAD = "score"  # what transformers calls the head of every decoder that classifies sequences
@@ -41,7 +41,8 @@ class RewardHead(nn.Linear):
 
 def reads_last_token(model: PreTrainedModel) -> bool:
     """Whether the model is a decoder with a linear head over the hidden state of the last token."""
-    return isinstance(getattr(model, HEAD, None), nn.Linear) and hasattr(model, model.base_model_prefix)
+    head = getattr(model, HEAD, None)
+    return isinstance(getattr(head, "original_module", head), nn.Linear) and hasattr(model, model.base_model_prefix)
 
 
 class RewardScorer(DecoderScorer):
@@ -54,7 +55,9 @@ class RewardScorer(DecoderScorer):
 
     def __init__(self, model: PreTrainedModel, router_aux_loss: bool = False) -> None:
         super().__init__(model, router_aux_loss)
-        setattr(model, HEAD, RewardHead.replacing(getattr(model, HEAD)))
+        head = getattr(model, HEAD)
+        if not replace_copies(head, RewardHead.replacing):  # type: ignore[arg-type]
+            setattr(model, HEAD, RewardHead.replacing(head))
 
     def _scores(self, states: Tensor, targets: Tensor, longest: int, stats: bool) -> Scored:
         return getattr(self.model, HEAD)(states)[:, 0], None

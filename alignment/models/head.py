@@ -8,6 +8,8 @@ layer, an adapter, something of the model's own) is left as it is and scored by 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -67,11 +69,37 @@ def install_logprob_head(model: PreTrainedModel, tile_bytes: int = DEFAULT_TILE_
     head = model.get_output_embeddings()
     if head is None:
         raise ModelError(f"model {type(model).__name__} has no language-modelling head: load it as a causal LM")
-    if type(head) is nn.Linear or isinstance(head, LogProbHead):
-        transform = logit_transform(model.config.get_text_config())
-        head = LogProbHead.replacing(head, transform, tile_bytes)
-        model.set_output_embeddings(head)
+    transform = logit_transform(model.config.get_text_config())
+
+    def replaced(linear: nn.Module) -> nn.Module:
+        plain = type(linear) is nn.Linear or isinstance(linear, LogProbHead)
+        return LogProbHead.replacing(linear, transform, tile_bytes) if plain else linear  # type: ignore[arg-type]
+
+    if replace_copies(head, replaced):
+        return head
+    head = replaced(head)
+    model.set_output_embeddings(head)
     return head
+
+
+def replace_copies(module: nn.Module, replaced: Callable[[nn.Module], nn.Module]) -> bool:
+    """Replace the original and each trained copy of a head that PEFT keeps whole (``modules_to_save``).
+
+    Returns:
+        False where the module is no such wrapper, and nothing was done.
+    """
+    copies = getattr(module, "modules_to_save", None)
+    if not isinstance(copies, nn.ModuleDict):
+        return False
+    setattr(module, "original_module", replaced(getattr(module, "original_module")))  # noqa: B009, B010
+    for name in copies:
+        copies[name] = replaced(copies[name])
+    return True
+
+
+def answers_logprobs(head: nn.Module) -> bool:
+    """Whether a head is a :class:`LogProbHead`, or a copy of one that PEFT trains in its place."""
+    return isinstance(getattr(head, "original_module", head), LogProbHead)
 
 
 def checkpointed_logprobs(

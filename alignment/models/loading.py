@@ -17,6 +17,7 @@ from alignment.config.errors import ModelError, OptionError, first_line
 from alignment.internals.deepspeed_zero3 import is_partitioned
 from alignment.internals.torch import is_dropout
 from alignment.internals.transformers import dropout_rates, loading
+from alignment.models.quantization import Quantization, is_packed, prepare_quantized
 from alignment.models.tasks import CAUSAL_LM, Task
 
 
@@ -30,9 +31,14 @@ def load_model(
     trust_remote_code: bool = False,
     init_kwargs: dict[str, Any] | None = None,
     seed: int = 0,
+    quantization: Quantization | None = None,
+    device: torch.device | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> PreTrainedModel:
     """``from_pretrained`` for a task; under a stage-3 ``ds_config`` no rank ever holds the whole model.
+
+    With quantised weights each rank does, on its own device: bitsandbytes can only pack whole weights, and
+    transformers then leaves them undivided until the engine is made.
 
     Args:
         path: folder or hub name.
@@ -43,7 +49,9 @@ def load_model(
         trust_remote_code: run code that comes with the model.
         init_kwargs: further arguments.
         seed: of the weights that the task lets begin anew: the same on every rank, at every ZeRO stage.
-        tell: is told of such weights.
+        quantization: keep base weights in 4 or 8 bits.
+        device: where to quantise them.
+        tell: is told of weights that begin anew.
 
     Raises:
         ModelError: the folder or its weights cannot be read, or weights are missing.
@@ -54,8 +62,12 @@ def load_model(
         **task.arguments,
         **(init_kwargs or {}),
     }
+    if quantization is not None:
+        kwargs["device_map"] = {"": device}
+        if not quantization.stored:
+            kwargs["quantization_config"] = quantization.config
     try:
-        with loading(ds_config):
+        with loading(ds_config if quantization is None else None):
             model, report = task.auto.from_pretrained(path, dtype=dtype, output_loading_info=True, **kwargs)
     except torch.OutOfMemoryError:
         raise
@@ -69,6 +81,8 @@ def load_model(
         names = sorted(report["missing_keys"])
         _begin_anew(model, names, seed)
         tell(f"{path}: its weights have no {' and '.join(names)}, which begins anew, drawn with seed {seed}")
+    if quantization is not None:
+        prepare_quantized(model, quantization)
     loaded: PreTrainedModel = model
     return loaded
 
@@ -89,6 +103,8 @@ def snapshot(model: PreTrainedModel) -> PreTrainedModel:
         # On the host, one tensor after another: a device that just holds the model has no room for a second one.
         memo: dict[int, Any] = {}
         for tensor in itertools.chain(model.parameters(), model.buffers()):
+            if is_packed(tensor):
+                continue  # copies itself with all that belongs to it, where it is
             twin_tensor = tensor.detach().to("cpu", copy=True)
             memo[id(tensor)] = nn.Parameter(twin_tensor) if isinstance(tensor, nn.Parameter) else twin_tensor
         return copy.deepcopy(model, memo)

@@ -18,7 +18,13 @@ from transformers import PreTrainedModel
 
 from alignment.config.errors import ModelError, OptionError
 from alignment.internals.transformers import load_balancing_function
-from alignment.models.head import LogProbHead, Scored, checkpointed_logprobs, install_logprob_head, logit_transform
+from alignment.models.head import (
+    Scored,
+    answers_logprobs,
+    checkpointed_logprobs,
+    install_logprob_head,
+    logit_transform,
+)
 from alignment.models.logprobs import DEFAULT_TILE_BYTES, TokenStats
 
 
@@ -123,7 +129,7 @@ class CompletionScorer(DecoderScorer):
 
     def _scores(self, states: Tensor, targets: Tensor, longest: int, stats: bool) -> Scored:
         head = self.model.get_output_embeddings()
-        if isinstance(head, LogProbHead):
+        if answers_logprobs(head):
             return head(states, targets, stats)
         return checkpointed_logprobs(head, states, targets, self.transform, self.tile_bytes, longest, stats)
 

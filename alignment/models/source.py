@@ -17,6 +17,7 @@ from alignment.config.errors import ModelError, OptionError, first_line
 from alignment.config.options import AlignmentConfig
 from alignment.internals.transformers import asks_for_trust
 from alignment.models.loading import load_model
+from alignment.models.quantization import Quantization, prepare_quantized
 from alignment.models.tasks import CAUSAL_LM, Task
 
 _FOR_TOKENIZERS = ("revision", "token", "cache_dir", "subfolder")
@@ -118,13 +119,17 @@ def check_positions(config: PretrainedConfig, max_length: int | None) -> None:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A path or hub name, or a live object. ``config`` is known before it is loaded."""
+    """A path or hub name, or a live object. ``config`` is known before it is loaded.
+
+    ``quantization`` is how its weights are kept; it is planned once the engine is known.
+    """
 
     path: str | None
     live: PreTrainedModel | None
     config: PretrainedConfig
     init_kwargs: dict[str, Any]
     task: Task = CAUSAL_LM
+    quantization: Quantization | None = None
 
     @property
     def name(self) -> str:
@@ -136,11 +141,17 @@ class ModelSource:
         options: AlignmentConfig,
         dtype: torch.dtype,
         ds_config: dict[str, Any],
+        device: torch.device,
         tell: Callable[[str], None] = lambda line: None,
     ) -> PreTrainedModel:
-        """The live object, or a model loaded for an engine with ``ds_config``; ``tell`` as for :func:`load_model`."""
+        """The live object, or a model loaded for an engine with ``ds_config``; ``device`` and ``tell`` as for
+        :func:`load_model`.
+        """
         if self.live is not None:
-            return widened(self.live, dtype)
+            if self.quantization is None:
+                return widened(self.live, dtype)
+            prepare_quantized(self.live, self.quantization)
+            return self.live
         assert self.path is not None
         return load_model(
             self.path,
@@ -151,6 +162,8 @@ class ModelSource:
             trust_remote_code=options.trust_remote_code,
             init_kwargs=self.init_kwargs,
             seed=options.seed,
+            quantization=self.quantization,
+            device=device,
             tell=tell,
         )
 

@@ -124,7 +124,9 @@ def _check_decoder(model: PreTrainedModel, named: str) -> None:
 
 
 def _check_live_scored(model: PreTrainedModel, named: str) -> None:
-    if not isinstance(getattr(model, HEAD, None), nn.Linear) and "SequenceClassification" not in type(model).__name__:
+    head = getattr(model, HEAD, None)
+    plain = isinstance(getattr(head, "original_module", head), nn.Linear)
+    if not plain and "SequenceClassification" not in type(model).__name__:
         raise ModelError(
             f"{named}: {type(model).__name__} is no sequence classifier; pass its path, or load it with "
             "AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)"

@@ -10,10 +10,13 @@ from torch import Tensor
 from alignment.config.options import AlignmentConfig
 from alignment.config.placement import FrozenPlan
 from alignment.data.batching import Batch
+from alignment.engines.collectives import device
 from alignment.engines.launch_env import world_size
-from alignment.engines.scoring import FrozenEngine, frozen_engine
+from alignment.engines.scoring import FrozenEngine, checked
+from alignment.models.adapters import Adapters, equip
 from alignment.models.loading import disable_dropout, snapshot
 from alignment.models.source import ModelSource, widened
+from alignment.models.tasks import CAUSAL_LM
 from alignment.references.base import RowIds
 
 
@@ -45,24 +48,40 @@ class ReferencePlan:
         policy: the policy's model, which a reference that was not given is a copy of.
         frozen: placement and DeepSpeed JSON.
         dtype: of weights and activations.
+        adapters: those that the policy as given has already.
     """
 
     source: ModelSource
     policy: ModelSource
     frozen: FrozenPlan
     dtype: torch.dtype
+    adapters: Adapters | None = None
 
     def build(self, options: AlignmentConfig) -> EngineReference:
         """Load the model into its engine; a live policy is copied, so this comes before its own engine. Collective."""
-        if self.source is self.policy and self.policy.live is not None:
-            model = widened(snapshot(self.policy.live), self.dtype)
+        config = self.frozen.ds_config
+        if self.own and self.policy.live is not None:
+            model = snapshot(self.policy.live)
+            model = model if self.source.quantization is not None else widened(model, self.dtype)
         else:
-            model = self.source.load(options, self.dtype, self.frozen.ds_config)
+            model = self.source.load(options, self.dtype, config, device())
         if options.disable_dropout:
             disable_dropout(model)
-        return EngineReference(frozen_engine(model, self.frozen.ds_config))
+        scorer = CAUSAL_LM.scorer(model, False)
+        if self.adapters is not None:
+            equip(model, self.adapters, ds_config=config, dtype=self.dtype, seed=options.seed, keep=False)
+        return EngineReference(checked(FrozenEngine(scorer, config), CAUSAL_LM))
+
+    @property
+    def own(self) -> bool:
+        """Whether it is the policy as given."""
+        return self.source.live is self.policy.live and self.source.path == self.policy.path
 
     def describe(self) -> str:
         """Whose log-probs, where they come from, and what that costs; for the line that a run begins with."""
-        own = "the policy as given" if self.source is self.policy else self.source.name
-        return f"reference: {own}, {self.frozen.placement.describe(self.dtype.itemsize, world_size())}"
+        own = "the policy as given" if self.own else self.source.name
+        kept = f" with {self.source.quantization.describe()}" if self.source.quantization is not None else ""
+        size = (
+            f"{self.dtype.itemsize}" if self.source.quantization is None else f"{self.source.quantization.bits / 8:g}"
+        )
+        return f"reference: {own}{kept}, {self.frozen.placement.describe(size, world_size())}"

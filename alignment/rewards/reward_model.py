@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from alignment.data.batching import collate, ends
 from alignment.data.messages import Text
 from alignment.data.prepare import check_vocabulary
 from alignment.data.tokenization import RowTokenizer, Source
-from alignment.engines.collectives import largest_over_ranks
+from alignment.engines.collectives import device, largest_over_ranks
 from alignment.engines.launch_env import world_size
 from alignment.engines.scoring import FrozenEngine, frozen_engine
 from alignment.models.classifier import longest_sequence
+from alignment.models.quantization import plan_quantization
 from alignment.models.source import model_source
 from alignment.models.tasks import CLASSIFIER
 from alignment.rewards.callables import raise_together
@@ -83,6 +85,16 @@ class ClassifierReward:
             hidden_size=config.hidden_size,
             micro_batch=self.batch_size,
         )
+        quantization = plan_quantization(
+            options,
+            self.source.config,
+            self.source.init_kwargs,
+            key="reward_model_path",
+            in_4bit=bool(getattr(options, "reward_load_in_4bit", False)) and self.source.live is None,
+            compute=getattr(torch, dtypes.compute),
+            stage=int(self.frozen.ds_config["zero_optimization"]["stage"]),
+        )
+        self.source = replace(self.source, quantization=quantization)
         self.truncated = self.tokens = 0
         self._engine: FrozenEngine | None = None
 
@@ -116,7 +128,8 @@ class ClassifierReward:
             ModelError: the model cannot be loaded, or does not compute scores in a way that is known.
         """
         if self._engine is None:
-            model = self.source.load(self.options, getattr(torch, self.dtypes.compute), self.frozen.ds_config)
+            compute = getattr(torch, self.dtypes.compute)
+            model = self.source.load(self.options, compute, self.frozen.ds_config, device())
             self._longest = min(self._longest, longest_sequence(model) or self._longest)
             self._engine = frozen_engine(model, self.frozen.ds_config, CLASSIFIER)
         return self._engine

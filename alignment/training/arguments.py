@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,6 @@ _REFUSED = {
     "model_init": "not supported yet; pass the model itself",
     "compute_metrics": "not supported yet; the metrics of the method are logged",
     "preprocess_logits_for_metrics": "no logits exist: log-probs are computed without them",
-    "peft_config": "adapters are not supported yet; train the whole model",
-    "model_adapter_name": "adapters are not supported yet; train the whole model",
-    "ref_adapter_name": "adapters are not supported yet; pass ref_model",
 }
 
 
@@ -66,6 +64,22 @@ def model_and_options(
     if not args.output_dir:
         raise OptionError("output_dir: not set; name the folder for the model and the log")
     return model, args
+
+
+def with_adapter_names(args: AlignmentConfig, trained: str | None, reference: str | None) -> AlignmentConfig:
+    """The options with the names of adapters that the constructor was given.
+
+    Raises:
+        OptionError: both say something.
+    """
+    for name, value in (("model_adapter_name", trained), ("ref_adapter_name", reference)):
+        if value is None:
+            continue
+        if getattr(args, name) not in (None, value):
+            raise OptionError(f"{name}={value!r}: the options say {getattr(args, name)!r}; leave one out")
+        args = copy.copy(args)
+        setattr(args, name, value)
+    return args
 
 
 def check_data_source(args: AlignmentConfig | None, train_dataset: Any) -> None:

@@ -19,7 +19,6 @@ from alignment.data.batching import AnyBatch, EpochWindows
 from alignment.data.windows import WindowPlan, WindowSampler
 from alignment.engines.collectives import barrier, from_first_rank
 from alignment.engines.launch_env import rank, world_size
-from alignment.engines.saving import load_weights, write_model
 from alignment.internals.torch import schedule_may_go_first
 from alignment.reporting.metrics import MetricHistory, means
 from alignment.reporting.progress import Progress
@@ -260,7 +259,7 @@ class TrainingLoop:
         context, first = self.context, self.context.is_first
         folder = context.output_dir / f"{CHECKPOINT_PREFIX}{self.state.global_step}"
         with context.phases("save"):
-            write_model(self.engines.policy.scorer.model, context.processing_class, folder, first_rank=first)
+            self.engines.write(folder)
             self.best.saved(folder)
             self.write_state(folder)
             if first:
@@ -275,7 +274,7 @@ class TrainingLoop:
         if folder is None or self.state.best_global_step == self.state.global_step:
             return
         with self.context.phases("load best"):
-            load_weights(self.engines.policy.scorer.model, folder, first_rank=self.context.is_first)
+            self.engines.restore(folder)
         self.progress.note(f"weights of {folder.name}: {self.args.metric_for_best_model} {self.state.best_metric:.6g}")
 
     def _rescue(self) -> str:

@@ -96,6 +96,7 @@ class Method(ABC, Generic[BatchT]):
         task: what is trained.
         needs_tokens: :meth:`losses` gets the log-prob of each completion token as well.
         logs_sums: log sums and counts of each class beside the means.
+        trains_adapters: adapters are trained, and not the whole model; set by the trainer.
         reduced_windows: what the number of windows that :meth:`check_window` noted is called.
     """
 
@@ -106,6 +107,7 @@ class Method(ABC, Generic[BatchT]):
     needs_tokens: ClassVar[bool] = False
     logs_sums: ClassVar[bool] = False
     reduced_windows: ClassVar[str] = "reduced_windows"
+    trains_adapters: bool = False
 
     def __init__(self, options: AlignmentConfig) -> None:
         if self.kind not in get_args(Kind):

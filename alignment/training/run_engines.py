@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,15 +12,23 @@ from transformers import PreTrainedModel, enable_full_determinism, set_seed
 
 from alignment.config.deepspeed import load_deepspeed_config, policy_config
 from alignment.config.dtypes import DtypePlan, plan_dtypes
-from alignment.config.errors import OptionError
+from alignment.config.errors import OptionError, setting
 from alignment.config.options import AlignmentConfig
-from alignment.config.placement import placement_of, plan_frozen
+from alignment.config.placement import PLACEMENTS, placement_of, plan_frozen
+from alignment.engines.collectives import device
 from alignment.engines.launch_env import world_size
 from alignment.engines.optimizers import build_optimizer, build_scheduler
-from alignment.engines.scoring import PolicyEngine, ScoringEngine, checked, frozen_engine
+from alignment.engines.saving import load_adapters, load_weights, write_adapters, write_model
+from alignment.engines.scoring import FrozenEngine, PolicyEngine, ScoringEngine, checked
+from alignment.models.adapter_plan import plan_adapters
+from alignment.models.adapters import Adapters, Given, equip
 from alignment.models.loading import disable_dropout, enable_checkpointing
+from alignment.models.quantization import plan_quantization
+from alignment.models.scorer import Scorer
 from alignment.models.source import ModelSource
 from alignment.models.tasks import CAUSAL_LM, Task
+from alignment.references.adapter import AdapterReferencePlan
+from alignment.references.base import Reference
 from alignment.references.engine import ReferencePlan
 from alignment.training.context import Resources, RunContext
 from alignment.training.method import Models
@@ -33,6 +42,7 @@ class EnginePlan:
     Attributes:
         dtypes: the run's.
         source: the policy's model.
+        adapters: what is trained of it; None for all of it.
         policy: JSON of the engine that trains it.
         policy_frozen: JSON of the engine that only evaluates it.
         reference: the reference; None for a method without one.
@@ -42,7 +52,8 @@ class EnginePlan:
     source: ModelSource
     policy: dict[str, Any]
     policy_frozen: dict[str, Any]
-    reference: ReferencePlan | None
+    reference: ReferencePlan | AdapterReferencePlan | None
+    adapters: Adapters | None = None
 
     @property
     def compute(self) -> torch.dtype:
@@ -55,20 +66,35 @@ class EnginePlan:
         stage = self.policy["zero_optimization"]["stage"]
         formats = f"computing in {self.dtypes.compute}, {self.dtypes.master} masters"
         text = f"policy: {self.source.name}, ZeRO stage {stage}, {formats}"
+        if self.source.quantization is not None:
+            text += f", {self.source.quantization.describe()}"
+        if self.adapters is not None:
+            text += f", {self.adapters.describe()}"
         return f"{text}; {'no reference model' if self.reference is None else self.reference.describe()}"
 
 
-def plan_engines(options: AlignmentConfig, policy: ModelSource, reference: ModelSource | None) -> EnginePlan:
-    """Build every DeepSpeed configuration of the run.
+def plan_engines(
+    options: AlignmentConfig,
+    policy: ModelSource,
+    reference: ModelSource | None,
+    peft_config: Any = None,
+    live: Any = None,
+) -> EnginePlan:
+    """Build every DeepSpeed configuration of the run, and plan adapters and quantised weights.
 
     Args:
         options: the run's.
         policy: the policy's model.
         reference: the reference's, which may be of another size; None for a method without one.
+        peft_config: PEFT's configuration of the adapters to train, in place of the options.
+        live: the ``PeftModel`` that the policy's model was taken from, if it was.
 
     Raises:
-        OptionError: a key or value of the JSON files that DeepSpeed would ignore or that contradicts the options.
+        OptionError: a key or value of the JSON files that DeepSpeed would ignore or that contradicts the options; and
+            adapters or quantised weights that cannot be had.
+        ModelError: adapters that are not this model's.
     """
+    own = reference is policy
     base = load_deepspeed_config(options.deepspeed, "zero2")
     dtypes = plan_dtypes(options, base)
     world, width = world_size(), _width(policy)
@@ -79,11 +105,31 @@ def plan_engines(options: AlignmentConfig, policy: ModelSource, reference: Model
     }
     # Evaluation alone needs no optimizer: a frozen engine that lives where the policy's parameters would.
     alone = plan_frozen(options, "", placement=placement_of(base), deepspeed=None, hidden_size=width, **shared)
-    plan = EnginePlan(dtypes, policy, policy_config(options, base, dtypes, world, width), alone.ds_config, None)
+    config = policy_config(options, base, dtypes, world, width)
+    plan = EnginePlan(dtypes, policy, config, alone.ds_config, None)
+    stage = int(config["zero_optimization"]["stage"])
+    quantization = plan_quantization(
+        options,
+        policy.config,
+        policy.init_kwargs,
+        key=policy.name,
+        in_4bit=options.load_in_4bit,
+        in_8bit=options.load_in_8bit,
+        compute=plan.compute,
+        stage=stage,
+    )
+    policy = replace(policy, quantization=quantization)
+    adapters = plan_adapters(
+        options, policy, peft_config=peft_config, live=live, quantization=quantization, stage=stage
+    )
+    plan = replace(plan, source=policy, adapters=adapters)
     if reference is None:
         if options.ref_deepspeed is not None:
             raise OptionError(f"ref_deepspeed: {options.method} has no reference model; remove ref_deepspeed")
         return plan
+    if _by_adapters(options, adapters, own):
+        assert adapters is not None
+        return replace(plan, reference=AdapterReferencePlan(adapters))
     frozen = plan_frozen(
         options,
         "ref",
@@ -92,7 +138,55 @@ def plan_engines(options: AlignmentConfig, policy: ModelSource, reference: Model
         hidden_size=_width(reference),
         **shared,
     )
-    return replace(plan, reference=ReferencePlan(reference, policy, frozen, plan.compute))
+    as_policy = own and options.ref_load_in_4bit is None
+    quantization = plan_quantization(
+        options,
+        reference.config,
+        reference.init_kwargs,
+        key="ref_model_name_or_path" if not own else policy.name,
+        in_4bit=bool(options.ref_load_in_4bit) or (as_policy and options.load_in_4bit),
+        in_8bit=as_policy and options.load_in_8bit,
+        compute=plan.compute,
+        stage=int(frozen.ds_config["zero_optimization"]["stage"]),
+    )
+    given = adapters if own and adapters is not None and not adapters.are_new else None
+    source = replace(reference, quantization=quantization)
+    return replace(plan, reference=ReferencePlan(source, policy, frozen, plan.compute, given))
+
+
+def _by_adapters(options: AlignmentConfig, adapters: Adapters | None, own: bool) -> bool:
+    """Whether the reference's log-probs come from the policy's own engine.
+
+    Raises:
+        OptionError: they are to, and cannot; or an option of the reference would have no effect.
+    """
+    asked = options.ref_placement
+    if asked not in (None, "adapter") or (asked is None and (adapters is None or not own)):
+        if options.ref_adapter_name is not None:
+            raise OptionError(
+                f"{setting('ref_adapter_name', options.ref_adapter_name)}: has no effect with "
+                f"{setting('ref_placement', asked)}; leave one out"
+            )
+        return False
+    if adapters is None:
+        raise OptionError(
+            "ref_placement='adapter': the whole model is trained, so nothing of it stays as it was; set use_peft: "
+            f"true, or ref_placement to one of {', '.join(PLACEMENTS)}"
+        )
+    if not own:
+        raise OptionError(
+            "ref_placement='adapter': a reference model was given as well, which is not the policy; leave one out"
+        )
+    for name in ("ref_deepspeed", "ref_load_in_4bit"):
+        value = getattr(options, name)
+        if value is not None and asked is None:
+            return False  # asks for an engine of its own
+        if value is not None:
+            raise OptionError(
+                f"{setting(name, value)}: has no effect with ref_placement='adapter', which has no engine of its own; "
+                "leave one out"
+            )
+    return True
 
 
 def _width(source: ModelSource) -> int:
@@ -100,34 +194,32 @@ def _width(source: ModelSource) -> int:
 
 
 def build_engine(
-    model: PreTrainedModel,
+    scorer: Scorer,
     options: AlignmentConfig,
     ds_config: dict[str, Any],
     *,
     training_steps: int | None,
     optimizers: tuple[Any, Any] = (None, None),
-    aux_loss: bool = False,
     task: Task = CAUSAL_LM,
 ) -> ScoringEngine:
     """Wrap a model in its engine and check once that its scores are its own.
 
     Args:
-        model: loaded for ``ds_config``.
+        scorer: of a model loaded for ``ds_config``.
         options: the run's.
         ds_config: this engine's DeepSpeed configuration.
         training_steps: length of the schedule; None for a frozen engine.
         optimizers: the user's own optimizer and schedule, or Nones.
-        aux_loss: compute the balancing loss of a mixture of experts.
         task: what the model is.
     """
-    if options.disable_dropout:
-        disable_dropout(model)
     if training_steps is None:
-        return frozen_engine(model, ds_config, task, aux_loss)
-    scorer = task.scorer(model, aux_loss)
+        return checked(FrozenEngine(scorer, ds_config), task)
     if options.gradient_checkpointing:
-        enable_checkpointing(model, options.gradient_checkpointing_kwargs)
+        enable_checkpointing(scorer.model, options.gradient_checkpointing_kwargs)
         scorer.one_pass = bool((options.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
+        if scorer.one_pass and not all(parameter.requires_grad for parameter in scorer.parameters()):
+            # Re-entrant checkpoints give no gradient to anything unless one goes through their input.
+            scorer.model.enable_input_require_grads()
     optimizer = optimizers[0] or build_optimizer(scorer, options)
     scheduler = optimizers[1] or build_scheduler(optimizer, options, training_steps)
     return checked(PolicyEngine(scorer, ds_config, optimizer, scheduler), task)
@@ -166,6 +258,8 @@ class RunEngines:
     @property
     def model(self) -> PreTrainedModel | None:
         """The policy: the live model, or once it is loaded the one inside the engine, else None."""
+        if self.plan.adapters is not None and self.plan.adapters.live is not None:
+            return self.plan.adapters.live
         return self.plan.source.live if self.models is None else self.models.policy.scorer.model
 
     @property
@@ -209,7 +303,7 @@ class RunEngines:
             torch.backends.cuda.matmul.allow_tf32 = args.tf32
         self.models = self._built(training_steps)
         policy, handler = self.models.policy, context.events.handler
-        handler.model = policy.scorer.model
+        handler.model = self.model
         handler.optimizer, handler.lr_scheduler = policy.engine.optimizer, policy.engine.lr_scheduler
         self._trainable = training_steps is not None
         if isinstance(policy, PolicyEngine):
@@ -220,26 +314,73 @@ class RunEngines:
 
     def _built(self, training_steps: int | None) -> Models:
         """Reference and policy, each released again where a later build fails."""
-        args, plan, reference = self.context.args, self.plan, None
+        args, plan = self.context.args, self.plan
+        reference: Reference | None = None
         with contextlib.ExitStack() as built:
             built.callback(self.resources.close)
             for line in self.resources.build():
                 self.context.tell(line)
-            if plan.reference is not None:
+            if isinstance(plan.reference, ReferencePlan):
                 reference = plan.reference.build(args)
                 built.callback(reference.close)
             ds_config = plan.policy_frozen if training_steps is None else plan.policy
+            scorer, given = self._scorer(ds_config)
             policy = build_engine(
-                plan.source.load(args, plan.compute, ds_config, self.context.tell),
+                scorer,
                 args,
                 ds_config,
                 training_steps=training_steps,
                 optimizers=self.optimizers,
-                aux_loss=self.aux_coefficient is not None,
                 task=self.context.method.task,
             )
+            built.callback(policy.close)
+            if isinstance(plan.reference, AdapterReferencePlan):
+                assert given is not None
+                reference = plan.reference.of(policy, given)
             built.pop_all()
         return Models(policy, reference)
+
+    def _scorer(self, ds_config: dict[str, Any]) -> tuple[Scorer, Given | None]:
+        """The policy's model with head and adapters, and how the policy as given is computed with it."""
+        args, plan = self.context.args, self.plan
+        model = plan.source.load(args, plan.compute, ds_config, device(), self.context.tell)
+        if args.disable_dropout:
+            disable_dropout(model)
+        scorer = self.context.method.task.scorer(model, self.aux_coefficient is not None)
+        if plan.adapters is None:
+            return scorer, None
+        keep = isinstance(plan.reference, AdapterReferencePlan)
+        given = equip(model, plan.adapters, ds_config=ds_config, dtype=plan.compute, seed=args.seed, keep=keep)
+        return scorer, given
+
+    def write(self, folder: Path) -> None:
+        """Write what is trained, whole or as adapters, and the tokenizer into ``folder``; collective."""
+        context, adapters = self.context, self.plan.adapters
+        assert self.models is not None
+        model, first = self.models.policy.scorer.model, context.is_first
+        if adapters is None:
+            write_model(model, context.processing_class, folder, first_rank=first)
+        else:
+            write_adapters(model, adapters, self._base(), context.processing_class, folder, first_rank=first)
+
+    def restore(self, folder: Path) -> None:
+        """Put weights that :meth:`write` wrote back into the policy; collective, for the end of a run."""
+        adapters, model = self.plan.adapters, self.policy.scorer.model
+        if adapters is None:
+            load_weights(model, folder, first_rank=self.context.is_first)
+        else:
+            load_adapters(model, adapters, folder, first_rank=self.context.is_first)
+
+    def _base(self) -> dict[str, Any]:
+        """What the adapters were trained on, for whoever merges them."""
+        source = self.plan.source
+        quantized = None if source.quantization is None else source.quantization.config.to_dict()
+        return {
+            "base_model": source.name,
+            "revision": source.init_kwargs.get("revision"),
+            "quantization": quantized,
+            "task": "causal_lm" if source.task.noun == CAUSAL_LM.noun else "classifier",
+        }
 
     def close(self) -> None:
         """Release the engines. Trained weights go with them, so the trainer is then at its end: save before.

@@ -22,7 +22,8 @@ from alignment.engines.collectives import barrier, device
 from alignment.engines.launch_env import init_distributed, local_rank, rank
 from alignment.engines.optimizers import check_optimization
 from alignment.engines.phases import Phases
-from alignment.engines.saving import write_model
+from alignment.models.adapters import unwrapped
+from alignment.references.engine import ReferencePlan
 from alignment.reporting.log import JsonlLog, strict
 from alignment.training.arguments import (
     balancing_coefficient,
@@ -33,6 +34,7 @@ from alignment.training.arguments import (
     model_sources,
     named_datasets,
     refuse_arguments,
+    with_adapter_names,
 )
 from alignment.training.callbacks import Events, check_callbacks, check_early_stopping
 from alignment.training.checkpoints import check_best_metric, check_output_folder, write_json
@@ -59,7 +61,11 @@ class AlignmentTrainer:
         tokenizer: older name of ``processing_class``.
         callbacks: transformers' ``TrainerCallback`` s, instances or classes.
         optimizers: own ``(optimizer, scheduler)`` over the parameters of a live ``model``, or Nones.
-        **unsupported: TRL's further arguments (adapters, collators …); each is refused by name.
+        peft_config: PEFT's configuration of adapters to train in place of the whole model. A live ``PeftModel`` as
+            ``model`` trains those that it has.
+        model_adapter_name: as the option.
+        ref_adapter_name: as the option.
+        **unsupported: TRL's further arguments (collators …); each is refused by name.
 
     Raises:
         AlignmentError: anything about options, model, tokenizer, data or folder that can be known before loading.
@@ -79,19 +85,24 @@ class AlignmentTrainer:
         tokenizer: Any = None,
         callbacks: Any = None,
         optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+        model_adapter_name: str | None = None,
+        ref_adapter_name: str | None = None,
         **unsupported: Any,
     ) -> None:
         refuse_arguments(unsupported)
+        model, adapted = unwrapped(model)
         check_data_source(args, train_dataset)
         callbacks = check_callbacks(callbacks)
-        model, self.args = model_and_options(type(self).__name__, self.config_class, model, args)
+        model, args = model_and_options(type(self).__name__, self.config_class, model, args)
+        self.args = with_adapter_names(args, model_adapter_name, ref_adapter_name)
         init_distributed(self.args.use_cpu)
         self.state = TrainerState(is_world_process_zero=rank() == 0, is_local_process_zero=local_rank() == 0)
         self.method = self.method_class(self.args)
         self.output_dir = Path(self.args.output_dir or "")
         if train_dataset is not None and rank() == 0:
             check_output_folder(self.output_dir, self.args.overwrite_output_dir)
-        self._prepare_models(model, ref_model, optimizers)
+        self._prepare_models(model, ref_model, optimizers, peft_config, adapted)
         self.processing_class = load_tokenizer(processing_class, tokenizer, self.policy_source, self.args)
         for source in (self.policy_source, self.reference_source):
             check_vocabulary(self.processing_class, source.config.get_text_config().vocab_size, source.name)
@@ -130,8 +141,11 @@ class AlignmentTrainer:
         )
 
     @property
-    def model(self) -> PreTrainedModel | None:
-        """The policy: the live model, or once it is loaded the one inside the engine, else None."""
+    def model(self) -> Any:
+        """The policy: the live model, or once it is loaded the one inside the engine, else None.
+
+        A live ``PeftModel`` is one again.
+        """
         return self.engines.model
 
     def close(self) -> None:
@@ -143,7 +157,12 @@ class AlignmentTrainer:
         self.engines.close()
 
     def _prepare_models(
-        self, model: str | PreTrainedModel, ref_model: str | PreTrainedModel | None, optimizers: tuple[Any, Any]
+        self,
+        model: str | PreTrainedModel,
+        ref_model: str | PreTrainedModel | None,
+        optimizers: tuple[Any, Any],
+        peft_config: Any,
+        adapted: Any,
     ) -> None:
         check_optimizers(optimizers, model)
         self.optimizers, needed = optimizers, self.method.needs_reference
@@ -151,7 +170,18 @@ class AlignmentTrainer:
             model, ref_model, self.args, needed, self.method.task
         )
         self.aux_coefficient = balancing_coefficient(self.args, self.policy_source.config)
-        self.engine_plan = plan_engines(self.args, self.policy_source, self.reference_source if needed else None)
+        self.engine_plan = plan_engines(
+            self.args, self.policy_source, self.reference_source if needed else None, peft_config, adapted
+        )
+        adapters = self.engine_plan.adapters
+        if adapters is not None:
+            self.method.trains_adapters = True
+            if adapters.are_new and any(optimizers):
+                raise OptionError(
+                    "optimizers: the adapters do not exist yet, so none can be over their parameters; pass a PeftModel"
+                )
+            for note in adapters.notes:
+                self.tell(note)
         self.resources = self._resources()
 
     def _resources(self) -> Resources:
@@ -266,11 +296,12 @@ class AlignmentTrainer:
         return rank() == 0
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write model and tokenizer as a Hugging Face folder, whatever the ZeRO stage. All ranks must call it."""
+        """Write model and tokenizer as a Hugging Face folder, whatever the ZeRO stage. All ranks must call it.
+
+        Of a run that trains adapters it is PEFT's folder of these alone, and what else was trained with them.
+        """
         self.engines.build(None)
-        assert self.model is not None
-        folder = Path(output_dir or self.output_dir)
-        write_model(self.model, self.processing_class, folder, first_rank=self.is_world_process_zero())
+        self.engines.write(Path(output_dir or self.output_dir))
         barrier()
 
     def save_state(self) -> None:
@@ -319,8 +350,9 @@ class AlignmentTrainer:
     def settings(self) -> dict[str, Any]:
         """What the run was resolved to, by the names of the files in the output folder."""
         files = {"options.json": self.args.to_dict(), "deepspeed.json": self.engine_plan.policy}
-        if self.engine_plan.reference is not None:
-            files["ref_deepspeed.json"] = self.engine_plan.reference.frozen.ds_config
+        reference = self.engine_plan.reference
+        if isinstance(reference, ReferencePlan):
+            files["ref_deepspeed.json"] = reference.frozen.ds_config
         return files | self.resources.settings()
 
     def write_report(self, *, show: bool) -> None:

@@ -1,0 +1,217 @@
+"""Base weights in 4 or 8 bits by bitsandbytes: how they are asked for, what a checkpoint has, and their traps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, PretrainedConfig
+
+from alignment.config.errors import ModelError, OptionError, setting
+from alignment.config.options import AlignmentConfig
+from alignment.internals.bitsandbytes import compute_as_in_training, keep_packing
+
+_KEY = "quantization_config"
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Weights in 4 or 8 bits.
+
+    Attributes:
+        config: transformers' settings.
+        stored: the checkpoint, or the live model, has such weights already; they are used as they are.
+        repack: in which dtype to keep packed weights that were stored as bytes; None: as they are.
+    """
+
+    config: BitsAndBytesConfig
+    stored: bool = False
+    repack: torch.dtype | None = None
+
+    @property
+    def bits(self) -> int:
+        """4 or 8."""
+        return 4 if self.config.load_in_4bit else 8
+
+    def describe(self) -> str:
+        """What the weights are kept as."""
+        if self.bits == 8:
+            return "8-bit base weights"
+        nested = ", nested" if self.config.bnb_4bit_use_double_quant else ""
+        return f"4-bit base weights ({self.config.bnb_4bit_quant_type}{nested})"
+
+
+def plan_quantization(
+    options: AlignmentConfig,
+    config: PretrainedConfig,
+    init_kwargs: Mapping[str, Any],
+    *,
+    key: str,
+    in_4bit: bool,
+    in_8bit: bool = False,
+    compute: torch.dtype,
+    stage: int,
+) -> Quantization | None:
+    """How a model's base weights are kept; None for whole ones.
+
+    Args:
+        options: the run's.
+        config: the model's.
+        init_kwargs: for ``from_pretrained``, with a ``quantization_config`` perhaps.
+        key: names the model in messages.
+        in_4bit: whether the options ask for 4 bits.
+        in_8bit: the same for 8.
+        compute: the run's compute dtype.
+        stage: ZeRO stage of the model's engine.
+
+    Raises:
+        OptionError: two settings that contradict each other, or one that this stage cannot have.
+        ModelError: a checkpoint that is quantised in another way.
+    """
+    stored = getattr(config, _KEY, None)
+    if stored is not None:
+        return _stored(_parsed(stored, key), key, init_kwargs, (in_4bit, in_8bit), compute, stage)
+    given = init_kwargs.get(_KEY)
+    if given is not None:
+        if in_4bit or in_8bit:
+            raise OptionError(
+                f"load_in_{4 if in_4bit else 8}bit=True: model_init_kwargs has a quantization_config as well; leave "
+                "one out"
+            )
+        explicit = isinstance(given, Mapping) and "bnb_4bit_quant_storage" in given
+        parsed = _parsed(given, "model_init_kwargs")
+        storage = parsed.bnb_4bit_quant_storage
+        if parsed.load_in_4bit and not explicit and storage == torch.uint8:
+            storage = compute  # bytes are what a configuration has that says nothing about it
+        return _checked(Quantization(_with(parsed, compute, storage, given)), compute, stage)
+    if not in_4bit and not in_8bit:
+        return None
+    if in_8bit:
+        return Quantization(BitsAndBytesConfig(load_in_8bit=True))
+    named = options.bnb_4bit_quant_storage
+    return _checked(
+        Quantization(
+            BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type=options.bnb_4bit_quant_type,
+                bnb_4bit_compute_dtype=getattr(torch, options.bnb_4bit_compute_dtype or str(compute)[6:]),
+                bnb_4bit_quant_storage=compute if named is None else getattr(torch, named),
+                bnb_4bit_use_double_quant=options.use_bnb_nested_quant,
+            )
+        ),
+        compute,
+        stage,
+    )
+
+
+def _parsed(given: Any, key: str) -> BitsAndBytesConfig:
+    if isinstance(given, BitsAndBytesConfig):
+        _check_installed(key)
+        return given
+    content = dict(given) if isinstance(given, Mapping) else given.to_dict()
+    method = str(content.get("quant_method", "bitsandbytes")).rpartition(".")[2].lower()
+    if not method.startswith("bitsandbytes"):
+        raise ModelError(
+            f"{key}: its weights are quantised by {method}, which cannot be trained here; start from the whole "
+            "weights, and set load_in_4bit: true for 4 bits"
+        )
+    _check_installed(key)
+    content.pop("quant_method", None)
+    known = {name: value for name, value in content.items() if not name.startswith("_")}
+    try:
+        return BitsAndBytesConfig(**known)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"{key}: quantization_config={given!r} is not bitsandbytes': {error}") from error
+
+
+def _check_installed(key: str) -> None:
+    if find_spec("bitsandbytes") is None:
+        raise ModelError(
+            f"{key}: its weights are kept by bitsandbytes, which is not installed; pip install bitsandbytes"
+        )
+
+
+def _with(config: BitsAndBytesConfig, compute: torch.dtype, storage: torch.dtype, given: Any) -> BitsAndBytesConfig:
+    """The same, with the compute dtype where none was given, and weights packed in ``storage``."""
+    config = copy.deepcopy(config)
+    named = given.get("bnb_4bit_compute_dtype") if isinstance(given, Mapping) else None
+    if named is None and config.bnb_4bit_compute_dtype == torch.float32:  # what one has that says nothing about it
+        config.bnb_4bit_compute_dtype = compute
+    config.bnb_4bit_quant_storage = storage
+    return config
+
+
+def _stored(
+    config: BitsAndBytesConfig,
+    key: str,
+    init_kwargs: Mapping[str, Any],
+    asked: tuple[bool, bool],
+    compute: torch.dtype,
+    stage: int,
+) -> Quantization:
+    has = (bool(config.load_in_4bit), bool(config.load_in_8bit))
+    if any(asked) and asked != has:
+        raise OptionError(
+            f"load_in_{4 if asked[0] else 8}bit=True: the weights of {key} are in {4 if has[0] else 8} bits already; "
+            "leave it out, or start from the whole weights"
+        )
+    if init_kwargs.get(_KEY) is not None:
+        raise OptionError(f"model_init_kwargs: {key} is quantised already; leave quantization_config out")
+    plan = Quantization(config, stored=True)
+    storage = config.bnb_4bit_quant_storage
+    if plan.bits == 8 or storage == compute:
+        return plan
+    if storage == torch.uint8:
+        # Bytes cannot be a part of a model that ZeRO-3 divides: its flat buffers are of the compute dtype.
+        return Quantization(config, stored=True, repack=compute) if stage == 3 else plan
+    raise ModelError(
+        f"{key}: its 4-bit weights are stored as {str(storage)[6:]}, and the run computes in {str(compute)[6:]}: the "
+        f"engine's cast would destroy them; set dtype: {str(storage)[6:]}"
+    )
+
+
+def _checked(plan: Quantization, compute: torch.dtype, stage: int) -> Quantization:
+    """A plan for weights that are quantised while they are loaded."""
+    config = plan.config
+    if plan.bits == 8:
+        return plan
+    storage = config.bnb_4bit_quant_storage
+    if storage not in (compute, torch.uint8):
+        raise OptionError(
+            f"{setting('bnb_4bit_quant_storage', str(storage)[6:])}: the run computes in {str(compute)[6:]}, and the "
+            "engine's cast would destroy weights packed as anything else; leave it out"
+        )
+    if storage == torch.uint8 and stage == 3:
+        raise OptionError(
+            "bnb_4bit_quant_storage='uint8': ZeRO stage 3 divides weights of the compute dtype only; leave it out"
+        )
+    if not config.bnb_4bit_use_double_quant and stage == 3:
+        raise OptionError(
+            "use_bnb_nested_quant=False: quantisation constants are not divided at ZeRO stage 3, and whole they take "
+            "four times the memory; leave it out, or set deepspeed to zero2"
+        )
+    return plan
+
+
+def prepare_quantized(model: nn.Module, plan: Quantization) -> None:
+    """Keep quantised weights as bitsandbytes trains through them, packed as planned; before anything is computed."""
+    import bitsandbytes as bnb
+
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            keep_packing(module)
+            if plan.repack is not None and module.weight.dtype == torch.uint8:
+                module.weight.data = module.weight.data.view(plan.repack)
+                module.weight.quant_storage = module.quant_storage = plan.repack
+        elif isinstance(module, bnb.nn.Linear8bitLt) and module.weight.device.type == "cpu":
+            compute_as_in_training(module)
+
+
+def is_packed(parameter: torch.Tensor) -> bool:
+    """Whether a parameter holds packed weights, which mean nothing without what bitsandbytes keeps beside them."""
+    return hasattr(parameter, "quant_state") or hasattr(parameter, "SCB")
