@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from alignment.config.errors import ModelError, OptionError, did_you_mean, first_line, setting
 from alignment.config.options import AlignmentConfig
-from alignment.models.adapters import Adapters, adapter_shapes, is_adapter_config, read_adapter
+from alignment.models.adapters import Adapters, adapter_shapes, is_adapter_config, plain_start, read_adapter
 from alignment.models.classifier import HEAD
 from alignment.models.quantization import Quantization
 from alignment.models.source import ModelSource
@@ -88,7 +88,7 @@ def plan_adapters(
     else:
         config = _lora(options)
     _check_kind(config, "adapter_name_or_path" if path else "peft_config" if peft_config else "use_peft")
-    _check_lora(config, quantization, stage)
+    _check_variant(config, quantization, stage)
     return _tried(config, path, source, quantization, options.trust_remote_code)
 
 
@@ -140,8 +140,18 @@ def _check_kind(config: PeftConfig, key: str) -> None:
         raise OptionError(f"{key}: {kind} adapters have not been tried here; use one of {', '.join(KINDS)}")
 
 
-def _check_lora(config: Any, quantization: Quantization | None, stage: int) -> None:
+def _check_variant(config: Any, quantization: Quantization | None, stage: int) -> None:
     """Variants that are known to fail, by name."""
+    kind = str(config.peft_type.value)
+    if kind == "LOHA" and stage == 3:
+        raise OptionError(
+            "peft_config: LOHA adapters are made after the weights' shapes, which are divided at ZeRO stage 3; set "
+            "deepspeed to zero2, or use LORA"
+        )
+    if kind in ("LOHA", "LOKR") and quantization is not None:
+        raise OptionError(
+            f"peft_config: {kind} adapters are added to the weights, which are quantised; use LORA, IA3 or OFT"
+        )
     for name in _LORA_REFUSED:
         if getattr(config, name, None):
             raise OptionError(f"peft_config: {setting(name, getattr(config, name))} is not supported; leave it out")
@@ -208,7 +218,7 @@ def _tried(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of weights on the meta device that nobody fills
-            model.add_adapter(copy.deepcopy(config), "default")
+            model.add_adapter(plain_start(config), "default")
     except (ValueError, TypeError, NotImplementedError) as error:
         raise OptionError(
             f"{'adapter_name_or_path' if path else 'lora_target_modules'}: {first_line(error)}; the linear layers of "

@@ -113,21 +113,21 @@ def equip(
         keep: whether the policy as given has to be computable ever after.
 
     Returns:
-        How it is, or None where it was not asked for: without adapters where new ones change nothing yet and have left
-        the base as it was, which is measured layer by layer; otherwise with a frozen copy of them.
+        How it is, or None where it was not asked for: without adapters where they change nothing yet and new ones have
+        left the base as it was, which is measured layer by layer; otherwise with a frozen copy of them.
 
     Raises:
         OptionError: weights of the base are trained with the adapters, so that both ways would follow the training.
     """
-    measured = keep and adapters.are_new
-    before = _answers(model, adapters.layers, dtype) if measured else {}
+    new = adapters.are_new
+    before = _answers(model, adapters.layers, dtype) if keep and new else {}
     inject(model, adapters, ds_config=ds_config, dtype=dtype, seed=seed)
     if not keep:
         return None
     if adapters.reference is not None:
         return Given(adapters.reference)
     _check_base_frozen(model, adapters)
-    if measured and _changes_nothing(model, adapters, before, dtype):
+    if _changes_nothing(model, adapters, before, _ROUNDING.get(dtype, 1e-5) if new else 0.0, dtype):
         return Given(None)
     return Given(keep_given(model, adapters, ds_config=ds_config, dtype=dtype))
 
@@ -174,18 +174,34 @@ def _rows_for(layer: Any, dtype: torch.dtype) -> Tensor | None:
     return torch.randn(_PROBE_ROWS, width, generator=generator).to(where, dtype)
 
 
-def _changes_nothing(model: nn.Module, adapters: Adapters, before: dict[str, Tensor], dtype: torch.dtype) -> bool:
-    """Whether every layer still answers as before, with its adapter and without it."""
+def _changes_nothing(
+    model: nn.Module, adapters: Adapters, before: dict[str, Tensor], rounding: float, dtype: torch.dtype
+) -> bool:
+    """Whether every layer answers the same with its adapter as without it, and without it as ``before``."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = tuple(name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
     with computing_with(model, None):
-        without = _answers(model, adapters.layers, dtype)
-    if set(without) != set(adapters.layers) or any(not torch.equal(without[name], before[name]) for name in before):
+        without = _answers(model, layers, dtype)
+    if set(without) != set(layers) or any(not torch.equal(without[name], before[name]) for name in before):
         return False
-    rounding = _ROUNDING.get(dtype, 1e-5)
-    for name, answer in _answers(model, adapters.layers, dtype).items():
-        if not torch.allclose(
-            answer.float(), before[name].float(), rtol=0, atol=rounding * float(before[name].abs().max())
-        ):
+    for name, answer in _answers(model, layers, dtype).items():
+        plain = without[name].float()
+        if not torch.allclose(answer.float(), plain, rtol=0, atol=rounding * float(plain.abs().max())):
             return False
+    return all(_is_copy(module, adapters.name) for module in model.modules())
+
+
+def _is_copy(module: Any, name: str) -> bool:
+    """Whether a module that is trained whole is as the base's; true of any other module."""
+    copies = getattr(module, "modules_to_save", None)
+    if not isinstance(copies, nn.ModuleDict) or name not in copies:
+        return True
+    pairs = zip(module.original_module.parameters(), copies[name].parameters())
+    for original, copied in pairs:
+        with deepspeed.zero.GatheredParameters(original, enabled=is_partitioned(original)):
+            if not torch.equal(original.to(copied.dtype), copied):
+                return False
     return True
 
 
@@ -199,8 +215,18 @@ def inject(
         if adapters.path is not None:
             _load(model, adapters)
     else:
-        model.set_adapter(adapters.name)
+        _activate(model, adapters.name)
     _settle(model, adapters.name, dtype)
+
+
+def _activate(model: nn.Module, name: str) -> None:
+    """Compute with one adapter, and let it alone require gradients."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    for module in model.modules():
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            module.set_adapter([name])
 
 
 @contextlib.contextmanager
@@ -244,19 +270,25 @@ def _settle(model: PreTrainedModel, name: str, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def keep_given(model: PreTrainedModel, adapters: Adapters, *, ds_config: dict[str, Any], dtype: torch.dtype) -> str:
-    """Add a frozen copy of the adapters as they are now; return the name to compute with for the policy as given."""
-    config = copy.deepcopy(adapters.config)
+def plain_start(config: PeftConfig) -> PeftConfig:
+    """The same, starting without a change of the base weights, which other starts read or rewrite."""
+    config = copy.deepcopy(config)
     for field in ("init_lora_weights", "init_ia3_weights", "init_weights"):
         if hasattr(config, field):
-            setattr(config, field, True)  # others rewrite the base a second time
+            setattr(config, field, True)
+    return config
+
+
+def keep_given(model: PreTrainedModel, adapters: Adapters, *, ds_config: dict[str, Any], dtype: torch.dtype) -> str:
+    """Add a frozen copy of the adapters as they are now; return the name to compute with for the policy as given."""
     if REFERENCE not in model.peft_config:
         with _initial(ds_config, 0):
-            model.add_adapter(config, REFERENCE)
-    model.set_adapter(adapters.name)
+            model.add_adapter(plain_start(adapters.config), REFERENCE)
+    _activate(model, adapters.name)
     for module in model.modules():
         if isinstance(module, (nn.ModuleDict, nn.ParameterDict)) and {adapters.name, REFERENCE} <= set(module.keys()):
-            copied, source = module[REFERENCE], module[adapters.name]
+            copied: Any = module[REFERENCE]
+            source: Any = module[adapters.name]
             if isinstance(copied, nn.Module):
                 copied.load_state_dict(source.state_dict())
             else:

@@ -119,8 +119,15 @@ def snapshot(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout to zero: the modules, and the rates that layers keep as plain attributes, by whatever name."""
+    """Set every dropout to zero but those of adapters: modules, and rates that layers keep as plain attributes."""
+    spared: set[nn.Module] = set()
     for module in model.modules():
+        if hasattr(module, "adapter_layer_names"):  # one of PEFT's: what is not the layer it was put around
+            around = {
+                inner for name, child in module.named_children() if name == "base_layer" for inner in child.modules()
+            }
+            spared |= set(module.modules()) - around
+    for module in set(model.modules()) - spared:
         if is_dropout(module):
             module.p = 0.0
         for name in dropout_rates(module):

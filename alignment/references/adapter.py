@@ -75,15 +75,14 @@ class AdapterReferencePlan:
         if not difference <= (1e-3 if model.dtype == torch.float32 else 0.15) * max(1.0, float(given.abs().max())):
             raise OptionError(
                 f"ref_placement: adapter: the policy's log-probs differ from the reference's by {difference:.3g} "
-                "before any training, so these adapters cannot be left out; set ref_placement to offload, sharded or replica"
+                "before any training, so these adapters cannot be left out; set ref_placement to offload, sharded or "
+                "replica"
             )
 
-    def describe(self) -> str:
+    def describe(self, given: Given | None) -> str:
         """Whose log-probs, where they come from, and what that costs; for the line that a run begins with."""
         if self.adapters.reference is not None:
             return f"reference: the policy with its adapter {self.adapters.reference!r}, no second model"
-        if self.adapters.are_new:
-            how = "its adapters off"
-        else:
-            how = "a frozen copy of its adapters"
+        copied = given is not None and given.adapter is not None
+        how = "a frozen copy of its adapters" if copied else "its adapters off"
         return f"reference: the policy as given, adapter ({how}, no second model)"

@@ -13,7 +13,7 @@ from alignment.data.batching import Batch
 from alignment.engines.collectives import device
 from alignment.engines.launch_env import world_size
 from alignment.engines.scoring import FrozenEngine, checked
-from alignment.models.adapters import Adapters, equip
+from alignment.models.adapters import Adapters, Given, equip
 from alignment.models.loading import disable_dropout, snapshot
 from alignment.models.source import ModelSource, widened
 from alignment.models.tasks import CAUSAL_LM
@@ -77,7 +77,7 @@ class ReferencePlan:
         """Whether it is the policy as given."""
         return self.source.live is self.policy.live and self.source.path == self.policy.path
 
-    def describe(self) -> str:
+    def describe(self, given: Given | None = None) -> str:
         """Whose log-probs, where they come from, and what that costs; for the line that a run begins with."""
         own = "the policy as given" if self.own else self.source.name
         kept = f" with {self.source.quantization.describe()}" if self.source.quantization is not None else ""

@@ -61,7 +61,7 @@ class EnginePlan:
         dtype: torch.dtype = getattr(torch, self.dtypes.compute)
         return dtype
 
-    def describe(self) -> str:
+    def describe(self, given: Given | None = None) -> str:
         """One line for the start of a run: where policy and reference live, in which format, at what cost."""
         stage = self.policy["zero_optimization"]["stage"]
         formats = f"computing in {self.dtypes.compute}, {self.dtypes.master} masters"
@@ -70,7 +70,9 @@ class EnginePlan:
             text += f", {self.source.quantization.describe()}"
         if self.adapters is not None:
             text += f", {self.adapters.describe()}"
-        return f"{text}; {'no reference model' if self.reference is None else self.reference.describe()}"
+        if self.reference is None:
+            return f"{text}; no reference model"
+        return f"{text}; {self.reference.describe(given)}"
 
 
 def plan_engines(
@@ -253,6 +255,7 @@ class RunEngines:
         self.models: Models | None = None
         self.trained = False
         self._pass: WindowPass | None = None
+        self._given: Given | None = None
         self._trainable = False
 
     @property
@@ -309,7 +312,7 @@ class RunEngines:
         if isinstance(policy, PolicyEngine):
             context.run_state.register("schedule", policy.scheduler)
         self._pass = self.resources.window_pass(context, self.models, self.aux_coefficient)
-        context.tell(self.plan.describe())
+        context.tell(self.plan.describe(self._given))
         self.resources.built(policy.scorer.model)
 
     def _built(self, training_steps: int | None) -> Models:
@@ -324,7 +327,7 @@ class RunEngines:
                 reference = plan.reference.build(args)
                 built.callback(reference.close)
             ds_config = plan.policy_frozen if training_steps is None else plan.policy
-            scorer, given = self._scorer(ds_config)
+            scorer, self._given = self._scorer(ds_config)
             policy = build_engine(
                 scorer,
                 args,
@@ -335,8 +338,8 @@ class RunEngines:
             )
             built.callback(policy.close)
             if isinstance(plan.reference, AdapterReferencePlan):
-                assert given is not None
-                reference = plan.reference.of(policy, given)
+                assert self._given is not None
+                reference = plan.reference.of(policy, self._given)
             built.pop_all()
         return Models(policy, reference)
 
