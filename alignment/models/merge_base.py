@@ -121,7 +121,6 @@ def load_base(
         kept = {name for name in kept if not _is_quantised(model, name)}
         # No 4-bit layer ever runs here: a forward pass could repack its weights (CPUs with AVX512-BF16).
         model = model.dequantize(dtype=torch.promote_types(model.config.dtype, target))
-        model.is_loaded_in_4bit = model.is_loaded_in_8bit = False  # PEFT would look for such layers
     rows = config.get_text_config().vocab_size
     if model.config.get_text_config().vocab_size != rows:
         model.resize_token_embeddings(rows, mean_resizing=False)
