@@ -59,7 +59,7 @@ class OutputChange:
     """What the export changed about a model's output, beside what training had changed.
 
     Attributes:
-        what: ``log-prob per token`` (the mean over a row's tokens) or ``reward``.
+        what: ``log-prob per token`` (the mean over a row's tokens) or ``score``.
         source: where the rows come from.
         rows: how many.
         error_mean: mean over rows of | export - adapter on base |.

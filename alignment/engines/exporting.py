@@ -235,7 +235,7 @@ def _is_classifier(folder: AdapterFolder) -> bool:
 
 
 def _what(folder: AdapterFolder) -> str:
-    return "reward" if _is_classifier(folder) else "log-prob per token"
+    return "score" if _is_classifier(folder) else "log-prob per token"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -79,18 +79,18 @@ def test_an_export_in_fp32_computes_what_peft_does(kind: str, bases: dict[str, s
 # which base, what is trained of its two ends, whether the export is tied
 ENDS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "untouched": ("tied", {}, True),
-    "saved head": ("tied", {"modules_to_save": ["lm_head"]}, False),
-    "saved embedding": ("tied", {"modules_to_save": ["embed_tokens"]}, False),
-    "saved and kept tied": ("tied", {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
-    "both of untied": ("untied", {"modules_to_save": ["embed_tokens", "lm_head"]}, False),
-    "adapted embedding": ("tied", {"target_modules": [*LAYERS, "embed_tokens"]}, False),
-    "adapted head": ("tied", {"target_modules": [*LAYERS, "lm_head"]}, False),
-    "adapted and kept tied": (
+    "saved_head": ("tied", {"modules_to_save": ["lm_head"]}, False),
+    "saved_embedding": ("tied", {"modules_to_save": ["embed_tokens"]}, False),
+    "saved_and_kept_tied": ("tied", {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
+    "both_of_untied": ("untied", {"modules_to_save": ["embed_tokens", "lm_head"]}, False),
+    "adapted_embedding": ("tied", {"target_modules": [*LAYERS, "embed_tokens"]}, False),
+    "adapted_head": ("tied", {"target_modules": [*LAYERS, "lm_head"]}, False),
+    "adapted_and_kept_tied": (
         "tied",
         {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
         True,
     ),
-    "some tokens": ("tied", {"trainable_token_indices": [3, 5]}, True),
+    "some_tokens": ("tied", {"trainable_token_indices": [3, 5]}, True),
 }
 
 
@@ -103,6 +103,14 @@ def test_a_tied_base_with_a_trained_embedding_or_head(ends: str, bases: dict[str
     assert (logps(model) - theirs).abs().max() < 1e-5
     assert model.config.tie_word_embeddings is tied is (model.lm_head.weight is model.model.embed_tokens.weight)
     assert ("lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")) is not tied
+
+
+def test_an_adapted_embedding_that_was_saved_without_its_base(bases: dict[str, str], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(bases["tied"])
+    model = moved(peft.get_peft_model(model, lora(target_modules=["embed_tokens"])))
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    ours = exported(tmp_path / "adapter", tmp_path / "out")
+    assert (logps(ours) - logps(model)).abs().max() < 1e-5 and not ours.config.tie_word_embeddings
 
 
 @pytest.mark.parametrize("saved", [["embed_tokens", "lm_head"], None], ids=["trained", "resized only"])
@@ -127,7 +135,7 @@ def test_a_classifier_keeps_its_trained_score(start: str, bases: dict[str, str],
     assert ours.config.num_labels == 1 and ours.config.architectures == ["LlamaForSequenceClassification"]
     with torch.no_grad():
         assert (ours(ids).logits - model.eval()(ids).logits).abs().max() < 1e-5
-    assert report.task == "classifier" and report.change is not None and report.change.what == "reward"
+    assert report.task == "classifier" and report.change is not None and report.change.what == "score"
     assert report.change.share < 1e-3 and report.change.effect_mean > 1e-2
 
 
@@ -137,7 +145,7 @@ FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_d
 @pytest.mark.parametrize(
     ("method", "recorded"),
     [(FOUR_BITS, True), (FOUR_BITS, False), ({"load_in_8bit": True}, True)],
-    ids=["nf4 recorded", "nf4 given", "int8 recorded"],
+    ids=["nf4_recorded", "nf4_given", "int8_recorded"],
 )
 def test_a_quantised_base_is_merged_dequantised(
     method: dict[str, Any], recorded: bool, bases: dict[str, str], tmp_path: Path
@@ -255,6 +263,15 @@ def test_bf16_experts_are_rounded_once(bases: dict[str, str], tmp_path: Path) ->
     theirs = PeftModel.from_pretrained(wide, adapter).merge_and_unload().state_dict()
     for name, tensor in ours.items():
         assert (tensor != theirs[name].bfloat16()).float().mean() < 1e-3, name
+
+
+def test_saved_tensors_keep_the_files_precision(bases: dict[str, str], tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(bases["untied"], dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+    adapter = make_adapter(tmp_path / "adapter", str(tmp_path / "base"), lora(modules_to_save=["lm_head"]))
+    state = load_file(adapter / "adapter_model.safetensors")
+    saved = state["base_model.model.lm_head.weight"].float() * 1.001
+    save_file(state | {"base_model.model.lm_head.weight": saved}, adapter / "adapter_model.safetensors")
+    assert torch.equal(exported(adapter, tmp_path / "out").lm_head.weight, saved)
 
 
 @torch.no_grad()
