@@ -1,0 +1,116 @@
+"""The command ``export``: merge an adapter into its base, on the host, and write a full Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from alignment.cli.output import print_and_leave, surviving_closed_output
+from alignment.config.errors import OptionError
+from alignment.engines.guard import guarded
+from alignment.engines.launch_env import hush_libraries, world_size
+
+_ABOUT = """\
+Merge a PEFT adapter into its base model and write a full Hugging Face folder, tokenizer included. The merge is done
+in fp32, one tensor at a time, on the host; no GPU is needed. The command reports how much of the update survives the
+dtype of the export, and how much the log-probs of sample rows change; export_report.json in OUT has both."""
+
+
+def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment export") -> None:
+    """Export an adapter and exit with the code: 0, 1 after an error, 2 after wrong usage, 130 after Ctrl-C.
+
+    Args:
+        argv: arguments without the program's name; those of this process when None.
+        program: what usage lines call this command.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(program)
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print_and_leave(parser.format_help().rstrip())
+    options = parser.parse_args(arguments)
+    with surviving_closed_output():
+        code = 1
+        if world_size() > 1:
+            print(f"error: {program}: runs in one process, and WORLD_SIZE is {world_size()}", file=sys.stderr)
+        else:
+            code = guarded(lambda: _run(options))
+    sys.exit(code)
+
+
+def _run(options: argparse.Namespace) -> None:
+    if (options.load_in_4bit or options.load_in_8bit) and find_spec("bitsandbytes") is None:
+        raise OptionError(
+            f"--load_in_{4 if options.load_in_4bit else 8}bit: bitsandbytes is not installed; pip install bitsandbytes"
+        )
+    hush_libraries()
+    from alignment.engines.exporting import merge_adapter
+
+    report = merge_adapter(
+        Path(options.adapter).expanduser(),
+        Path(options.out).expanduser(),
+        dtype=options.dtype,
+        base=options.base,
+        revision=options.revision,
+        quantization=_quantization(options),
+        samples=options.dataset_name,
+        sample_count=options.samples,
+        max_shard_size=options.max_shard_size,
+        trust_remote_code=options.trust_remote_code,
+        tell=lambda line: print(line, flush=True),
+    )
+    print("\n".join([*report.lines(), f"model, tokenizer and export_report.json: {options.out}"]), flush=True)
+
+
+def _quantization(options: argparse.Namespace) -> dict[str, Any] | None:
+    """What the options say about the weights that the adapter was trained on, as transformers' dictionary."""
+    if options.load_in_4bit:
+        return {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": options.bnb_4bit_quant_type,
+            "bnb_4bit_use_double_quant": options.use_bnb_nested_quant == "true",
+        }
+    return {"load_in_8bit": True} if options.load_in_8bit else None
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=program, description=_ABOUT, allow_abbrev=False)
+    add = parser.add_argument
+    add("adapter", metavar="ADAPTER", help="folder of the adapter: adapter_config.json, adapter_model.safetensors")
+    add("out", metavar="OUT", help="folder to write; it must not exist, or be empty")
+    add(
+        "--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"),
+        help="of the exported weights; auto: that of the training where it is recorded, else that of the base "
+        "[%(default)s]",
+    )  # fmt: skip
+    add("--base", metavar="MODEL", help="folder or hub name of the base model, if not the one that the adapter names")
+    add("--revision", help="revision of the base model on the hub")
+    bits = parser.add_mutually_exclusive_group()
+    bits.add_argument(
+        "--load_in_4bit", action="store_true",
+        help="the adapter was trained on 4-bit weights: merge into them, dequantised (adapters trained here say so "
+        "themselves)",
+    )  # fmt: skip
+    bits.add_argument("--load_in_8bit", action="store_true", help="the same for 8-bit weights")
+    add(
+        "--bnb_4bit_quant_type",
+        default="nf4",
+        choices=("nf4", "fp4"),
+        help="format of the 4-bit weights [%(default)s]",
+    )
+    add(
+        "--use_bnb_nested_quant", default="true", choices=("true", "false"),
+        help="whether their quantisation constants were quantised as well [%(default)s]",
+    )  # fmt: skip
+    add("--dataset_name", metavar="DATA", help="file, folder or hub name of rows to compare on; else built-in texts")
+    add("--samples", type=int, default=8, metavar="N", help="rows to compare on; 0: do not compare [%(default)s]")
+    add("--max_shard_size", default="5GB", metavar="SIZE", help="of a weight file [%(default)s]")
+    add("--trust_remote_code", action="store_true", help="run Python code that comes with the base or the tokenizer")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

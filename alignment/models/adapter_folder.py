@@ -1,0 +1,205 @@
+"""A PEFT adapter on disk, looked at before anything is loaded: what it is, what it was trained on, what it holds.
+
+PEFT does not record how the base was quantised or what an adapter without a ``task_type`` is for. The trainer writes
+that into ``training_base.json`` beside the adapter; folders of other writers lack the file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peft import PeftConfig, PeftType, TaskType
+from safetensors import SafetensorError, safe_open
+
+from alignment.config.errors import ModelError, first_line, listing
+from alignment.models.tasks import CAUSAL_LM, REWARD_MODEL, Task
+
+TRAINING_BASE = "training_base.json"
+MERGEABLE = (PeftType.LORA, PeftType.IA3, PeftType.LOHA, PeftType.LOKR, PeftType.OFT)
+_CONFIG, _WEIGHTS, _PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+_WRAPPED = re.compile(r"\.(original_module|modules_to_save)\.")
+_TASKS: dict[str, Task] = {"causal_lm": CAUSAL_LM, "classifier": REWARD_MODEL}
+_PEFT_TASKS: dict[Any, Task] = {TaskType.CAUSAL_LM: CAUSAL_LM, TaskType.SEQ_CLS: REWARD_MODEL}
+# Options of LoRA that change more than weights: what they say about the model -> why it cannot be merged.
+_UNMERGEABLE = {
+    "layer_replication": "it repeats layers of the base",
+    "alora_invocation_tokens": "it acts only behind its invocation tokens",
+    "arrow_config": "it chooses among several adapters token by token",
+}
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """What an adapter folder says about itself.
+
+    Attributes:
+        path: the folder.
+        config: PEFT's configuration, as it is on disk.
+        base: folder or hub name of the base model.
+        revision: of the base model; None for the newest.
+        quantization: ``BitsAndBytesConfig.to_dict()`` of the weights that it was trained on; None where they were not
+            quantised, or nobody says so.
+        dtype: torch's name of the dtype that it was trained in; None where nobody says so.
+        task: what the base is loaded as.
+        shapes: of every tensor, by its name in the file without PEFT's prefix.
+    """
+
+    path: Path
+    config: PeftConfig
+    base: str
+    revision: str | None
+    quantization: dict[str, Any] | None
+    dtype: str | None
+    task: Task
+    shapes: dict[str, tuple[int, ...]]
+
+    @property
+    def weights(self) -> Path:
+        """The file with the tensors."""
+        return self.path / _WEIGHTS
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether a tokenizer was saved beside the adapter."""
+        return (self.path / "tokenizer_config.json").is_file()
+
+
+def write_training_base(
+    folder: Path,
+    *,
+    base_model: str,
+    revision: str | None,
+    quantization: dict[str, Any] | None,
+    task: Task,
+    dtype: str | None = None,
+) -> None:
+    """Record beside an adapter what it was trained on; :func:`read_adapter` reads it.
+
+    Args:
+        folder: of the adapter.
+        base_model: folder or hub name.
+        revision: of the base model.
+        quantization: ``BitsAndBytesConfig.to_dict()``, or None for weights that are not quantised.
+        task: what the base was loaded as.
+        dtype: torch's name of the compute dtype, such as ``bfloat16``.
+    """
+    content = {
+        "base_model": base_model,
+        "revision": revision,
+        "quantization": quantization,
+        "task": task_name(task),
+        "dtype": dtype,
+    }
+    (folder / TRAINING_BASE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def read_adapter(path: Path, base: str | None = None, revision: str | None = None) -> AdapterFolder:
+    """Look at an adapter folder. ``base`` and ``revision`` replace what it says about its base.
+
+    Raises:
+        ModelError: it is no adapter folder, its weights are missing or torn, or it cannot be merged.
+    """
+    _check_is_adapter(path)
+    try:
+        config = PeftConfig.from_pretrained(str(path))
+    except Exception as error:  # a broken JSON, or keys of a newer PEFT
+        raise ModelError(f"{path / _CONFIG} cannot be read: {first_line(error)}") from error
+    _check_type(path, config)
+    shapes = _shapes(path / _WEIGHTS)
+    recorded = _recorded(path)
+    named = base or recorded.get("base_model") or config.base_model_name_or_path
+    if not named:
+        raise ModelError(f"{path / _CONFIG} names no base model; give its folder or hub name with --base")
+    own_revision = None if base else recorded.get("revision") or config.revision
+    task = _TASKS.get(recorded.get("task", "")) or _task(path, config, shapes)
+    return AdapterFolder(
+        path,
+        config,
+        named,
+        revision or own_revision,
+        recorded.get("quantization"),
+        recorded.get("dtype"),
+        task,
+        shapes,
+    )
+
+
+def task_name(task: Task) -> str:
+    """``causal_lm`` or ``classifier``."""
+    return next(name for name, one in _TASKS.items() if one.auto is task.auto)
+
+
+def _check_is_adapter(path: Path) -> None:
+    if not path.exists():
+        raise ModelError(f"{path}: no such folder; give the folder of a PEFT adapter")
+    if not path.is_dir():
+        raise ModelError(f"{path} is a file; give the folder of a PEFT adapter, which holds {_CONFIG}")
+    if not (path / _CONFIG).is_file():
+        if (path / "config.json").is_file():
+            raise ModelError(f"{path} holds a full model (config.json, no {_CONFIG}); it needs no export")
+        inner = sorted(file.parent.name for file in path.glob(f"*/{_CONFIG}"))
+        hint = f"; it has adapters in: {listing(inner)}" if inner else ""
+        raise ModelError(f"{path} is no PEFT adapter: it has no {_CONFIG}{hint}")
+
+
+def _check_type(path: Path, config: PeftConfig) -> None:
+    """Refuse what cannot be expressed as weights of the base."""
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    names = ", ".join(one.value for one in MERGEABLE)
+    if config.is_prompt_learning or config.is_adaption_prompt:
+        raise ModelError(
+            f"{path}: {kind} is prompt learning, which adds inputs and changes no weight: nothing can be merged; "
+            f"types that can be merged: {names}"
+        )
+    if config.peft_type not in MERGEABLE:
+        raise ModelError(f"{path}: adapters of type {kind} cannot be exported; types that can: {names}")
+    for name, reason in _UNMERGEABLE.items():
+        if getattr(config, name, None) is not None:
+            raise ModelError(f"{path}: an adapter with {name} cannot be merged, because {reason}; load it with PEFT")
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes by name, from the header alone; its length is compared with the file's."""
+    if not file.is_file():
+        if file.with_name("adapter_model.bin").is_file():
+            raise ModelError(f"{file.parent}: its weights are a pickle (adapter_model.bin); save them as {file.name}")
+        raise ModelError(f"{file} is missing; copy or download the adapter again")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} is torn ({first_line(error)}); copy or download the file again") from error
+    empty = next((name for name, shape in shapes.items() if 0 in shape), None)
+    if empty or not shapes:
+        what = f"{empty} is empty in it" if empty else "it holds no tensors"
+        raise ModelError(
+            f"{file}: {what}, as PEFT writes it from weights that ZeRO-3 has divided; save the adapter again"
+        )
+    # With a new vocabulary PEFT writes a saved embedding once more as its wrapper holds it, beside the base's.
+    return {name.removeprefix(_PREFIX): shape for name, shape in shapes.items() if not _WRAPPED.search(name)}
+
+
+def _recorded(path: Path) -> dict[str, Any]:
+    file = path / TRAINING_BASE
+    if not file.is_file():
+        return {}
+    try:
+        recorded = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(recorded, dict) or recorded.get("task", "causal_lm") not in _TASKS:
+            raise ValueError(f"expected an object with task one of {', '.join(_TASKS)}")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read: {first_line(error)}; mend or remove it") from error
+    return recorded
+
+
+def _task(path: Path, config: PeftConfig, shapes: dict[str, tuple[int, ...]]) -> Task:
+    """By PEFT's own record, or else by whether the adapter holds the head of a classifier."""
+    if config.task_type is None:
+        return REWARD_MODEL if "score.weight" in shapes else CAUSAL_LM
+    if config.task_type not in _PEFT_TASKS:
+        raise ModelError(f"{path}: task_type {config.task_type} is not supported; only CAUSAL_LM and SEQ_CLS are")
+    return _PEFT_TASKS[config.task_type]

@@ -1,0 +1,233 @@
+"""The base of a merge: checked against the adapter without weights, then loaded on the host, as it was trained on."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import SafetensorError
+from torch import nn
+from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+
+from alignment.config.errors import ModelError, first_line
+from alignment.internals.transformers import loading
+from alignment.models.adapter_folder import AdapterFolder
+from alignment.models.source import read_config
+
+Shape = tuple[int, ...]
+_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def base_config(adapter: AdapterFolder, trust_remote_code: bool) -> PretrainedConfig:
+    """The configuration of the adapter's base, with the weights of a local folder checked for completeness.
+
+    Raises:
+        ModelError: there is no such model, it is torn, it cannot be the adapter's base by its task, or its weights
+            are quantised in a way that cannot be undone.
+    """
+    arguments = {"revision": adapter.revision} if adapter.revision else {}
+    config = read_config(adapter.base, key="base", trust_remote_code=trust_remote_code, init_kwargs=arguments)
+    method = _quantised_by(config)
+    if method not in (None, "bitsandbytes"):
+        raise ModelError(
+            f"base: {adapter.base!r} is quantised by {method}, and adapters can be merged into plain weights or "
+            "bitsandbytes' only; give the model that it was made from with --base"
+        )
+    if (method or adapter.quantization) and find_spec("bitsandbytes") is None:
+        raise ModelError("bitsandbytes is not installed, and the base is quantised with it; pip install bitsandbytes")
+    return config
+
+
+def check_match(adapter: AdapterFolder, config: PretrainedConfig, trust_remote_code: bool) -> set[str]:
+    """Compare names and shapes of the adapter with the base's, before any weight is read.
+
+    ``config`` gets the vocabulary of the embeddings that the adapter holds, if it holds any.
+
+    Returns:
+        the tensors of the adapter that stand in the place of one of the base's, by their names in the base.
+
+    Raises:
+        ModelError: naming the first tensor that does not match.
+    """
+    model = _without_weights(adapter, config, trust_remote_code)
+    embeddings = {f"{name}.weight" for name, module in model.named_modules() if module in _embeddings(model)}
+    for name in sorted(embeddings & {plain(key) for key in adapter.shapes}):
+        rows = next(shape[0] for key, shape in adapter.shapes.items() if plain(key) == name)
+        if rows != config.get_text_config().vocab_size:
+            config.get_text_config().vocab_size = rows
+            model = _without_weights(adapter, config, trust_remote_code)
+            break
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    replaced = {key: plain(key) for key in adapter.shapes if plain(key) in own}
+    expected = _adapter_shapes(adapter, model) | {key: own[name] for key, name in replaced.items()}
+    for key, shape in adapter.shapes.items():
+        if shape != expected.get(key, shape):
+            raise _mismatch(adapter, f"{key} has shape {list(shape)}, and {list(expected[key])} fits")
+    missing, unknown = expected.keys() - adapter.shapes.keys(), adapter.shapes.keys() - expected.keys()
+    if (missing or unknown) and not _is_converted(adapter, config, trust_remote_code):
+        one = min(missing or unknown)
+        raise _mismatch(adapter, f"the {'adapter lacks' if missing else 'base has no place for the tensor'} {one}")
+    return set(replaced.values())
+
+
+def load_base(
+    adapter: AdapterFolder, config: PretrainedConfig, target: torch.dtype, replaced: set[str], trust_remote_code: bool
+) -> tuple[PreTrainedModel, set[str]]:
+    """The base on the host, in its checkpoint's dtype; quantised weights as dequantised ones.
+
+    Args:
+        adapter: whose base it is.
+        config: as :func:`check_match` left it.
+        target: the dtype of the export. Dequantised weights are kept as wide as it.
+        replaced: the tensors that the adapter brings, which the checkpoint may lack.
+        trust_remote_code: run code that comes with the model.
+
+    Returns:
+        the model in evaluation mode, and the names of the parameters that transformers keeps in fp32.
+
+    Raises:
+        ModelError: it cannot be loaded, or weights are missing.
+    """
+    arguments: dict[str, Any] = {"trust_remote_code": trust_remote_code, **_task_arguments(adapter)}
+    if adapter.revision:
+        arguments["revision"] = adapter.revision
+    dtype: torch.dtype | str = "auto"
+    quantised = adapter.quantization is not None or _quantised_by(config) is not None
+    if quantised:
+        # On the host a GPU must not quantise: where it rounds otherwise, so would the export.
+        arguments["device_map"] = {"": "cpu"}
+    if adapter.quantization is not None and _quantised_by(config) is None:
+        arguments["quantization_config"] = BitsAndBytesConfig.from_dict(dict(adapter.quantization))
+        dtype = trained_dtype(adapter) or torch.bfloat16
+    try:
+        with loading(None):
+            model, report = adapter.task.auto.from_pretrained(
+                adapter.base, dtype=dtype, output_loading_info=True, **arguments
+            )
+    except (OSError, SafetensorError, ValueError, TypeError, RuntimeError, ImportError) as error:
+        raise ModelError(f"base: {adapter.base!r} could not be loaded: {first_line(error)}") from error
+    missing = sorted(name for name in report["missing_keys"] if name not in replaced)
+    if missing:
+        raise ModelError(f"base: {adapter.base!r}: neither its weights nor the adapter's hold {missing[0]}")
+    narrow = model.config.dtype in (torch.bfloat16, torch.float16)
+    kept = {name for name, one in model.named_parameters() if narrow and one.dtype == torch.float32}
+    if quantised:
+        kept = {name for name in kept if not _is_quantised(model, name)}
+        # No 4-bit layer ever runs here: a forward pass could repack its weights (CPUs with AVX512-BF16).
+        model = model.dequantize(dtype=torch.promote_types(model.config.dtype, target))
+    rows = config.get_text_config().vocab_size
+    if model.config.get_text_config().vocab_size != rows:
+        model.resize_token_embeddings(rows, mean_resizing=False)
+    loaded: PreTrainedModel = model.eval().requires_grad_(False)
+    return loaded, kept
+
+
+def trained_dtype(adapter: AdapterFolder) -> torch.dtype | None:
+    """The dtype that the adapter was trained in, as far as it is recorded."""
+    quantization = adapter.quantization or {}
+    computed = quantization.get("bnb_4bit_compute_dtype") if quantization.get("load_in_4bit") else None
+    return _NAMES.get(str(adapter.dtype or computed).removeprefix("torch."))
+
+
+def plain(key: str) -> str:
+    """The name in the base of a tensor of the adapter, which may be that of the layer under an adapter's."""
+    return key.replace(".base_layer.", ".")
+
+
+def without_saved_modules(config: PeftConfig) -> PeftConfig:
+    """A copy of a configuration for the tuner layers alone: modules that were saved whole are put into the base."""
+    twin = copy.deepcopy(config)
+    twin.task_type = None  # PEFT adds the head of a classifier by it
+    twin.inference_mode = True
+    if getattr(twin, "modules_to_save", None):
+        twin.modules_to_save = None
+    return twin
+
+
+def _quantised_by(config: PretrainedConfig) -> str | None:
+    """How the weights of a checkpoint are quantised, by transformers' name; None where they are not."""
+    given = getattr(config, "quantization_config", None)
+    if given is None:
+        return None
+    method = given.get("quant_method") if isinstance(given, dict) else given.quant_method
+    return str(getattr(method, "value", method) or "bitsandbytes")
+
+
+def _is_quantised(model: nn.Module, name: str) -> bool:
+    """Whether a parameter is a packed weight, whose storage may be called fp32."""
+    module = model.get_submodule(name.rpartition(".")[0])
+    return name.endswith(".weight") and type(module).__name__ in ("Linear4bit", "Linear8bitLt")
+
+
+def _task_arguments(adapter: AdapterFolder) -> dict[str, Any]:
+    return dict(adapter.task.arguments)
+
+
+def _embeddings(model: PreTrainedModel) -> list[nn.Module]:
+    return [one for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one is not None]
+
+
+def _without_weights(adapter: AdapterFolder, config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+    """The base as a model on the meta device."""
+    config = copy.deepcopy(config)
+    for name, value in _task_arguments(adapter).items():
+        setattr(config, name, value)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    try:
+        with torch.device("meta"), loading(None):
+            model: PreTrainedModel = adapter.task.auto.from_config(config, trust_remote_code=trust_remote_code)
+    except (ValueError, ImportError, OSError) as error:
+        raise ModelError(f"base: {adapter.base!r} cannot be built: {first_line(error)}") from error
+    return model
+
+
+def _injected(adapter: AdapterFolder, model: PreTrainedModel) -> PeftModel:
+    """A model on the meta device with the adapter's layers, also on the meta device."""
+    config = without_saved_modules(adapter.config)
+    for name in ("init_lora_weights", "init_weights"):
+        if hasattr(config, name):
+            setattr(config, name, False)  # PiSSA and its like compute it from the base
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return PeftModel(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
+    except (ValueError, TypeError, RuntimeError, AttributeError, NotImplementedError, ImportError) as error:
+        raise _mismatch(adapter, first_line(error)) from error
+
+
+def _adapter_shapes(adapter: AdapterFolder, model: PreTrainedModel) -> dict[str, Shape]:
+    """Shapes of the adapter's own tensors on this base, by their names in a file without PEFT's prefix."""
+    state = get_peft_model_state_dict(_injected(adapter, model), save_embedding_layers=False)
+    return {name.removeprefix("base_model.model."): tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def _is_converted(adapter: AdapterFolder, config: PretrainedConfig, trust_remote_code: bool) -> bool:
+    """Whether PEFT knows how to bring an adapter of an older transformers to today's names of the base."""
+    injected = _injected(adapter, _without_weights(adapter, config, trust_remote_code))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = injected.load_adapter(
+                str(adapter.path), "default", torch_device="cpu", low_cpu_mem_usage=True, autocast_adapter_dtype=False
+            )
+    except (ValueError, KeyError, RuntimeError, NotImplementedError):
+        return False
+    return not found.missing_keys and not found.unexpected_keys
+
+
+def _mismatch(adapter: AdapterFolder, what: str) -> ModelError:
+    return ModelError(f"{adapter.path} does not fit its base {adapter.base!r}: {what}; give the right one with --base")
+
+
+def tuner_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Every adapted layer with its name, an outer one before those inside it."""
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            yield name, module

@@ -1,0 +1,198 @@
+"""Merging an adapter into its base: in fp32, one tensor at a time, each rounded once to the dtype of the export.
+
+PEFT does the arithmetic, layer by layer. What is done here is what its ``merge_and_unload`` leaves to chance: the sum
+is not formed in the base's 16 bits, saved modules are taken as the file has them, and a tied embedding is untied
+where one of its two ends was trained.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from alignment.config.errors import ModelError, first_line
+from alignment.models.adapter_folder import AdapterFolder
+from alignment.models.merge_base import plain, tuner_layers, without_saved_modules
+from alignment.models.survival import SurvivalMeter
+
+
+@dataclass
+class Rounding:
+    """To what each tensor is rounded, and what that leaves of its update.
+
+    Attributes:
+        target: dtype of the export.
+        kept: names of parameters that transformers keeps in fp32 whatever the dtype of the model.
+        meter: measures every tensor that changes.
+    """
+
+    target: torch.dtype
+    kept: set[str]
+    meter: SurvivalMeter
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of one tensor in the export."""
+        return torch.float32 if name in self.kept else self.target
+
+    def apply(self, name: str, before: Tensor, after: Tensor) -> Tensor:
+        """``after`` (fp32) in the dtype of the export; measured as a change of ``before``.
+
+        Raises:
+            ModelError: it is not finite, or too large for the dtype.
+        """
+        self.meter.add(name, before, after, self.dtype(name))
+        rounded = after.to(self.dtype(name))
+        if not bool(torch.isfinite(rounded).all()):
+            reason = "is not finite: the adapter is broken" if not bool(torch.isfinite(after).all()) else ""
+            raise ModelError(f"{name} after the merge {reason or f'does not fit {self.target}; export in bfloat16'}")
+        return rounded
+
+
+def put_saved_tensors(model: PreTrainedModel, adapter: AdapterFolder, replaced: set[str], rounding: Rounding) -> None:
+    """Replace the base's tensors by those that the adapter holds whole: saved modules, biases, embeddings.
+
+    They stay in fp32 until :func:`finish`, because an adapter may come on top of one.
+    """
+    if not replaced:
+        return
+    one_of_both = _untie(model, replaced) and getattr(adapter.config, "ensure_weight_tying", False)
+    with safe_open(adapter.weights, framework="pt") as opened:
+        for key in opened.keys():
+            name = plain(key.removeprefix("base_model.model."))
+            if name in replaced:
+                _replace(model, name, opened.get_tensor(key).float(), rounding)
+    if one_of_both:
+        ends = _ends(model)
+        if sum(name in replaced for name in ends) == 1:
+            source, other = sorted(ends, key=lambda name: name not in replaced)
+            _replace(model, other, model.get_parameter(source).data.clone(), rounding)
+
+
+def inject(model: PreTrainedModel, adapter: AdapterFolder) -> PeftModel:
+    """Put the adapter, with fp32 weights, into ``model``, in place; it is active afterwards.
+
+    Raises:
+        ModelError: PEFT cannot do so.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            injected = PeftModel.from_pretrained(
+                model, str(adapter.path), config=without_saved_modules(adapter.config), torch_device="cpu"
+            )
+    except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
+        raise ModelError(f"{adapter.path} cannot be put on {adapter.base!r}: {first_line(error)}") from error
+    for parameter in injected.parameters():
+        if id(parameter) not in own and parameter.is_floating_point():
+            parameter.data = parameter.data.float()
+    _untie_adapted(model)
+    return injected.eval().requires_grad_(False)
+
+
+def merge(injected: PeftModel, rounding: Rounding, tell: Callable[[int, int], None] = lambda *_: None) -> None:
+    """Merge every adapted layer in place. Peak memory is the model and a few copies in fp32 of its largest tensor.
+
+    Args:
+        injected: of :func:`inject`.
+        rounding: to what.
+        tell: is called with the number of layers merged and of all.
+
+    Raises:
+        ModelError: PEFT has no way to merge this adapter, or a merged tensor is not finite.
+    """
+    layers = list(tuner_layers(injected.get_base_model()))
+    for number, (name, layer) in enumerate(layers, 1):
+        base = layer.get_base_layer()
+        only = getattr(layer, "parameter_name", None)  # of an adapter on one parameter of a module
+        before: dict[str, Tensor] = {}
+        for inner, parameter in base.named_parameters():
+            if only in (None, inner):
+                before[inner] = parameter.data
+                parameter.data = parameter.data.to(torch.float32, copy=True)
+        try:
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore")
+                layer.merge()
+        except (ValueError, RuntimeError, NotImplementedError, AttributeError) as error:
+            raise ModelError(f"the adapter of {name} cannot be merged: {first_line(error)}") from error
+        for inner, old in before.items():
+            parameter = base.get_parameter(inner)
+            if torch.equal(parameter.data, old.float()):
+                parameter.data = old
+            else:
+                outer = plain(f"{name}.").removesuffix(".").replace(".base_layer", "")
+                parameter.data = rounding.apply(f"{outer}.{inner}", old, parameter.data)
+        tell(number, len(layers))
+
+
+def finish(injected: PeftModel, rounding: Rounding) -> PreTrainedModel:
+    """The plain model with every weight in the dtype of the export; call it after :func:`merge`.
+
+    A tied embedding that was untied and whose ends are equal is tied again; otherwise the configuration says that
+    they are not tied.
+    """
+    was_tied = injected.get_base_model().config.get_text_config().tie_word_embeddings  # unloading may change it
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model: PreTrainedModel = injected.merge_and_unload()
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(rounding.dtype(name))
+    _tie_or_tell(model, was_tied)
+    return model
+
+
+def _replace(model: nn.Module, name: str, new: Tensor, rounding: Rounding) -> None:
+    owner, _, last = name.rpartition(".")
+    old = getattr(model.get_submodule(owner), last)
+    rounding.meter.add(name, old.data, new, rounding.dtype(name))
+    old.data = new
+
+
+def _ends(model: PreTrainedModel) -> list[str]:
+    """The names of the weights of the input embedding and of the head, where there are both."""
+    modules = [model.get_input_embeddings(), model.get_output_embeddings()]
+    names = {id(module): name for name, module in model.named_modules()}
+    return [f"{names[id(module)]}.weight" for module in modules if module is not None and id(module) in names]
+
+
+def _untie(model: PreTrainedModel, trained: set[str]) -> bool:
+    """Give the head a copy of the embedding's weights, if both are one and ``trained`` has either."""
+    ends = _ends(model)
+    if len(ends) < 2 or not trained.intersection(ends):
+        return False
+    return _separate(model.get_input_embeddings(), model.get_output_embeddings())
+
+
+def _untie_adapted(model: PreTrainedModel) -> None:
+    """The same where either has an adapter, whose merge would change both."""
+    layers = {id(layer) for _, layer in tuner_layers(model)}
+    ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if any(id(end) in layers for end in ends):
+        _separate(*(end.get_base_layer() if id(end) in layers else end for end in ends))
+
+
+def _separate(embedding: Any, head: Any) -> bool:
+    if embedding is None or head is None or embedding.weight is not head.weight:
+        return False
+    head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
+    return True
+
+
+def _tie_or_tell(model: PreTrainedModel, was_tied: bool) -> None:
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not was_tied or embedding is None or head is None:
+        return
+    if embedding.weight is not head.weight and torch.equal(embedding.weight, head.weight):
+        head.weight = embedding.weight
+    tied = embedding.weight is head.weight
+    model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = tied

@@ -1,0 +1,19 @@
+"""Merge an adapter into its base: `python launch/export.py ADAPTER OUT --dtype bfloat16`.
+
+For one process, on the host. The work is in `alignment/`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if (ROOT / "alignment" / "__init__.py").is_file():
+    # A source checkout runs without being installed, and before any other package called `alignment`.
+    sys.path.insert(0, str(ROOT))
+
+from alignment.cli.export import main  # noqa: E402
+
+if __name__ == "__main__":
+    main(program="launch/export.py")
