@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
@@ -22,11 +21,11 @@ from transformers.utils import logging as transformers_logging
 from alignment.config.errors import OutputError
 from alignment.internals.deepspeed_zero3 import is_partitioned
 from alignment.models.adapters import Adapters, adapter_tensors, read_adapter
+from alignment.models.source import ModelSource
 
-TRAINING_BASE = "training_base.json"  # what adapters were trained on, which PEFT's own file does not say in full
 _OF_A_MODEL = (
     "model*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json",
-    "adapter_model*", "adapter_config.json", TRAINING_BASE,
+    "adapter_model*", "adapter_config.json", "training_base.json",
 )  # fmt: skip
 
 
@@ -67,14 +66,14 @@ def write_model(model: PreTrainedModel, tokenizer: Any, folder: Path, *, first_r
 
 
 def write_adapters(
-    model: PreTrainedModel, adapters: Adapters, base: dict[str, Any], tokenizer: Any, folder: Path, *, first_rank: bool
+    model: PreTrainedModel, adapters: Adapters, source: ModelSource, tokenizer: Any, folder: Path, *, first_rank: bool
 ) -> None:
     """Write adapters, and modules that were trained whole with them, as PEFT does; collective.
 
     Args:
         model: inside an engine.
         adapters: which.
-        base: what they were trained on, written beside them as ``training_base.json``.
+        source: the model that they were trained on, of which a record is written beside them.
         tokenizer: written beside them as well.
         folder: as for :func:`write_model`.
         first_rank: whether this rank writes.
@@ -86,14 +85,24 @@ def write_adapters(
     state = gathered_state_dict(model, keep=first_rank, only=set(names.values()))
     if not first_rank:
         return
+    from alignment.models.adapter_folder import write_training_base  # imports peft
+
     config = copy.deepcopy(adapters.config)
     config.inference_mode = True
+    quantized = None if source.quantization is None else source.quantization.config.to_dict()
 
     def save(partial: Path) -> None:
         tensors = {f"base_model.model.{saved}": state[name] for saved, name in names.items()}
         save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
         config.save_pretrained(str(partial))
-        (partial / TRAINING_BASE).write_text(json.dumps(base, indent=2, default=str) + "\n", encoding="utf-8")
+        write_training_base(
+            partial,
+            base_model=source.name,
+            revision=source.init_kwargs.get("revision"),
+            quantization=quantized,
+            task=source.task,
+            dtype=str(next(iter(tensors.values())).dtype).removeprefix("torch."),
+        )
 
     _write(folder, tokenizer, save)
 

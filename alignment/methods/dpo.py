@@ -35,7 +35,9 @@ class DPOMethod(Method[PreferenceBatch]):
         return True
 
     def advice(self, report: DataReport, window_rows: int) -> list[str]:
-        return about_learning_rate(self.options, self.options.beta) + about_window(self.options, window_rows)
+        options = self.options
+        rate = about_learning_rate(options, options.beta, adapters=self.trains_adapters)
+        return rate + about_window(options, window_rows)
 
     def scored(self, batch: PreferenceBatch) -> Batch:
         return batch.pairs

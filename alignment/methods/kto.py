@@ -60,7 +60,7 @@ class KTOMethod(Method[UnpairedBatch]):
         noisy = "KTO's KL is estimated from these rows alone" if self.draws_partners else None
         return [
             *about_labels(options, report, options.desirable_weight, options.undesirable_weight),
-            *about_learning_rate(options, options.beta, sooner),
+            *about_learning_rate(options, options.beta, sooner, adapters=self.trains_adapters),
             *about_window(options, window_rows, noisy),
         ]
 

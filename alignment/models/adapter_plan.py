@@ -77,6 +77,11 @@ def plan_adapters(
                 "out, the whole model is saved in output_dir"
             )
         return None
+    if options.merged_output_dir is not None and source.path is None:
+        raise OptionError(
+            f"{setting('merged_output_dir', options.merged_output_dir)}: the base is a live model, whose weights may "
+            "be in no folder; pass its path, or call merge_and_unload() of the PeftModel"
+        )
     if live is not None:
         return _of_live(options, live, source)
     if path is not None:
@@ -214,7 +219,7 @@ def _tried(
         if classifies:
             config.modules_to_save = sorted({*(config.modules_to_save or ()), HEAD})
     total = sum(parameter.numel() for parameter in model.parameters())
-    experts = {name: p for name, p in model.named_parameters() if p.ndim == 3}
+    experts = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of weights on the meta device that nobody fills
@@ -231,7 +236,7 @@ def _tried(
     added = sum(parameter.numel() for parameter in model.parameters()) - total
     layers = tuple(name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
     adapters = Adapters(config, path=path, layers=layers, trained=trained, total=total + added)
-    return replace(adapters, notes=tuple(_notes(adapters, model, experts, quantization)))
+    return replace(adapters, notes=tuple(_notes(config, model, experts, quantization)))
 
 
 def _complete(config: Any, linear: dict[str, str], model: nn.Module, head: str | None) -> None:
@@ -310,13 +315,19 @@ def _check_shapes(path: str, shapes: dict[str, tuple[int, ...]], source: ModelSo
 
 
 def _notes(
-    adapters: Adapters, model: nn.Module, experts: dict[str, Any], quantization: Quantization | None
+    config: Any, model: PreTrainedModel, experts: Iterable[str], quantization: Quantization | None
 ) -> Iterator[str]:
-    left = sorted({name.rpartition(".")[2] for name in experts if not _is_adapted(name, adapters.config)})
+    """What a user may not expect of these adapters on this model."""
+    left = sorted({name.rpartition(".")[2] for name in experts if not _is_adapted(name, config)})
     if left:
         kept = "" if quantization is None else ", and are kept whole: they are not linear layers"
+        names = ", ".join(left)
+        yield f"the experts ({names}) get no adapter{kept}; name them in lora_target_parameters to train them"
+    touched = {name.rpartition(".")[2] for name in (config.modules_to_save or ())} & {"lm_head", "embed_tokens"}
+    if touched and model.config.get_text_config().tie_word_embeddings:
         yield (
-            f"the experts ({', '.join(left)}) get no adapter{kept}; name them in lora_target_parameters to train them"
+            f"{' and '.join(sorted(touched))}: head and embeddings of this model are one tensor; trained is a copy of "
+            "its own, so that they differ afterwards"
         )
 
 

@@ -83,6 +83,6 @@ class AdapterReferencePlan:
         """Whose log-probs, where they come from, and what that costs; for the line that a run begins with."""
         if self.adapters.reference is not None:
             return f"reference: the policy with its adapter {self.adapters.reference!r}, no second model"
-        copied = given is not None and given.adapter is not None
+        copied = not self.adapters.are_new if given is None else given.adapter is not None
         how = "a frozen copy of its adapters" if copied else "its adapters off"
         return f"reference: the policy as given, adapter ({how}, no second model)"

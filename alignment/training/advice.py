@@ -13,6 +13,9 @@ from alignment.data.report import DataReport
 # (desirable weight × rows) : (undesirable weight × rows), after https://arxiv.org/abs/2402.01306, section 4.2.
 LEAST_RATIO, MOST_RATIO = 1.0, 4 / 3
 LEAST_RATE, MOST_RATE = 5e-7, 5e-6
+# The best rate of LoRA was ten times that of full fine-tuning over models and ranks in Schulman et al., "LoRA Without
+# Regret" (2025), https://thinkingmachines.ai/blog/lora/.
+ADAPTER_RATES = 10.0
 LEAST_WINDOW = 16
 _EDGE = 1e-9  # relative: 4/3 written as a decimal is inside
 
@@ -51,22 +54,26 @@ def _range(least: float) -> str:
     return f"{low:.4g} to {high:.4g}"
 
 
-def about_learning_rate(options: AlignmentConfig, beta: float, sooner: str = "") -> list[str]:
-    """Whether the learning rate is one that full fine-tuning on preferences works with.
+def about_learning_rate(
+    options: AlignmentConfig, beta: float, sooner: str = "", *, adapters: bool = False
+) -> list[str]:
+    """Whether the learning rate is one that fine-tuning on preferences works with.
 
     Args:
         options: the run's.
         beta: weight of the pull towards the reference.
         sooner: what makes training diverge at a lower rate already.
+        adapters: whether they are trained, and not the whole model.
     """
-    rate = options.learning_rate
-    if LEAST_RATE * (1 - _EDGE) <= rate <= MOST_RATE * (1 + _EDGE):
+    rate, scale = options.learning_rate, ADAPTER_RATES if adapters else 1.0
+    least, most = LEAST_RATE * scale, MOST_RATE * scale
+    if least * (1 - _EDGE) <= rate <= most * (1 + _EDGE):
         return []
     low = "it hardly moves the model; rather take more epochs"
-    why = low if rate < LEAST_RATE else f"training may diverge{sooner}"
+    why = low if rate < least else f"training may diverge{sooner}"
     return [
-        f"learning_rate={rate:g} at beta={beta:g} is outside {LEAST_RATE:g} to {MOST_RATE:g}, the range for "
-        f"full fine-tuning: {why}; set one inside"
+        f"learning_rate={rate:g} at beta={beta:g} is outside {least:g} to {most:g}, the range for "
+        f"{'adapters' if adapters else 'full fine-tuning'}: {why}; set one inside"
     ]
 
 

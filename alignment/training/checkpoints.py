@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 CHECKPOINT_PREFIX = "checkpoint-"
 
 
-def check_output_folder(folder: Path, overwrite: bool) -> None:
+def check_output_folder(folder: Path, overwrite: bool, option: str = "output_dir") -> None:
     """Refuse a folder that cannot be used, leaving nothing behind.
 
     Raises:
@@ -30,16 +30,17 @@ def check_output_folder(folder: Path, overwrite: bool) -> None:
     try:
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
         if not existing.is_dir():
-            raise OutputError(f"output_dir: {existing} is not a folder; choose another output_dir")
+            raise OutputError(f"{option}: {existing} is not a folder; choose another {option}")
         if existing == folder and any(folder.iterdir()) and not overwrite:
             raise OutputError(
-                f"output_dir: {folder} is not empty; choose another folder or set overwrite_output_dir: true"
+                f"{option}: {folder} is not empty; choose another folder"
+                + (" or set overwrite_output_dir: true" if option == "output_dir" else "")
             )
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         reason = error.strerror or error
-        raise OutputError(f"output_dir: {folder} cannot be written: {reason}; choose another output_dir") from error
+        raise OutputError(f"{option}: {folder} cannot be written: {reason}; choose another {option}") from error
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

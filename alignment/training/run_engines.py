@@ -364,7 +364,7 @@ class RunEngines:
         if adapters is None:
             write_model(model, context.processing_class, folder, first_rank=first)
         else:
-            write_adapters(model, adapters, self._base(), context.processing_class, folder, first_rank=first)
+            write_adapters(model, adapters, self.plan.source, context.processing_class, folder, first_rank=first)
 
     def restore(self, folder: Path) -> None:
         """Put weights that :meth:`write` wrote back into the policy; collective, for the end of a run."""
@@ -373,17 +373,6 @@ class RunEngines:
             load_weights(model, folder, first_rank=self.context.is_first)
         else:
             load_adapters(model, adapters, folder, first_rank=self.context.is_first)
-
-    def _base(self) -> dict[str, Any]:
-        """What the adapters were trained on, for whoever merges them."""
-        source = self.plan.source
-        quantized = None if source.quantization is None else source.quantization.config.to_dict()
-        return {
-            "base_model": source.name,
-            "revision": source.init_kwargs.get("revision"),
-            "quantization": quantized,
-            "task": "causal_lm" if source.task.noun == CAUSAL_LM.noun else "classifier",
-        }
 
     def close(self) -> None:
         """Release the engines. Trained weights go with them, so the trainer is then at its end: save before.

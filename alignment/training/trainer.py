@@ -102,6 +102,8 @@ class AlignmentTrainer:
         self.output_dir = Path(self.args.output_dir or "")
         if train_dataset is not None and rank() == 0:
             check_output_folder(self.output_dir, self.args.overwrite_output_dir)
+            if self.args.merged_output_dir is not None:
+                check_output_folder(Path(self.args.merged_output_dir), False, "merged_output_dir")
         self._prepare_models(model, ref_model, optimizers, peft_config, adapted)
         self.processing_class = load_tokenizer(processing_class, tokenizer, self.policy_source, self.args)
         for source in (self.policy_source, self.reference_source):
@@ -254,6 +256,8 @@ class AlignmentTrainer:
         self._write_settings()
         self.engines.trained = True
         result = loop.run(evaluation_windows(self.context))
+        if self.args.merged_output_dir is not None:
+            self._write_merged(Path(self.args.merged_output_dir))
         self.write_report(show=True)
         return result
 
@@ -302,6 +306,26 @@ class AlignmentTrainer:
         """
         self.engines.build(None)
         self.engines.write(Path(output_dir or self.output_dir))
+        barrier()
+
+    def _write_merged(self, folder: Path) -> None:
+        """Save the adapters, and merge them into their base as it is on disk."""
+        self.save_model()
+        if self.is_world_process_zero():
+            from alignment.engines.exporting import merge_adapter  # imports peft
+
+            source = self.engine_plan.source
+            trusted = self.args.trust_remote_code
+            with self.phases("merge"):
+                report = merge_adapter(
+                    self.output_dir,
+                    folder,
+                    base=source.path,
+                    revision=source.init_kwargs.get("revision"),
+                    trust_remote_code=trusted,
+                )
+            for line in report.lines():
+                self.tell(line)
         barrier()
 
     def save_state(self) -> None:
