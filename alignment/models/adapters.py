@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -282,7 +283,8 @@ def plain_start(config: PeftConfig) -> PeftConfig:
 def keep_given(model: PreTrainedModel, adapters: Adapters, *, ds_config: dict[str, Any], dtype: torch.dtype) -> str:
     """Add a frozen copy of the adapters as they are now; return the name to compute with for the policy as given."""
     if REFERENCE not in model.peft_config:
-        with _initial(ds_config, 0):
+        with _initial(ds_config, 0), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Already found a `peft_config`")  # a second adapter is the intention
             model.add_adapter(plain_start(adapters.config), REFERENCE)
     _activate(model, adapters.name)
     for module in model.modules():

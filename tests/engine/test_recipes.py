@@ -90,6 +90,7 @@ def test_online_dpo_with_both_models_in_4_bits(models: dict[str, str], tmp_path:
     trained(tmp_path / "out", 4)
 
 
+@pytest.mark.filterwarnings("error:Already found a `peft_config`")
 def test_sft_and_then_kto_on_its_adapter(
     models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
