@@ -128,6 +128,22 @@ def kto_trainer(job: Job) -> KTOTrainer:
     return KTOTrainer(model=job.earlier("start"), args=args, train_dataset=job.rows)
 
 
+def kto_lora_trainer(job: Job) -> KTOTrainer:
+    """Of KTO with adapters: the start model stays as it is, and is the reference too."""
+    lora = job.settings.kto_lora
+    args = KTOConfig(
+        **_shared(job),
+        **_WHOLE_PROMPTS,
+        **_one_pass(lora),
+        beta=lora.beta,
+        use_peft=True,
+        lora_r=lora.rank,
+        lora_alpha=2 * lora.rank,
+        lora_dropout=0.0,
+    )
+    return KTOTrainer(model=job.earlier("start"), args=args, train_dataset=job.rows)
+
+
 def cpo_trainer(job: Job) -> CPOTrainer:
     """Of CPO."""
     cpo = job.settings.cpo
@@ -175,6 +191,13 @@ VARIANTS = (
         "single answers, each labelled; from the start model",
         lambda world, s: labelled_rows(world.training, s.kto.rows, s.seed),
         kto_trainer,
+    ),
+    Stage(
+        "kto_lora",
+        "after KTO, LoRA",
+        "the rows of KTO; adapters on the start model, which is saved with none of them changed",
+        lambda world, s: labelled_rows(world.training, s.kto_lora.rows, s.seed),
+        kto_lora_trainer,
     ),
     Stage(
         "cpo",
