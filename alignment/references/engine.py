@@ -45,16 +45,28 @@ class ReferencePlan:
         policy: the policy's model, which a reference that was not given is a copy of.
         frozen: placement and DeepSpeed JSON.
         dtype: of weights and activations.
+        precomputed: whether the model is only asked before training, and its answers are kept.
+        adapters: what stands for the content of the adapters that it has; None for none.
+        quantisation: what stands for the format of quantised weights; None for none.
     """
 
     source: ModelSource
     policy: ModelSource
     frozen: FrozenPlan
     dtype: torch.dtype
+    precomputed: bool = False
+    adapters: str | None = None
+    quantisation: str | None = None
+
+    @property
+    def copies_policy(self) -> bool:
+        """Whether it is the live policy as given, which training changes."""
+        return self.source is self.policy and self.policy.live is not None
 
     def build(self, options: AlignmentConfig) -> EngineReference:
         """Load the model into its engine; a live policy is copied, so this comes before its own engine. Collective."""
-        if self.source is self.policy and self.policy.live is not None:
+        if self.copies_policy:
+            assert self.policy.live is not None
             model = widened(snapshot(self.policy.live), self.dtype)
         else:
             model = self.source.load(options, self.dtype, self.frozen.ds_config)
@@ -65,4 +77,5 @@ class ReferencePlan:
     def describe(self) -> str:
         """Whose log-probs, where they come from, and what that costs; for the line that a run begins with."""
         own = "the policy as given" if self.source is self.policy else self.source.name
-        return f"reference: {own}, {self.frozen.placement.describe(self.dtype.itemsize, world_size())}"
+        own += ", log-probs precomputed by" if self.precomputed else ","
+        return f"reference: {own} {self.frozen.placement.describe(self.dtype.itemsize, world_size())}"

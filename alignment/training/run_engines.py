@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,9 +21,13 @@ from alignment.engines.scoring import PolicyEngine, ScoringEngine, checked, froz
 from alignment.models.loading import disable_dropout, enable_checkpointing
 from alignment.models.source import ModelSource
 from alignment.models.tasks import CAUSAL_LM, Task
+from alignment.references.base import Reference
 from alignment.references.engine import ReferencePlan
+from alignment.references.precomputed import PrecomputedReference
 from alignment.training.context import Resources, RunContext
+from alignment.training.data import PreparedData
 from alignment.training.method import Models
+from alignment.training.precompute import ReferenceStores
 from alignment.training.window import WindowPass
 
 
@@ -84,15 +89,16 @@ def plan_engines(options: AlignmentConfig, policy: ModelSource, reference: Model
         if options.ref_deepspeed is not None:
             raise OptionError(f"ref_deepspeed: {options.method} has no reference model; remove ref_deepspeed")
         return plan
+    precomputed = options.ref_placement == "precomputed"
     frozen = plan_frozen(
         options,
         "ref",
-        placement=options.ref_placement,
+        placement=None if precomputed else options.ref_placement,
         deepspeed=options.ref_deepspeed,
         hidden_size=_width(reference),
         **shared,
     )
-    return replace(plan, reference=ReferencePlan(reference, policy, frozen, plan.compute))
+    return replace(plan, reference=ReferencePlan(reference, policy, frozen, plan.compute, precomputed))
 
 
 def _width(source: ModelSource) -> int:
@@ -145,6 +151,7 @@ class RunEngines:
 
     Attributes:
         models: policy and reference; None while there are no engines.
+        stores: the log-probs of a precomputed reference; None for any other.
         trained: whether the policy has been trained, and what is released with it is lost.
     """
 
@@ -159,6 +166,8 @@ class RunEngines:
         self.context, self.plan, self.optimizers = context, plan, optimizers
         self.aux_coefficient, self.resources = aux_coefficient, resources
         self.models: Models | None = None
+        asked = plan.reference
+        self.stores = ReferenceStores(context, asked) if asked is not None and asked.precomputed else None
         self.trained = False
         self._pass: WindowPass | None = None
         self._trainable = False
@@ -218,15 +227,32 @@ class RunEngines:
         context.tell(self.plan.describe())
         self.resources.built(policy.scorer.model)
 
+    def know(self, datasets: Iterable[PreparedData]) -> None:
+        """Let a precomputed reference answer about these datasets too; collective, and nothing for any other one.
+
+        Raises:
+            OptionError: that takes the policy as it was given, which was trained since.
+        """
+        if self.stores is None:
+            return
+        if self.stores.plan.copies_policy and not self.trained:
+            self.close()  # so that the reference is built before the policy's engine once more
+        if self.models is None:
+            self.stores.further = tuple(datasets)
+            return
+        assert isinstance(self.models.reference, PrecomputedReference)
+        self.models.reference.tables |= self.stores.tables(datasets, loadable=not self.stores.plan.copies_policy)
+
     def _built(self, training_steps: int | None) -> Models:
         """Reference and policy, each released again where a later build fails."""
-        args, plan, reference = self.context.args, self.plan, None
+        args, plan = self.context.args, self.plan
+        reference: Reference | None = None
         with contextlib.ExitStack() as built:
             built.callback(self.resources.close)
             for line in self.resources.build():
                 self.context.tell(line)
             if plan.reference is not None:
-                reference = plan.reference.build(args)
+                reference = plan.reference.build(args) if self.stores is None else self.stores.reference()
                 built.callback(reference.close)
             ds_config = plan.policy_frozen if training_steps is None else plan.policy
             policy = build_engine(
