@@ -64,7 +64,8 @@ def exits(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str, 
 def test_without_a_command_all_are_listed(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = exits(capsys, *argv)
     assert (code, err) == (0, "") and out.startswith("usage: da COMMAND")
-    assert all(f"  {name}  {command.help}\n" in out for name, command in COMMANDS.items())
+    listed = [line.split(maxsplit=1) for line in out.splitlines() if line.startswith("  ")]
+    assert listed == [[name, command.help] for name, command in COMMANDS.items()]
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
