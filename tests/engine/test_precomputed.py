@@ -6,7 +6,7 @@ import dataclasses
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +211,33 @@ def test_the_key_has_all_that_decides_the_numbers(models: dict[str, str], tmp_pa
     assert key_of(make("KTO", models["policy"], models["reference"], tmp_path))["model"] != own["model"]
 
 
-def test_other_weights_are_another_store(models: dict[str, str], tmp_path: Path, stores: Path, built: list[str]) -> None:
+def test_other_rows_are_another_store(models: dict[str, str], tmp_path: Path) -> None:
+    """Known by their tokens, and by nothing else that they were read with."""
+
+    def content(rows: list[dict[str, Any]]) -> str:
+        args = alignment.DPOConfig(**options(tmp_path, ref_placement="precomputed"))
+        trainer = alignment.DPOTrainer(models["policy"], args=args, train_dataset=rows)
+        assert trainer.train_data is not None
+        return precompute.rows_content(trainer.train_data, trainer.method.completions)
+
+    first, second = {"prompt": "ab", "chosen": "cd", "rejected": "e"}, {"prompt": "x", "chosen": "y", "rejected": "z"}
+    found = [
+        content([first, second]),
+        content([second, first]),
+        content([first, second, first]),
+        content([{**first, "chosen": "cf"}, second]),
+        content([{**first, "prompt": "abc", "chosen": "d"}, second]),
+        content([{**first, "chosen": "e", "rejected": "cd"}, second]),
+        content([{**first, "chosen": "ce", "rejected": "d"}, second]),
+        content([{**first, "prompt": "a"}, {**second, "prompt": "bx"}]),
+    ]
+    assert len(set(found)) == len(found)
+    assert content([{**row, "more": 1} for row in (first, second)]) == found[0]
+
+
+def test_other_weights_are_another_store(
+    models: dict[str, str], tmp_path: Path, stores: Path, built: list[str]
+) -> None:
     folder = shutil.copytree(models["reference"], tmp_path / "reference")
     make("DPO", models["policy"], str(folder), tmp_path).precompute()
     first = stored(stores)
@@ -336,7 +362,9 @@ def test_new_data_under_a_live_policy(models: dict[str, str], tmp_path: Path, bu
     trainer.train()
     after = trainer.evaluate(new)
     assert after["eval_rewards/margins"] != 0 and built.count("reference") == 2
-    with pytest.raises(OptionError, match=r"^eval_dataset: .* the policy as given, which is the reference, was trained"):
+    with pytest.raises(
+        OptionError, match=r"^eval_dataset: .* the policy as given, which is the reference, was trained"
+    ):
         trainer.evaluate(newer)
     trainer.close()
 

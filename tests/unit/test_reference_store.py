@@ -18,7 +18,7 @@ from alignment.data.batching import Batch, collate
 from alignment.references import store as module
 from alignment.references.base import RowIds
 from alignment.references.precomputed import LogpTable, PrecomputedReference, places
-from alignment.references.store import LogpStore, Logps
+from alignment.references.store import Logps, LogpStore
 
 KEY = {"rows": "a", "partners": 3, "adapters": None, "model": {"files": {"model.safetensors": "b"}}}
 ROWS = 10
