@@ -123,6 +123,10 @@ def run(
     has_reference = method in ("KTO", "DPO", "OnlineDPO")
     if has_reference:
         options["ref_placement"] = placements[(micro + len(stage)) % len(placements)]
+        if options["ref_placement"] == "precomputed":
+            options["max_length"] += (
+                steps * micro
+            )  # longer than any row: each number of ranks fills a store of its own
     return {
         "name": name,
         "trainer": method,

@@ -128,7 +128,7 @@ class LogpStore:
             OutputError: it cannot be written, a full disk included.
         """
         partners = self.partners[part.start : part.stop]
-        metadata = {"checksum": self._checksum(part, logps, partners)}
+        metadata = {"checksum": self._checksum(part, logps)}
         with _errors_named(self.folder):
             _publish(self._file(part), save({"logps": logps, "partners": partners}, metadata))
         self.values[part.start : part.stop] = logps
@@ -144,17 +144,16 @@ class LogpStore:
             checksum = (opened.metadata() or {}).get("checksum")
         if logps.shape != (len(part), self.values.shape[1]) or logps.dtype != np.float32:
             raise ValueError("its table has another shape")
-        if checksum != self._checksum(part, logps, partners):
+        if checksum != self._checksum(part, logps):
             raise ValueError("its checksum is wrong")
         if not np.array_equal(partners, self.partners[part.start : part.stop]):
             raise ValueError("its rows have other partners")
         found: Logps = logps
         return found
 
-    def _checksum(self, part: range, logps: Logps, partners: Rows) -> str:
+    def _checksum(self, part: range, logps: Logps) -> str:
         digest = hashlib.blake2b(f"{self._digest} {part.start} {part.stop}".encode(), digest_size=16)
         digest.update(logps.tobytes())
-        digest.update(partners.tobytes())
         return digest.hexdigest()
 
 

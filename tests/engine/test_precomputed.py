@@ -158,7 +158,17 @@ def test_a_precomputed_reference_trains_as_a_live_one(
         assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
 
 
-def test_dropout_is_the_same_in_a_run_that_finds_its_store(models: dict[str, str], tmp_path: Path) -> None:
+def test_dropout_is_the_same_in_a_run_that_finds_its_store(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although models may draw as they are loaded."""
+    build = ReferencePlan.build
+
+    def drawing(plan: ReferencePlan, args: Any) -> EngineReference:
+        random.random(), np.random.rand(), torch.rand(1)
+        return build(plan, args)
+
+    monkeypatch.setattr(ReferencePlan, "build", drawing)
     logs = [
         finished(make("DPO", models["policy"], None, tmp_path / name, num_train_epochs=1), "DPO")[0]
         for name in ("computes", "finds")
@@ -232,6 +242,7 @@ def test_other_rows_are_another_store(models: dict[str, str], tmp_path: Path) ->
         content([{**first, "prompt": "a"}, {**second, "prompt": "bx"}]),
     ]
     assert len(set(found)) == len(found)
+    assert content([first]) != content([{**first, "prompt": "abc", "chosen": "d"}])
     assert content([{**row, "more": 1} for row in (first, second)]) == found[0]
 
 

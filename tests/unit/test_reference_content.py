@@ -155,7 +155,7 @@ def test_a_live_model_is_known_by_its_parameters(folder: Path) -> None:
     assert live_content(copy.deepcopy(model), keep=True) == first
     assert live_content(model, keep=False) == {}
     found = [first]
-    for change in (_one_weight, _one_buffer, _swapped, _window, lambda other: other.to(torch.bfloat16)):
+    for change in (_one_weight, _one_buffer, _swapped, _turned, _epsilon, lambda other: other.to(torch.bfloat16)):
         other = copy.deepcopy(model)
         change(other)
         found.append(live_content(other, keep=True))
@@ -181,5 +181,12 @@ def _swapped(model: PreTrainedModel) -> None:
     other.copy_(kept)
 
 
-def _window(model: PreTrainedModel) -> None:
+@torch.no_grad()
+def _turned(model: PreTrainedModel) -> None:
+    """The same bytes in another shape."""
+    weight = model.get_parameter("model.layers.1.mlp.up_proj.weight")
+    weight.data = weight.reshape(weight.shape[::-1])
+
+
+def _epsilon(model: PreTrainedModel) -> None:
     model.config.rms_norm_eps = 1e-3

@@ -37,8 +37,8 @@ def opened(folder: Path, key: Any = KEY, partners: Any = PARTNERS) -> tuple[Logp
     return store, store.read()
 
 
-def filled(folder: Path, key: Any = KEY, logps: Logps = LOGPS) -> LogpStore:
-    store, _ = opened(folder, key)
+def filled(folder: Path, key: Any = KEY, logps: Logps = LOGPS, partners: Any = PARTNERS) -> LogpStore:
+    store, _ = opened(folder, key, partners)
     store.prepare()
     for part in list(store.missing):
         store.write(part, logps[part.start : part.stop])
@@ -108,14 +108,15 @@ def test_a_part_that_is_cut_short_is_named(kept: int, tmp_path: Path) -> None:
     assert len(files(tmp_path)) == 3, "what cannot be used is removed"
 
 
-def test_a_part_of_another_place_or_store_is_not_taken(tmp_path: Path) -> None:
-    filled(tmp_path)
+@pytest.mark.parametrize("partners", [PARTNERS, np.full(ROWS, -1)], ids=["partners", "none"])
+def test_a_part_of_another_place_or_store_is_not_taken(partners: Any, tmp_path: Path) -> None:
+    filled(tmp_path, partners=partners)
     first, second, *_ = files(tmp_path)
     shutil.copy(first, second)
-    assert opened(tmp_path)[0].missing == [range(3, 6)]
-    filled(tmp_path / "other", {**KEY, "rows": "other"})
+    assert opened(tmp_path, partners=partners)[0].missing == [range(3, 6)]
+    filled(tmp_path / "other", {**KEY, "rows": "other"}, partners=partners)
     shutil.copy(files(tmp_path / "other")[1], second)
-    assert opened(tmp_path)[0].missing == [range(3, 6)]
+    assert opened(tmp_path, partners=partners)[0].missing == [range(3, 6)]
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"key": {}}', None])
