@@ -64,6 +64,7 @@ class LogpStore:
         self.folder = parent / f"reference-{self._digest}"
         self.values: Logps = np.zeros((len(partners), width), dtype=np.float32)
         self.missing = self.parts
+        self._unusable: list[Path] = []
 
     @property
     def parts(self) -> list[range]:
@@ -82,11 +83,12 @@ class LogpStore:
         Returns:
             A sentence for each file that cannot be used.
         """
-        self.missing = self.parts
+        self.missing, self._unusable = self.parts, []
         if not self.folder.is_dir():
             return []
         manifest = self.folder / "manifest.json"
         if not _says(manifest, self._manifest):
+            self._unusable = [self._file(part) for part in self.parts]
             return [f"{manifest}: does not hold the key of this store; every part is computed again"]
         faults, missing = [], []
         for part in self.parts:
@@ -97,6 +99,7 @@ class LogpStore:
                 missing.append(part)
             except (OSError, SafetensorError, ValueError, KeyError) as error:
                 missing.append(part)
+                self._unusable.append(file)
                 faults.append(f"{file}: is torn ({error}); rows {part.start + 1} to {part.stop} are computed again")
         self.missing = missing
         return faults
@@ -109,8 +112,8 @@ class LogpStore:
         """
         with _errors_named(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            for part in self.missing:
-                self._file(part).unlink(missing_ok=True)
+            for file in self._unusable:
+                file.unlink(missing_ok=True)
             for file in self.folder.glob(".*"):
                 if time.time() - file.stat().st_mtime > _STALE_S:
                     file.unlink(missing_ok=True)

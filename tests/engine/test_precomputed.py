@@ -142,20 +142,23 @@ def test_a_precomputed_reference_trains_as_a_live_one(
     assert log == expected
     assert all(torch.equal(value, expected_weights[name]) for name, value in weights.items())
 
+    if method == "DPO":
+        return  # in other batches, on two ranks: test_split_grid.py
     built.clear()
-    args = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "precompute_ref_batch_size": 3}
-    again = make(method, models["policy"], models["reference"], tmp_path / "again", disable_dropout=True, **args)
+    given = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "disable_dropout": True}
+    again = make(method, models["policy"], models["reference"], tmp_path / "again", **given)
     found, _ = finished(again, method)
     assert built == ["policy"] and stored(stores) == files, "everything was there, and stays as it is"
-    plain = make(
-        method, models["policy"], models["reference"], tmp_path / "plain", disable_dropout=True, ref_placement=LIVE
-    )
-    if method == "KTO":
-        assert plain.sampler is not None and again.sampler is not None
-        plain.sampler.partners = again.sampler.partners
-    expected, _ = finished(plain, method)
+    live = make(method, models["policy"], models["reference"], tmp_path / "other", ref_placement=LIVE, **given)
+    assert live.sampler is not None and again.sampler is not None
+    live.sampler.partners = again.sampler.partners
+    expected, _ = finished(live, method)
+    assert found != expected, "its batches are others than the store's"
     for one, other in zip(found, expected, strict=True):
-        assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
+        assert one == pytest.approx(other, rel=1e-5, abs=5e-6), "rewards are small differences of large sums"
+        assert [one[n] for n in one if n.endswith("loss")] == pytest.approx(
+            [other[n] for n in other if n.endswith("loss")], rel=0, abs=1e-6
+        )
 
 
 def test_dropout_is_the_same_in_a_run_that_finds_its_store(

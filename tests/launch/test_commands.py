@@ -208,7 +208,8 @@ def test_what_is_in_the_wheel(wheel: Path) -> None:
     expected |= {f"alignment/launch/recipes/{path.name}" for path in (ROOT / "launch" / "recipes").glob("*.yaml")}
     assert expected | {"alignment/py.typed"} <= names
     others = {name for name in names - expected if not name.startswith("deepspeed_alignment-")}
-    assert others <= {"alignment/py.typed", "alignment/launch/train.py", "alignment/ds_configs/README.md"}
+    scripts = {f"alignment/launch/{path.name}" for path in (ROOT / "launch").glob("*.py")}
+    assert others <= {"alignment/py.typed", "alignment/ds_configs/README.md", *scripts}
 
 
 def test_who_installed_the_wheel_has_the_recipes(wheel: Path, tmp_path: Path) -> None:

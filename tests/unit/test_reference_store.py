@@ -158,6 +158,23 @@ def test_other_partners_are_not_looked_up(tmp_path: Path) -> None:
     assert opened(tmp_path, partners=other)[0].missing == [range(3, 6)]
 
 
+def test_what_another_run_wrote_meanwhile_stays(tmp_path: Path) -> None:
+    store, _ = opened(tmp_path)
+    filled(tmp_path)
+    store.prepare()
+    store.write(store.parts[0], LOGPS[:3])
+    again, faults = opened(tmp_path)
+    assert (faults, again.missing) == ([], []) and np.array_equal(again.values, LOGPS)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store, faults = opened(tmp_path / "file")
+    assert faults == [] and store.missing == store.parts
+    with pytest.raises(OutputError, match=f"{tmp_path}/file/.*: .* could not be written: Not a directory; set HF_"):
+        store.prepare()
+
+
 @pytest.mark.parametrize("call", ["write", "fsync", "replace"])
 def test_a_write_that_breaks_leaves_the_part_missing(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
