@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import DRIVERS, ROOT
-from helpers import POSITIONS, make_model, unpaired_rows
+from helpers import POSITIONS, make_model, options, unpaired_rows, zero
 from safetensors.numpy import load_file
 
 from alignment.cli import precompute, train
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(folder: Path, out: Path, **more: object) -> list[str]:
-    options = {
+    given = {
         "method": "kto",
         "model_name_or_path": folder / "model",
         "dataset_name": folder / "rows.jsonl",
@@ -40,7 +40,7 @@ def arguments(folder: Path, out: Path, **more: object) -> list[str]:
         "disable_tqdm": "true",
         **more,
     }
-    return [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    return [part for name, value in given.items() for part in (f"--{name}", str(value))]
 
 
 @pytest.mark.usefixtures("own_process_group")
@@ -105,6 +105,33 @@ def test_a_pass_that_is_killed_goes_on(folder: Path, tmp_path: Path, ranks: Rank
     assert found.keys() == whole.keys()
     for name, logps in whole.items():
         np.testing.assert_allclose(found[name], logps, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_with_their_own_store_as_one_does(folder: Path, tmp_path: Path, ranks: RankServer) -> None:
+    """KTO, whose partners are in other windows; model, reference and rows divided over the ranks."""
+    logs = []
+    for nproc, stage in ((1, 0), (2, 3)):
+        own = tmp_path / str(nproc)
+        own.mkdir()
+        args = options(
+            own,
+            ref_placement="precomputed",
+            num_train_epochs=2,
+            optim="sgd",
+            per_device_train_batch_size=2 // nproc,
+            deepspeed=zero(stage),
+            ref_deepspeed=zero(stage),
+        )
+        run = {"name": "run", "trainer": "KTO", "model": str(folder / "model"), "args": args}
+        run |= {"train": unpaired_rows(13), "eval": unpaired_rows(5, seed=3)}
+        (own / "spec.json").write_text(json.dumps([run]))
+        env = {"HF_DATASETS_CACHE": str(own / "cache")}
+        ranks.run(DRIVERS / "runs.py", own / "spec.json", nproc=nproc, env=env)
+        logs.append(json.loads((own / "run.json").read_text())["log"])
+    for one, two in zip(*logs, strict=True):
+        for name in one.keys() & {"loss", "kl", "grad_norm", "eval_loss", "eval_kl"}:
+            assert two[name] == pytest.approx(one[name], rel=1e-5, abs=1e-5 if "kl" in name else 1e-6), name
 
 
 def test_the_script_has_the_commands_name() -> None:
