@@ -76,7 +76,7 @@ class ReferenceStores:
     def __init__(self, context: RunContext, plan: ReferencePlan) -> None:
         self.context, self.plan = context, plan
         self.further: tuple[PreparedData, ...] = ()
-        self._content: dict[str, object] | None = None  # of the reference; of a live policy, before it was trained
+        self._content: dict[str, object] | None = None  # of the reference; that of a live policy before its training
         method = context.method
         if type(method).reference_sequences is Method.reference_sequences:
             raise OptionError(
@@ -85,7 +85,7 @@ class ReferenceStores:
             )
 
     def reference(self) -> PrecomputedReference:
-        """A reference that knows the run's own datasets; collective, before the policy has its engine."""
+        """A reference that knows the run's own datasets and the further ones; collective, before the policy exists."""
         self._content = None  # a live model may have changed since engines were built before
         return PrecomputedReference(self.tables((*self.own, *self.further)), len(self.context.method.completions))
 
@@ -137,7 +137,7 @@ class ReferenceStores:
 
     def _opened(self, datasets: Iterable[PreparedData], *, prepare: bool = True) -> list[Opened]:
         """Each store, read by the first rank."""
-        if self._content is None:
+        if self._content is None or not self.plan.copies_policy:
             memory = _folder() / "file-hashes.json"
             self._content = source_content(self.plan.source, memory, keep=rank() == 0)
         opened = []

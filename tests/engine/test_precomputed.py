@@ -253,12 +253,14 @@ def test_other_weights_are_another_store(
     models: dict[str, str], tmp_path: Path, stores: Path, built: list[str]
 ) -> None:
     folder = shutil.copytree(models["reference"], tmp_path / "reference")
-    make("DPO", models["policy"], str(folder), tmp_path).precompute()
-    first = stored(stores)
+    trainer = make("DPO", models["policy"], str(folder), tmp_path)
+    trainer.precompute()
+    before, first = key_of(trainer), stored(stores)
     weights = bytearray((folder / "model.safetensors").read_bytes())
     weights[-2] ^= 1
     (folder / "model.safetensors").write_bytes(weights)
-    make("DPO", models["policy"], str(folder), tmp_path).precompute()
+    assert key_of(trainer)["model"] != before["model"], "also of new data, in a run that has begun"
+    trainer.precompute()
     second = stored(stores)
     assert built == ["reference", "released"] * 2
     assert len(second) == 2 * len(first) and first.items() <= second.items()
