@@ -121,6 +121,7 @@ def plan_engines(
         key=policy.name,
         in_4bit=options.load_in_4bit,
         in_8bit=options.load_in_8bit,
+        live=policy.live is not None,
         compute=plan.compute,
         stage=stage,
     )
@@ -153,6 +154,7 @@ def plan_engines(
         key="ref_model_name_or_path" if not own else policy.name,
         in_4bit=bool(options.ref_load_in_4bit) or (as_policy and options.load_in_4bit),
         in_8bit=as_policy and options.load_in_8bit,
+        live=reference.live is not None,
         compute=plan.compute,
         stage=int(frozen.ds_config["zero_optimization"]["stage"]),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
 import shutil
@@ -15,6 +14,7 @@ import pytest
 import torch
 from datasets import IterableDataset
 from helpers import make_model, options, paired_rows, unpaired_rows
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import alignment
@@ -201,6 +201,14 @@ def key_of(trainer: AlignmentTrainer) -> dict[str, Any]:
     return stores.key(trainer.train_data)
 
 
+def adapter(model: str, folder: Path, seed: int) -> str:
+    """A PEFT folder with random adapters for ``model``."""
+    torch.manual_seed(seed)
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(folder)
+    return str(folder)
+
+
 def test_the_key_has_all_that_decides_the_numbers(models: dict[str, str], tmp_path: Path) -> None:
     """And nothing that does not: sweeps over these find the store."""
     own = key_of(make("KTO", models["policy"], None, tmp_path))
@@ -215,12 +223,13 @@ def test_the_key_has_all_that_decides_the_numbers(models: dict[str, str], tmp_pa
     for sweep in sweeps:
         assert key_of(make("KTO", models["policy"], None, tmp_path, **sweep)) == own
     assert key_of(make("DPO", models["policy"], None, tmp_path, seed=7))["partners"] is None
-    trainer = make("KTO", models["policy"], None, tmp_path)
-    for name in ("adapters", "quantisation"):
-        stores = trainer.engines.stores
-        assert stores is not None
-        stores.plan = dataclasses.replace(stores.plan, **{name: "else"})
-        assert key_of(trainer)[name] == "else"
+    # New adapters leave the policy as given as it is; those of a folder, and a base in 4 bits, do not.
+    assert key_of(make("KTO", models["policy"], None, tmp_path, use_peft=True)) == own
+    packed = key_of(make("KTO", models["policy"], None, tmp_path, use_peft=True, load_in_4bit=True))
+    assert own["quantisation"] is None and packed["quantisation"]["bnb_4bit_quant_type"] == "nf4"
+    folders = [adapter(models["policy"], tmp_path / f"adapter-{seed}", seed) for seed in (0, 1)]
+    keys = [key_of(make("KTO", models["policy"], None, tmp_path, adapter_name_or_path=folder)) for folder in folders]
+    assert own["adapters"] is None and keys[0]["adapters"] != keys[1]["adapters"]
     assert key_of(make("KTO", models["policy"], models["reference"], tmp_path))["model"] != own["model"]
 
 

@@ -11,7 +11,7 @@ import difflib
 import re
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -93,19 +93,14 @@ def golden_text() -> str:
     return "\n".join(methods)
 
 
-class Source(NamedTuple):
-    """As much of a model's source as planning looks at."""
-
-    config: Any
-
-
 def produced(options: AlignmentConfig) -> tuple[Any, ...]:
     """What the configuration makes of options: dtype plan, DeepSpeed JSON and placement, and its properties."""
     from helpers import tiny_config
 
+    from alignment.models.source import ModelSource
     from alignment.training.run_engines import plan_engines
 
-    model = Source(tiny_config("tied"))
+    model = ModelSource("model", None, tiny_config("tied"), {})
     plan = plan_engines(options, model, model if options.method in WITH_REFERENCE else None)
     return plan, options.eval_batch_size, options.resolved_bf16, options.resolved_fp16
 
