@@ -30,6 +30,28 @@ OPTIONS = [
     Case("other method's option", ("simpo_gamma='1'", "of method cpo"), {"simpo_gamma": "1"}),
     Case("unknown method", ("method='ppo'", "no such method"), {"method": "ppo"}),
     Case("option to come", ("load_in_4bit=True", "not supported yet"), {"load_in_4bit": "true"}),
+    Case(
+        "precomputed without a reference",
+        ("ref_placement='precomputed': CPO has no reference model",),
+        {"ref_placement": "precomputed"},
+        method="cpo",
+    ),
+    Case(
+        "precomputed completions",
+        ("ref_placement='precomputed': Online DPO scores completions that do not exist",),
+        {"ref_placement": "precomputed"},
+        method="online_dpo",
+    ),
+    Case(
+        "two placements",
+        ("precompute_ref_log_probs=True and ref_placement='replica'", "leave one out"),
+        {"precompute_ref_log_probs": "true", "ref_placement": "replica"},
+    ),
+    Case(
+        "batch of nothing precomputed",
+        ("precompute_ref_batch_size=4: has no effect",),
+        {"precompute_ref_batch_size": "4"},
+    ),
     Case("resuming", ("resume_from_checkpoint='@out'", "not supported yet"), {"resume_from_checkpoint": "@out"}),
     Case("two formats", ("bf16=True and fp16=True",), {"bf16": "true", "fp16": "true"}),
     Case(

@@ -98,7 +98,8 @@ def run(
         rate: learning rate; that of the method if None.
         **more: further options.
     """
-    placements = ("replica", "sharded", "offload")
+    # KTO's partners would be others with a precomputed reference; see engine/test_precomputed.py.
+    placements = ("replica", "sharded", "offload", *(["precomputed"] if method == "DPO" else []))
     model = model or ("classifier" if method == "Reward" else "tied")
     options = {
         "output_dir": f"{folder}/{name}",
@@ -121,7 +122,11 @@ def run(
     }
     has_reference = method in ("KTO", "DPO", "OnlineDPO")
     if has_reference:
-        options["ref_placement"] = placements[(micro + len(stage)) % 3]
+        options["ref_placement"] = placements[(micro + len(stage)) % len(placements)]
+        if options["ref_placement"] == "precomputed":
+            options["max_length"] += (
+                steps * micro
+            )  # longer than any row: each number of ranks fills a store of its own
     return {
         "name": name,
         "trainer": method,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,20 +27,22 @@ _PERCENTILES = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
 
 
 def print_dry_run(trainer: AlignmentTrainer) -> None:
-    """Print it on the first rank."""
+    """Print it on the first rank; collective."""
+    stores = trainer.engines.stores
+    stored = [] if stores is None else stores.lines()
     if trainer.is_world_process_zero():
-        print("\n".join(dry_run_lines(trainer)), flush=True)
+        print("\n".join(dry_run_lines(trainer, stored)), flush=True)
 
 
-def dry_run_lines(trainer: AlignmentTrainer) -> Iterator[str]:
-    """The lines of the dry run, section by section."""
+def dry_run_lines(trainer: AlignmentTrainer, stored: Sequence[str] = ()) -> Iterator[str]:
+    """The lines of the dry run, section by section; ``stored`` are those on a precomputed reference."""
     plan, sampler, train = trainer.engine_plan, trainer.sampler, trainer.train_data
     yield from _options(trainer.args)
     settings = trainer.settings()
     for name, owner in _ENGINES.items():
         if name in settings:
             yield from ("", f"DeepSpeed JSON of the {owner}:", json.dumps(settings[name], indent=2))
-    yield from ("", plan.describe())
+    yield from ("", plan.describe(), *stored)
     for data in (train, *trainer.eval_data.values()):
         if data is not None:
             yield from ("", f"Data: {data.where}", *_counts(data), "", *_lengths(data, trainer), "")

@@ -29,10 +29,11 @@ Options given here override it.
 A boolean needs no VALUE; a mapping is given as JSON."""
 # How launchers start each rank of it, by the name that the command was called by.
 _LAUNCHED = {
-    "launch/train.py": "under a launcher: deepspeed launch/train.py …, torchrun --nproc_per_node N launch/train.py …",
+    script: f"under a launcher: deepspeed {script} …, torchrun --nproc_per_node N {script} …"
+    for script in ("launch/train.py", "launch/precompute.py")
 }
 _LAUNCHED_MODULE = (
-    "under a launcher: deepspeed --module alignment train …, torchrun --nproc_per_node N -m alignment train …"
+    "under a launcher: deepspeed --module alignment {name} …, torchrun --nproc_per_node N -m alignment {name} …"
 )
 BEGIN = "<!-- options: written by `make docs` from alignment/config/ -->"
 END = "<!-- end of options -->"
@@ -63,7 +64,8 @@ def help_text(methods: Mapping[str, type[AlignmentConfig]], program: str = "laun
         methods: options classes by the name of their method.
         program: what the command was called by.
     """
-    recipes, launchers = ", ".join(packaged_names("recipes")), _LAUNCHED.get(program, _LAUNCHED_MODULE)
+    recipes = ", ".join(packaged_names("recipes"))
+    launchers = _LAUNCHED.get(program) or _LAUNCHED_MODULE.format(name=program.split()[-1])
     lines = [_USAGE.format(program=program, launchers=launchers, recipes=recipes)]
     seen: set[type] = set()
     for cls in methods.values():

@@ -15,22 +15,27 @@ from alignment.engines.launch_env import hush_libraries, init_distributed
 from alignment.engines.start_up import import_libraries
 
 
-def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment train") -> None:
+def main(
+    argv: Sequence[str] | None = None, program: str = "deepspeed-alignment train", *, precompute: bool = False
+) -> None:
     """Run a recipe with command-line overrides and exit with the code: 0, 1 after an error, 130 after Ctrl-C.
 
     Args:
         argv: arguments without the program's name; those of this process when None.
         program: what usage lines call this command.
+        precompute: end where the log-probs of the reference are kept.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     hush_libraries()
     with surviving_closed_output(), contextlib.ExitStack() as starting:
         starting.enter_context(uncollected())
-        code = guarded(lambda: _run(arguments, program, starting.close), use_cpu=lambda: glimpse(arguments).use_cpu)
+        code = guarded(
+            lambda: _run(arguments, program, starting.close, precompute), use_cpu=lambda: glimpse(arguments).use_cpu
+        )
     sys.exit(code)
 
 
-def _run(arguments: list[str], program: str, started: Callable[[], None]) -> None:
+def _run(arguments: list[str], program: str, started: Callable[[], None], precompute: bool) -> None:
     before = glimpse(arguments)
     if METHODS.is_outside(before.method):
         init_distributed(before.use_cpu)  # its file imports torch and DeepSpeed
@@ -44,4 +49,4 @@ def _run(arguments: list[str], program: str, started: Callable[[], None]) -> Non
 
     started()
     with old_objects_spared():
-        run(options)
+        run(options, precompute=precompute)

@@ -1,4 +1,4 @@
-"""From parsed options to an aligned model on disk: where the command ``train`` ends."""
+"""From parsed options to an aligned model on disk, or to the log-probs of its reference: where commands end."""
 
 from __future__ import annotations
 
@@ -23,8 +23,13 @@ def build_trainer(options: AlignmentConfig) -> AlignmentTrainer:
     return trainer
 
 
-def run(options: AlignmentConfig) -> None:
-    """Train, and write the model, the tokenizer, the state and the log into ``output_dir``."""
+def run(options: AlignmentConfig, *, precompute: bool = False) -> None:
+    """Train, and write the model, the tokenizer, the state and the log into ``output_dir``.
+
+    Args:
+        options: the run's.
+        precompute: fill the store of a precomputed reference instead; nothing is written into ``output_dir``.
+    """
     if options.disable_tqdm or options.process_index:
         # The bars of loading, tokenising and writing: they are the libraries', and each rank would show its own.
         disable_progress_bars()
@@ -32,6 +37,10 @@ def run(options: AlignmentConfig) -> None:
     trainer = build_trainer(options)
     if options.dry_run:
         print_dry_run(trainer)
+        return
+    if precompute:
+        trainer.precompute()
+        trainer.tell("train with ref_placement: precomputed to use them")
         return
     trainer.train()
     if trainer.eval_data and options.eval_strategy == "no":

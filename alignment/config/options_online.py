@@ -16,7 +16,7 @@ from alignment.config.placement import PLACEMENTS
 ROLLOUT_BACKENDS = ("auto", "continuous", "generate", "vllm")
 REWARD_PLACEMENTS = tuple(PLACEMENTS)
 _REWARD_OPTIONS = ("reward_model_path", "reward_funcs", "reward_weights", "missing_eos_penalty")
-_CLASSIFIER_OPTIONS = ("reward_batch_size", "reward_placement", "reward_deepspeed")
+CLASSIFIER_OPTIONS = ("reward_batch_size", "reward_placement", "reward_deepspeed", "reward_load_in_4bit")
 
 
 @dataclass(kw_only=True)
@@ -94,7 +94,7 @@ class RewardOptions:
     reward_deepspeed: str | dict[str, Any] | None = option(
         None, "DeepSpeed JSON of the reward model's engine: path, name in `ds_configs/` or mapping."
     )
-    reward_load_in_4bit: bool = option(False, "Load the reward model in 4 bits.")
+    reward_load_in_4bit: bool | None = option(None, "Load the reward model in 4 bits.")
 
 
 @dataclass(kw_only=True)
@@ -152,7 +152,7 @@ class OnlineOptions(RewardOptions, RolloutOptions, AlignmentConfig):
 
     def check_judge(self, judge: str) -> None:
         """Nothing is set that a judge would leave without effect; ``judge`` names it in messages."""
-        for name in (*_REWARD_OPTIONS, *_CLASSIFIER_OPTIONS):
+        for name in (*_REWARD_OPTIONS, *CLASSIFIER_OPTIONS):
             if getattr(self, name) is not None:
                 raise OptionError(
                     f"{setting('judge', judge)} and {setting(name, getattr(self, name))}: a judge decides by itself "

@@ -36,7 +36,7 @@ class Placement:
     settings: str
     cost: str
 
-    def describe(self, size: int | str, ranks: int) -> str:
+    def describe(self, size: str, ranks: int) -> str:
         """The placement and its cost."""
         return f"{self.name} ({self.cost.format(size=size, ranks=ranks)})"
 

@@ -29,6 +29,7 @@ _CONTINUED = {
     "rows": "the data and the lengths",
     "window": "batch size x accumulation x ranks",
     "stratify": "stratify_labels",
+    "partners": "ref_placement",
 }
 _PIECE = 10_000  # rows whose lengths are read at a time
 
@@ -187,6 +188,8 @@ class WindowSampler:
         stratify: every window holds the dataset's share of True labels to within one row.
         drop_last: leave out a last window that is not full.
         max_tokens: see :func:`plan_window`.
+        partners: (R,) row ids of partners that stay the same in every window, such as those of
+            :func:`set_partners`; None draws them anew for each.
     """
 
     def __init__(
@@ -201,7 +204,9 @@ class WindowSampler:
         stratify: bool = False,
         drop_last: bool = False,
         max_tokens: int | None = None,
+        partners: Rows | None = None,
     ) -> None:
+        self.partners = partners
         self.table, self.world_size, self.batch_size, self.max_tokens = table, world_size, batch_size, max_tokens
         self.window = batch_size * accumulation * world_size
         self.seed, self.draw_partners, self.stratify = seed, draw_partners, stratify
@@ -234,7 +239,9 @@ class WindowSampler:
         """The plan of window ``step`` of ``epoch``; the same on every rank and at every call."""
         rows = self.order(epoch)[step * self.window : (step + 1) * self.window]
         partners = np.full(len(rows), -1, dtype=np.int64)
-        if self.draw_partners:
+        if self.partners is not None:
+            partners = self.partners[rows]
+        elif self.draw_partners:
             assert self.table.prompt_key is not None
             local = derangement(self.table.prompt_key[rows], self._rng(_PARTNERS, epoch, step))
             partners = np.where(local >= 0, rows[local], -1)
@@ -264,6 +271,7 @@ class WindowSampler:
             "rows": len(self.table),
             "window": self.window,
             "stratify": self.stratify,
+            "partners": "of the window" if self.partners is None else "of the whole set",
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -286,13 +294,16 @@ def evaluation_plan(
     table: RowTable, *, world_size: int, batch_size: int, seed: int, draw_partners: bool, max_tokens: int | None = None
 ) -> WindowPlan:
     """A whole evaluation set as one window, its partners drawn once over all of it."""
-    rows = np.arange(len(table), dtype=np.int64)
-    partners = np.full(len(rows), -1, dtype=np.int64)
-    if draw_partners:
-        assert table.prompt_key is not None
-        rng = np.random.default_rng(np.random.SeedSequence([seed, _PARTNERS]))
-        partners = derangement(table.prompt_key, rng)
+    rows, partners = np.arange(len(table), dtype=np.int64), set_partners(table, seed, draw_partners)
     return plan_window(table, rows, partners, world_size=world_size, batch_size=batch_size, max_tokens=max_tokens)
+
+
+def set_partners(table: RowTable, seed: int, draw: bool) -> Rows:
+    """(R,) each row's partner in the whole set, a function of the seed; -1 for a single row or where none is drawn."""
+    if not draw:
+        return np.full(len(table), -1, dtype=np.int64)
+    assert table.prompt_key is not None
+    return derangement(table.prompt_key, np.random.default_rng(np.random.SeedSequence([seed, _PARTNERS])))
 
 
 def row_table(dataset: Dataset, completions: Sequence[str], max_length: int | None) -> RowTable:

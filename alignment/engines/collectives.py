@@ -28,6 +28,12 @@ def gathered(value: Any) -> list[Any]:
     return everyone
 
 
+def copied_from_first_rank(values: Tensor) -> Tensor:
+    """Give a tensor of the same shape the first rank's values, in place; return it."""
+    dist.broadcast(values, src=0)
+    return values
+
+
 def from_first_rank(value: Any) -> Any:
     """The first rank's picklable object, on every rank."""
     box = [value]

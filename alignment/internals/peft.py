@@ -33,3 +33,18 @@ def computing_with(model: nn.Module, adapter: str | None) -> Iterator[None]:
     finally:
         for module, disabled, active in before:
             module._disable_adapters, module._active_adapter = disabled, active
+
+
+def train_adapter(model: nn.Module, name: str) -> None:
+    """Let every layer of ``model`` compute with one adapter, and this one alone require gradients.
+
+    ``PeftModel.set_adapter`` does so for a ``PeftModel``, and transformers' method of that name only for adapters that
+    it loaded itself; ours are in the transformers model inside either. The class of the modules that are trained whole
+    is not exported. Seen with peft 0.21.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    for module in model.modules():
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            module.set_adapter([name])

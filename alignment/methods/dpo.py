@@ -42,8 +42,11 @@ class DPOMethod(Method[PreferenceBatch]):
     def scored(self, batch: PreferenceBatch) -> Batch:
         return batch.pairs
 
+    def reference_sequences(self, batch: PreferenceBatch, dataset: str) -> tuple[Batch, RowIds]:
+        return batch.pairs, RowIds(dataset, batch.rows)
+
     def before_training(self, window: Window[PreferenceBatch]) -> list[Tensor]:
-        return window.reference_logps(lambda batch: (batch.pairs, RowIds(window.dataset, batch.rows)))
+        return window.reference_logps(lambda batch: self.reference_sequences(batch, window.dataset))
 
     def losses(
         self,

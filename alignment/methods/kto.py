@@ -72,8 +72,11 @@ class KTOMethod(Method[UnpairedBatch]):
     def scored(self, batch: UnpairedBatch) -> Batch:
         return batch.matched
 
+    def reference_sequences(self, batch: UnpairedBatch, dataset: str) -> tuple[Batch, RowIds]:
+        return batch.joint, RowIds(dataset, batch.rows, batch.partners)
+
     def before_training(self, window: Window[UnpairedBatch]) -> _Known:
-        logps = window.reference_logps(lambda b: (b.joint, RowIds(window.dataset, b.rows, b.partners)))
+        logps = window.reference_logps(lambda batch: self.reference_sequences(batch, window.dataset))
         matched = [part[: len(batch.rows)] for batch, part in zip(window.batches, logps)]
         mismatched = [part[len(batch.rows) :] for batch, part in zip(window.batches, logps)]
         ratios = torch.zeros(2, dtype=torch.float64, device=window.sums.values.device)

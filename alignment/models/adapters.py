@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from alignment.config.errors import ModelError, OptionError
 from alignment.internals.deepspeed_zero3 import is_partitioned
-from alignment.internals.peft import computing_with
+from alignment.internals.peft import computing_with, train_adapter
 from alignment.internals.transformers import loading
 
 if TYPE_CHECKING:
@@ -216,18 +216,8 @@ def inject(
         if adapters.path is not None:
             _load(model, adapters)
     else:
-        _activate(model, adapters.name)
+        train_adapter(model, adapters.name)
     _settle(model, adapters.name, dtype)
-
-
-def _activate(model: nn.Module, name: str) -> None:
-    """Compute with one adapter, and let it alone require gradients."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    for module in model.modules():
-        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
-            module.set_adapter([name])
 
 
 @contextlib.contextmanager
@@ -253,7 +243,7 @@ def read_adapter(path: str) -> dict[str, Tensor]:
     Raises:
         ModelError: there are none, or they cannot be read.
     """
-    from peft.utils import load_peft_weights
+    from peft import load_peft_weights
 
     try:
         state: dict[str, Tensor] = load_peft_weights(path, device="cpu")
@@ -286,7 +276,7 @@ def keep_given(model: PreTrainedModel, adapters: Adapters, *, ds_config: dict[st
         with _initial(ds_config, 0), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Already found a `peft_config`")  # a second adapter is the intention
             model.add_adapter(plain_start(adapters.config), REFERENCE)
-    _activate(model, adapters.name)
+    train_adapter(model, adapters.name)
     for module in model.modules():
         if isinstance(module, (nn.ModuleDict, nn.ParameterDict)) and {adapters.name, REFERENCE} <= set(module.keys()):
             copied: Any = module[REFERENCE]

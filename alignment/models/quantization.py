@@ -54,6 +54,7 @@ def plan_quantization(
     key: str,
     in_4bit: bool,
     in_8bit: bool = False,
+    live: bool = False,
     compute: torch.dtype,
     stage: int,
 ) -> Quantization | None:
@@ -66,6 +67,7 @@ def plan_quantization(
         key: names the model in messages.
         in_4bit: whether the options ask for 4 bits.
         in_8bit: the same for 8.
+        live: whether the model is there already, whose weights stay as they are.
         compute: the run's compute dtype.
         stage: ZeRO stage of the model's engine.
 
@@ -77,6 +79,11 @@ def plan_quantization(
     if stored is not None:
         return _stored(_parsed(stored, key), key, init_kwargs, (in_4bit, in_8bit), compute, stage)
     given = init_kwargs.get(_KEY)
+    if live and (in_4bit or in_8bit or given is not None):
+        raise OptionError(
+            f"load_in_{8 if in_8bit else 4}bit=True: {key} is a live model, whose weights are whole; pass its path, "
+            "or load it with a quantization_config"
+        )
     if given is not None:
         if in_4bit or in_8bit:
             raise OptionError(

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from alignment.config.dtypes import DtypePlan
 from alignment.config.errors import OptionError, setting
-from alignment.config.options_online import OnlineOptions
+from alignment.config.options_online import CLASSIFIER_OPTIONS, OnlineOptions
 from alignment.data.json_columns import prompt_row
 from alignment.engines.launch_env import rank
 from alignment.engines.rollout.backend import Sampling
@@ -122,13 +122,14 @@ class OnlineResources(Resources):
             placement=options.reward_placement,
             deepspeed=options.reward_deepspeed,
             batch_size=options.reward_batch_size,
+            in_4bit=bool(options.reward_load_in_4bit),
         )
         self.classifiers.append(classifier)
         return classifier
 
     def _check_used(self) -> None:
         """No option of the reward model's is set where there is none."""
-        for name in ("reward_batch_size", "reward_placement", "reward_deepspeed"):
+        for name in CLASSIFIER_OPTIONS:
             if getattr(self.options, name) is not None and not self.classifiers:
                 raise OptionError(f"{name}: has no effect without a reward model; leave it out")
 

@@ -48,6 +48,7 @@ class ReferencePlan:
         policy: the policy's model, which a reference that was not given is a copy of.
         frozen: placement and DeepSpeed JSON.
         dtype: of weights and activations.
+        precomputed: whether the model is only asked before training, and its answers are kept.
         adapters: those that the policy as given has already.
     """
 
@@ -55,12 +56,24 @@ class ReferencePlan:
     policy: ModelSource
     frozen: FrozenPlan
     dtype: torch.dtype
+    precomputed: bool = False
     adapters: Adapters | None = None
+
+    @property
+    def own(self) -> bool:
+        """Whether it is the policy as given."""
+        return self.source.live is self.policy.live and self.source.path == self.policy.path
+
+    @property
+    def copies_policy(self) -> bool:
+        """Whether it is the live policy as given, which training changes."""
+        return self.own and self.policy.live is not None
 
     def build(self, options: AlignmentConfig) -> EngineReference:
         """Load the model into its engine; a live policy is copied, so this comes before its own engine. Collective."""
         config = self.frozen.ds_config
-        if self.own and self.policy.live is not None:
+        if self.copies_policy:
+            assert self.policy.live is not None
             model = snapshot(self.policy.live)
             model = model if self.source.quantization is not None else widened(model, self.dtype)
         else:
@@ -72,16 +85,11 @@ class ReferencePlan:
             equip(model, self.adapters, ds_config=config, dtype=self.dtype, seed=options.seed, keep=False)
         return EngineReference(checked(FrozenEngine(scorer, config), CAUSAL_LM))
 
-    @property
-    def own(self) -> bool:
-        """Whether it is the policy as given."""
-        return self.source.live is self.policy.live and self.source.path == self.policy.path
-
     def describe(self, given: Given | None = None) -> str:
         """Whose log-probs, where they come from, and what that costs; for the line that a run begins with."""
         own = "the policy as given" if self.own else self.source.name
-        kept = f" with {self.source.quantization.describe()}" if self.source.quantization is not None else ""
-        size = (
-            f"{self.dtype.itemsize}" if self.source.quantization is None else f"{self.source.quantization.bits / 8:g}"
-        )
-        return f"reference: {own}{kept}, {self.frozen.placement.describe(size, world_size())}"
+        quantization = self.source.quantization
+        kept = "" if quantization is None else f" with {quantization.describe()}"
+        size = self.dtype.itemsize if quantization is None else quantization.bits / 8
+        how = ", log-probs precomputed by" if self.precomputed else ","
+        return f"reference: {own}{kept}{how} {self.frozen.placement.describe(f'{size:g}', world_size())}"

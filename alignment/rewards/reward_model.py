@@ -43,6 +43,7 @@ class ClassifierReward:
         placement: ``offload``, ``sharded`` or ``replica``; None: as ``deepspeed`` says, or by the machine.
         deepspeed: JSON of its engine: path, packaged name or mapping; None: the packaged one of the placement.
         batch_size: sequences of one forward; None: two for each row of the policy's micro-batch.
+        in_4bit: keep its weights in 4 bits.
 
     Attributes:
         name: what metrics call it.
@@ -67,6 +68,7 @@ class ClassifierReward:
         placement: str | None = None,
         deepspeed: str | dict[str, Any] | None = None,
         batch_size: int | None = None,
+        in_4bit: bool = False,
     ) -> None:
         self.source = model_source(model, "reward_model_path", options, task=CLASSIFIER)
         self.options, self.dtypes = options, dtypes
@@ -90,7 +92,8 @@ class ClassifierReward:
             self.source.config,
             self.source.init_kwargs,
             key="reward_model_path",
-            in_4bit=bool(getattr(options, "reward_load_in_4bit", False)) and self.source.live is None,
+            in_4bit=in_4bit,
+            live=self.source.live is not None,
             compute=getattr(torch, dtypes.compute),
             stage=int(self.frozen.ds_config["zero_optimization"]["stage"]),
         )

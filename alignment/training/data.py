@@ -16,7 +16,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from alignment.config.errors import DataError
+from alignment.config.errors import DataError, OptionError
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import HasLengths, mixture_parts, tested_parts
 from alignment.data.columns import stream_columns
@@ -25,7 +25,7 @@ from alignment.data.prepare import load_prepared, prepare
 from alignment.data.report import DataReport, joined
 from alignment.data.sources import dataset_from_python, from_stream, load_split, take
 from alignment.data.truncation import Limits
-from alignment.data.windows import RowTable, WindowSampler, row_table
+from alignment.data.windows import Rows, RowTable, WindowSampler, row_table, set_partners
 from alignment.engines.collectives import barrier, from_first_rank
 from alignment.engines.launch_env import local_rank, world_size
 from alignment.internals.datasets import cache_folder
@@ -189,6 +189,11 @@ def _tokenised(part: Part, limit: int | None, method: AnyMethod, tokenizer: Any,
     column_map = options.column_map if part.column_map is None else part.column_map
     data = part.load()
     if isinstance(data, IterableDataset):
+        if options.ref_placement == "precomputed":
+            raise OptionError(
+                f"ref_placement='precomputed': {part.where} is an IterableDataset, and log-probs are kept by row; "
+                "pass a Dataset, or set another ref_placement"
+            )
         rows, columns = _rows_of_stream(part.where, limit, options), stream_columns(column_map, method.kind)
         data = from_stream(data, rows, columns, part.where, folder)
     return prepare(
@@ -223,6 +228,13 @@ def _rows_of_stream(where: str, limit: int | None, options: AlignmentConfig) -> 
     return min(rows for rows in (limit, steps) if rows is not None)
 
 
+def stored_partners(data: PreparedData, method: AnyMethod, args: AlignmentConfig) -> Rows | None:
+    """(R,) the partners that a precomputed reference knows of, one for each row for the whole run; else None."""
+    if args.ref_placement != "precomputed" or not method.draws_partners:
+        return None
+    return set_partners(data.table, order_seed(args), draw=True)
+
+
 def window_sampler(data: PreparedData, method: AnyMethod, args: AlignmentConfig) -> WindowSampler:
     """The sampler of the training data.
 
@@ -239,6 +251,7 @@ def window_sampler(data: PreparedData, method: AnyMethod, args: AlignmentConfig)
         stratify=args.stratify_labels,
         drop_last=args.dataloader_drop_last,
         max_tokens=args.max_tokens_per_batch,
+        partners=stored_partners(data, method, args),
     )
     if sampler.steps_per_epoch == 0:
         raise DataError(

@@ -154,6 +154,17 @@ class Method(ABC, Generic[BatchT]):
     def scored(self, batch: BatchT) -> Batch:
         """The sequences that the policy scores with a graph."""
 
+    def reference_sequences(self, batch: BatchT, dataset: str) -> tuple[Batch, RowIds]:
+        """The sequences of a micro-batch whose log-probs under the reference the loss needs, and the rows they are of.
+
+        Only for methods on rows that are there before training: this is what lets log-probs be computed once and kept.
+
+        Args:
+            batch: the micro-batch.
+            dataset: names the dataset that its rows are of.
+        """
+        raise NotImplementedError
+
     def before_training(self, window: Window[BatchT]) -> Any:
         """The passes without gradients over the whole window; what it returns is handed to :meth:`losses`."""
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,11 @@ from alignment.models.tasks import CAUSAL_LM, Task
 from alignment.references.adapter import AdapterReferencePlan
 from alignment.references.base import Reference
 from alignment.references.engine import ReferencePlan
+from alignment.references.precomputed import PrecomputedReference
 from alignment.training.context import Resources, RunContext
+from alignment.training.data import PreparedData
 from alignment.training.method import Models
+from alignment.training.precompute import ReferenceStores
 from alignment.training.window import WindowPass
 
 
@@ -117,6 +121,7 @@ def plan_engines(
         key=policy.name,
         in_4bit=options.load_in_4bit,
         in_8bit=options.load_in_8bit,
+        live=policy.live is not None,
         compute=plan.compute,
         stage=stage,
     )
@@ -132,10 +137,11 @@ def plan_engines(
     if _by_adapters(options, adapters, own):
         assert adapters is not None
         return replace(plan, reference=AdapterReferencePlan(adapters))
+    precomputed = options.ref_placement == "precomputed"
     frozen = plan_frozen(
         options,
         "ref",
-        placement=options.ref_placement,
+        placement=None if precomputed else options.ref_placement,
         deepspeed=options.ref_deepspeed,
         hidden_size=_width(reference),
         **shared,
@@ -148,12 +154,13 @@ def plan_engines(
         key="ref_model_name_or_path" if not own else policy.name,
         in_4bit=bool(options.ref_load_in_4bit) or (as_policy and options.load_in_4bit),
         in_8bit=as_policy and options.load_in_8bit,
+        live=reference.live is not None,
         compute=plan.compute,
         stage=int(frozen.ds_config["zero_optimization"]["stage"]),
     )
     given = adapters if own and adapters is not None and not adapters.are_new else None
     source = replace(reference, quantization=quantization)
-    return replace(plan, reference=ReferencePlan(source, policy, frozen, plan.compute, given))
+    return replace(plan, reference=ReferencePlan(source, policy, frozen, plan.compute, precomputed, given))
 
 
 def _by_adapters(options: AlignmentConfig, adapters: Adapters | None, own: bool) -> bool:
@@ -239,6 +246,7 @@ class RunEngines:
 
     Attributes:
         models: policy and reference; None while there are no engines.
+        stores: the log-probs of a precomputed reference; None for any other.
         trained: whether the policy has been trained, and what is released with it is lost.
     """
 
@@ -253,6 +261,10 @@ class RunEngines:
         self.context, self.plan, self.optimizers = context, plan, optimizers
         self.aux_coefficient, self.resources = aux_coefficient, resources
         self.models: Models | None = None
+        asked = plan.reference
+        self.stores: ReferenceStores | None = None
+        if isinstance(asked, ReferencePlan) and asked.precomputed:
+            self.stores = ReferenceStores(context, asked)
         self.trained = False
         self._pass: WindowPass | None = None
         self._given: Given | None = None
@@ -315,6 +327,22 @@ class RunEngines:
         context.tell(self.plan.describe(self._given))
         self.resources.built(policy.scorer.model)
 
+    def know(self, datasets: Iterable[PreparedData]) -> None:
+        """Let a precomputed reference answer about these datasets too; collective, and nothing for any other one.
+
+        Raises:
+            OptionError: that takes the policy as it was given, which was trained since.
+        """
+        if self.stores is None:
+            return
+        if self.stores.plan.copies_policy and not self.trained:
+            self.close()  # so that the reference is built before the policy's engine once more
+        if self.models is None:
+            self.stores.further = tuple(datasets)
+            return
+        assert isinstance(self.models.reference, PrecomputedReference)
+        self.models.reference.tables |= self.stores.tables(datasets, loadable=not self.stores.plan.copies_policy)
+
     def _built(self, training_steps: int | None) -> Models:
         """Reference and policy, each released again where a later build fails."""
         args, plan = self.context.args, self.plan
@@ -324,7 +352,7 @@ class RunEngines:
             for line in self.resources.build():
                 self.context.tell(line)
             if isinstance(plan.reference, ReferencePlan):
-                reference = plan.reference.build(args)
+                reference = plan.reference.build(args) if self.stores is None else self.stores.reference()
                 built.callback(reference.close)
             ds_config = plan.policy_frozen if training_steps is None else plan.policy
             scorer, self._given = self._scorer(ds_config)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_utils import TrainOutput
 
-from alignment.config.errors import OptionError
+from alignment.config.errors import OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.data.prepare import check_vocabulary
 from alignment.data.windows import WindowSampler
@@ -261,6 +261,19 @@ class AlignmentTrainer:
         self.write_report(show=True)
         return result
 
+    def precompute(self) -> None:
+        """Compute what a precomputed reference says of the training and evaluation sets, and keep it; load no policy.
+
+        Raises:
+            OptionError: ``ref_placement`` is another one.
+        """
+        if self.engines.stores is None:
+            raise OptionError(
+                f"{setting('ref_placement', self.args.ref_placement)}: nothing is precomputed for it; set "
+                "ref_placement: precomputed"
+            )
+        self.engines.stores.reference().close()
+
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
@@ -278,6 +291,8 @@ class AlignmentTrainer:
             data = {n: self._prepare(d, None, "eval_dataset") for n, d in named_datasets(eval_dataset).items()}
         if not data:
             raise OptionError("eval_dataset: none was given, so there is nothing to evaluate on")
+        if eval_dataset is not None:
+            self.engines.know(data.values())
         if not self.engines.ready:
             self.engines.build(total_steps(self.args, self.sampler) if self.sampler is not None else None)
         metrics: dict[str, float] = {}

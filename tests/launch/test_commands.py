@@ -64,8 +64,8 @@ def exits(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str, 
 def test_without_a_command_all_are_listed(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = exits(capsys, *argv)
     assert (code, err) == (0, "") and out.startswith("usage: da COMMAND")
-    width = max(map(len, COMMANDS))
-    assert all(f"  {name.ljust(width)}  {command.help}\n" in out for name, command in COMMANDS.items())
+    listed = [line.split(maxsplit=1) for line in out.splitlines() if line.startswith("  ")]
+    assert listed == [[name, command.help] for name, command in COMMANDS.items()]
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,8 +208,8 @@ def test_what_is_in_the_wheel(wheel: Path) -> None:
     expected |= {f"alignment/launch/recipes/{path.name}" for path in (ROOT / "launch" / "recipes").glob("*.yaml")}
     assert expected | {"alignment/py.typed"} <= names
     others = {name for name in names - expected if not name.startswith("deepspeed_alignment-")}
-    scripts = {f"alignment/launch/{name}.py" for name in COMMANDS}
-    assert others <= {"alignment/py.typed", *scripts, "alignment/ds_configs/README.md"}
+    scripts = {f"alignment/launch/{path.name}" for path in (ROOT / "launch").glob("*.py")}
+    assert others <= {"alignment/py.typed", "alignment/ds_configs/README.md", *scripts}
 
 
 def test_who_installed_the_wheel_has_the_recipes(wheel: Path, tmp_path: Path) -> None:

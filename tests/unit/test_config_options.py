@@ -187,7 +187,6 @@ def test_output_dir_is_required(output_dir: Any) -> None:
         (KTOConfig, "label_pad_token_id", -100, "pad label"),
         (KTOConfig, "padding_value", 0, "pad label"),
         (KTOConfig, "is_encoder_decoder", True, "causal language model"),
-        (KTOConfig, "model_adapter_name", "a", "adapters"),
         (KTOConfig, "rollout_batch_size", 4, "an option of method online_dpo, not of kto"),
         (OnlineDPOConfig, "max_prompt_length", 4, "an option of method kto"),
         (OnlineDPOConfig, "reward_model", "x", "set reward_model_path"),

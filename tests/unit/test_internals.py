@@ -28,7 +28,7 @@ PUBLIC = {
     *("torch.utils.data", "torch.autograd", "torch.backends", "torch.backends.cuda", "torch.cuda", "torch.random"),
     *("deepspeed.accelerator", "deepspeed.comm", "deepspeed.ops", "deepspeed.ops.adam"),
     *("transformers.integrations", "transformers.trainer_utils", "transformers.utils", "transformers.utils.logging"),
-    *("datasets.utils", "tqdm.auto"),
+    *("datasets.utils", "tqdm.auto", "peft.tuners.tuners_utils", "transformers.pytorch_utils", "bitsandbytes.nn"),
 }
 # Private though their names do not say so: what ZeRO-3 adds to parameters, and what it does with them; what engines,
 # processors, managers, callbacks and tokenizers have without documentation.

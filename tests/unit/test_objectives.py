@@ -102,6 +102,7 @@ def test_kto_kl_is_left_unclamped_for_the_caller() -> None:
     assert float(total / count) == -1.0
     kl = kto_kl(total, count)
     assert float(kl) == 0.0 and float(kto_kl(-2 * total, count)) == 2.0 and float(kto_kl(0 * total, 0 * count)) == 0.0
+    assert float(kto_kl(*parts[0])) == 1.0, "of a single row, which may have a partner in another window"
     found = kto_loss(vector(-8.0), vector(-10.0), torch.tensor([True]), kl, **kto_defaults())
     assert_close(found.losses, 1 - torch.sigmoid(vector(0.2)), rtol=0, atol=1e-15)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from alignment.config.errors import OptionError
-from alignment.data.windows import MicroBatch, RowTable, WindowPlan, WindowSampler, evaluation_plan
+from alignment.data.windows import MicroBatch, RowTable, WindowPlan, WindowSampler, evaluation_plan, set_partners
 
 
 def make_table(rows: int, seed: int = 0, pairs: bool = False, desirable: int | None = None) -> RowTable:
@@ -252,11 +252,29 @@ def test_a_state_of_another_run_is_refused() -> None:
         "rows": make_sampler(make_table(15)),
         "window": make_sampler(make_table(14), batch=5),
         "stratify": make_sampler(make_table(14), stratify=True),
+        "partners": make_sampler(make_table(14), partners=set_partners(make_table(14), 7, draw=True)),
     }
     for key, sampler in others.items():
         with pytest.raises(OptionError, match=f"its {key} is {state[key]}, this run's is"):
             sampler.load_state_dict(state)
         assert (sampler.epoch, sampler.step) == (0, 0)
+
+
+def test_partners_of_the_whole_set_stay_the_same_in_every_window() -> None:
+    """Those of an evaluation; rows are shuffled as ever, and the last window of a single row has a partner too."""
+    table = make_table(13)
+    partners = set_partners(table, 7, draw=True)
+    evaluation = evaluation_plan(table, world_size=1, batch_size=4, seed=7, draw_partners=True)
+    expected = list(enumerate(partners.tolist()))
+    assert pairs_of(evaluation) == expected and set_partners(table, 8, draw=True).tolist() != partners.tolist()
+    assert set_partners(table, 7, draw=False).tolist() == [-1] * 13
+    fixed, drawn = (make_sampler(table, draw_partners=True, partners=p) for p in (partners, None))
+    for epoch in (0, 1):
+        plans = epoch_of(fixed, epoch)
+        assert sorted(pair for plan in plans for pair in pairs_of(plan)) == expected
+        assert [rows_of(plan) for plan in plans] == [rows_of(plan) for plan in epoch_of(drawn, epoch)]
+        assert [plan.counts.partnered for plan in plans] == [4, 4, 4, 1]
+    assert rows_of(fixed.plan(0, 0)) != rows_of(fixed.plan(1, 0))
 
 
 def test_evaluation_is_one_window_whatever_the_batch_size() -> None:

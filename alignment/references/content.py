@@ -1,0 +1,144 @@
+"""What a reference's log-probs depend on beside the rows: the content of its weights, not their name or age."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from huggingface_hub import try_to_load_from_cache
+from transformers import PreTrainedModel
+
+from alignment.config.errors import ModelError
+from alignment.data.sources import file_hash
+from alignment.internals.deepspeed_zero3 import is_partitioned
+from alignment.models.adapters import Adapters
+from alignment.models.source import ModelSource
+
+# Weights, their indices, configurations and code; tokenizers are left out, for rows are known by their tokens.
+_FILES = ("config.json", "adapter_config.json", "*.safetensors", "*.bin", "*.index.json", "*.py")
+_SETTLED_S = 2.0  # a file changed more recently than this may change again within one tick of its time stamp
+
+
+def source_content(source: ModelSource, memory: Path, *, keep: bool) -> dict[str, Any]:
+    """What stands for a model's content: hashes of its files, the commit of a hub model, or a hash of a live one.
+
+    Collective where the model is live and partitioned; parameters are gathered one at a time.
+
+    Args:
+        source: the model.
+        memory: a JSON file that remembers hashes of files by path, size and time stamp.
+        keep: whether this rank wants the result; the others get an empty dict.
+    """
+    if source.live is not None:
+        return live_content(source.live, keep)
+    if not keep:
+        return {}
+    assert source.path is not None
+    found: dict[str, Any] = {"arguments": {name: repr(value) for name, value in source.init_kwargs.items()}}
+    folder = Path(source.path) / source.init_kwargs.get("subfolder", "")
+    if folder.is_dir():
+        files = sorted({file for pattern in _FILES for file in folder.glob(pattern)})
+        return found | {"files": file_hashes(files, memory)}
+    return found | {"name": source.path, "commit": _commit(source)}
+
+
+def adapters_content(adapters: Adapters, memory: Path) -> dict[str, Any]:
+    """What stands for the adapters of a reference; live ones are among the parameters of :func:`live_content`."""
+    if adapters.path is None:
+        return {"name": adapters.name}
+    folder = Path(adapters.path)
+    if folder.is_dir():
+        files = sorted({file for pattern in _FILES for file in folder.glob(pattern)})
+        return {"files": file_hashes(files, memory)}
+    return {"name": adapters.path, "commit": _cached_commit(adapters.path, "adapter_config.json", {})}
+
+
+def _commit(source: ModelSource) -> str:
+    """The commit of a hub model, whose configuration was loaded before and so is in the cache."""
+    assert source.path is not None
+    file = "/".join(part for part in (source.init_kwargs.get("subfolder", ""), "config.json") if part)
+    return _cached_commit(source.path, file, source.init_kwargs)
+
+
+def _cached_commit(path: str, file: str, kwargs: Mapping[str, Any]) -> str:
+    cached = try_to_load_from_cache(path, file, cache_dir=kwargs.get("cache_dir"), revision=kwargs.get("revision"))
+    if not isinstance(cached, str):
+        raise ModelError(
+            f"{path!r}: the commit that it was loaded from is not in the cache of the hub, so its log-probs cannot be "
+            "kept; download it to a folder, or set another ref_placement"
+        )
+    parents = Path(cached).parents
+    return parents[file.count("/")].name  # …/snapshots/COMMIT/config.json
+
+
+def live_content(model: PreTrainedModel, keep: bool) -> dict[str, Any]:
+    """The same of a live model: class, configuration, and a hash of every parameter and buffer."""
+    digest = hashlib.blake2b(digest_size=16)
+
+    def add(name: str, tensor: torch.Tensor) -> None:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(flat.cpu().numpy().data)
+
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters(parameter, enabled=is_partitioned(parameter)):
+            if keep:
+                add(name, parameter)
+        if keep and getattr(parameter, "quant_state", None) is not None:  # packed weights mean nothing without it
+            for part, tensor in parameter.quant_state.as_dict(packed=True).items():
+                add(f"{name}.{part}", tensor)
+    if not keep:
+        return {}
+    for name, buffer in model.named_buffers():
+        add(name, buffer)
+    config = model.config.to_json_string()
+    return {
+        "class": type(model).__name__,
+        "config": hashlib.blake2b(config.encode(), digest_size=16).hexdigest(),
+        "parameters": digest.hexdigest(),
+    }
+
+
+def file_hashes(files: list[Path], memory: Path) -> dict[str, str]:
+    """Name -> hash of each file's bytes, read only where path, size or time stamp are not those remembered."""
+    known, found, stamps = _remembered(memory), {}, {}
+    for file in files:
+        stat = file.stat()
+        place, stamp = str(file.resolve()), [stat.st_size, stat.st_mtime_ns]
+        entry = known.get(place)
+        if entry is None or entry[:2] != stamp:
+            entry = [*stamp, file_hash(file).hex()]
+            if time.time() - stat.st_mtime > _SETTLED_S:
+                stamps[place] = entry
+        found[file.name] = str(entry[2])
+    if stamps:
+        _remember(memory, known | stamps)
+    return found
+
+
+def _remembered(memory: Path) -> dict[str, list[Any]]:
+    try:
+        known = json.loads(memory.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    entries = known.items() if isinstance(known, dict) else ()
+    return {name: entry for name, entry in entries if isinstance(entry, list) and len(entry) == 3}
+
+
+def _remember(memory: Path, known: Mapping[str, list[Any]]) -> None:
+    """Write the file by one rename; if that is impossible, hashes are computed again the next time."""
+    partial = memory.with_name(f".{memory.name}.{uuid.uuid4().hex[:8]}")
+    with contextlib.suppress(OSError):
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(known), encoding="utf-8")
+        os.replace(partial, memory)
+    partial.unlink(missing_ok=True)

@@ -1,0 +1,279 @@
+"""Log-probs of the reference before training: found in the cache, or computed there by an engine that then goes.
+
+The pass over a dataset is its evaluation plan, part by part of the store, so that what was computed before a run was
+killed is never computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alignment.config.errors import OptionError
+from alignment.config.options_model import ReferenceOptions
+from alignment.data.batching import MicroBatches
+from alignment.data.windows import Rows, WindowPlan, plan_window, set_partners
+from alignment.engines.collectives import copied_from_first_rank, device, from_first_rank, sum_over_ranks
+from alignment.engines.launch_env import rank, world_size
+from alignment.engines.rng import RandomStreams
+from alignment.internals.datasets import cache_folder
+from alignment.references.content import adapters_content, source_content
+from alignment.references.engine import EngineReference, ReferencePlan
+from alignment.references.precomputed import LogpTable, PrecomputedReference, places
+from alignment.references.store import LogpStore
+from alignment.reporting.progress import Progress
+from alignment.reporting.report import duration
+from alignment.training.context import RunContext
+from alignment.training.data import PreparedData, limits_of, order_seed
+from alignment.training.method import Method
+
+_ROWS = 10_000  # rows hashed at a time; part of the hash
+
+
+class Opened(NamedTuple):
+    """A store as every rank knows it.
+
+    Attributes:
+        data: its dataset.
+        partners: (R,) of the dataset's rows.
+        folder: on the first rank's machine.
+        parts: how many there are.
+        missing: those that are not there.
+        store: the files, on the first rank alone.
+    """
+
+    data: PreparedData
+    partners: Rows
+    folder: Path
+    parts: int
+    missing: list[range]
+    store: LogpStore | None
+
+
+class ReferenceStores:
+    """The stores of a run's datasets under its reference.
+
+    Args:
+        context: the run.
+        plan: the reference, which is loaded only where a store lacks something.
+
+    Attributes:
+        further: datasets that :meth:`reference` is to know beside the run's own.
+
+    Raises:
+        OptionError: the method does not say what it asks of a reference.
+    """
+
+    def __init__(self, context: RunContext, plan: ReferencePlan) -> None:
+        self.context, self.plan = context, plan
+        self.further: tuple[PreparedData, ...] = ()
+        self._adapters: dict[str, object] | None = None
+        self._content: dict[str, object] | None = None  # of the reference; that of a live policy before its training
+        method = context.method
+        if type(method).reference_sequences is Method.reference_sequences:
+            raise OptionError(
+                f"ref_placement='precomputed': {type(method).__name__} does not define reference_sequences, which "
+                "says what to precompute; define it, or set ref_placement to offload, sharded or replica"
+            )
+
+    def reference(self) -> PrecomputedReference:
+        """A reference that knows the run's own datasets and the further ones; collective, before the policy exists."""
+        self._content = None  # a live model may have changed since engines were built before
+        return PrecomputedReference(self.tables((*self.own, *self.further)), len(self.context.method.completions))
+
+    def tables(self, datasets: Iterable[PreparedData], *, loadable: bool = True) -> dict[str, LogpTable]:
+        """The log-probs of these datasets by their keys; collective.
+
+        Args:
+            datasets: some may be the same.
+            loadable: whether the reference can still be loaded as it was given.
+
+        Raises:
+            OptionError: something is missing that cannot be computed any more.
+            OutputError: a store cannot be written.
+        """
+        opened = self._opened(datasets)
+        seconds: dict[str, float] = {}
+        if any(one.missing for one in opened):
+            if not loadable:
+                named = next(one.data.where for one in opened if one.missing)
+                raise OptionError(
+                    f"{named}: its reference log-probs are not in the cache, and the policy as given, which is the "
+                    "reference, was trained; pass it to the constructor as eval_dataset, or the model as a path"
+                )
+            with _random_streams_kept():
+                seconds = self._fill(opened)
+        for one in opened:
+            self._tell(one, seconds.get(one.data.key))
+        return {one.data.key: LogpTable(_shared(one, self._width), one.partners) for one in opened}
+
+    def lines(self) -> list[str]:
+        """A sentence on each store of the run's own datasets, without writing anything; collective."""
+        said = []
+        for one in self._opened(self.own, prepare=False):
+            there = one.parts - len(one.missing)
+            state = "complete" if not one.missing else f"{there} of {one.parts} parts" if there else "not there yet"
+            said.append(f"reference log-probs of {one.data.where}: {state}, {one.folder}")
+        return said
+
+    @property
+    def own(self) -> list[PreparedData]:
+        """The datasets of the run."""
+        given = (self.context.train_data, *self.context.eval_data.values())
+        return [data for data in given if data is not None]
+
+    @property
+    def _width(self) -> int:
+        """Sequences of a row."""
+        return len(self.context.method.completions) + self.context.method.draws_partners
+
+    def _opened(self, datasets: Iterable[PreparedData], *, prepare: bool = True) -> list[Opened]:
+        """Each store, read by the first rank."""
+        if self._content is None or not self.plan.copies_policy:
+            memory = _folder() / "file-hashes.json"
+            self._content = source_content(self.plan.source, memory, keep=rank() == 0)
+            self._adapters = None
+            if self.plan.adapters is not None and rank() == 0:
+                self._adapters = adapters_content(self.plan.adapters, memory)
+        opened = []
+        for data in {data.key: data for data in datasets}.values():
+            partners = set_partners(data.table, order_seed(self.context.args), self.context.method.draws_partners)
+            store, seen = None, None
+            if rank() == 0:
+                store = LogpStore(_folder(), self.key(data), partners, self._width)
+                for fault in store.read():
+                    self.context.tell(fault)
+                if prepare and store.missing:
+                    store.prepare()
+                seen = store.folder, len(store.parts), store.missing
+            folder, parts, missing = from_first_rank(seen)
+            opened.append(Opened(data, partners, folder, parts, list(missing), store))
+        return opened
+
+    def key(self, data: PreparedData) -> dict[str, object]:
+        """Everything that the numbers depend on, by name; on the first rank."""
+        args, method, plan = self.context.args, self.context.method, self.plan
+        quantization = plan.source.quantization
+        return {
+            "rows": rows_content(data, method.completions),
+            "lengths": asdict(limits_of(args)),
+            "partners": order_seed(args) if method.draws_partners else None,
+            "mismatched": method.draws_partners,
+            "model": {**(self._content or {}), "attention": args.attn_implementation},
+            "adapters": self._adapters,
+            "dtype": str(plan.dtype),
+            "quantisation": None if quantization is None else quantization.config.to_dict(),
+        }
+
+    def _fill(self, opened: list[Opened]) -> dict[str, float]:
+        """Compute every missing part; the seconds of each dataset's, by its key."""
+        context, seconds = self.context, {}
+        windows = {one.data.key: [(part, self._plan(one, part)) for part in one.missing] for one in opened}
+        total = sum(len(plan.micro_batches) for parts in windows.values() for _, plan in parts)
+        shown = context.is_first and not context.args.disable_tqdm
+        engine = self.plan.build(context.args)
+        progress = Progress(total, "precompute", shown, device())
+        try:
+            for one in opened:
+                start = time.monotonic()
+                for part, plan in windows[one.data.key]:
+                    found = self._part(engine, one.data, part, plan, progress)
+                    if one.store is not None:
+                        one.store.write(part, found.numpy())
+                if one.missing:
+                    seconds[one.data.key] = time.monotonic() - start
+        finally:
+            progress.close()
+            engine.close()
+        return seconds
+
+    def _plan(self, one: Opened, part: range) -> WindowPlan:
+        """The evaluation plan of the rows of one part."""
+        args = self.context.args
+        rows = np.arange(part.start, part.stop, dtype=np.int64)
+        asked = args.precompute_ref_batch_size if isinstance(args, ReferenceOptions) else None
+        return plan_window(
+            one.data.table,
+            rows,
+            one.partners[rows],
+            world_size=world_size(),
+            batch_size=asked or args.eval_batch_size,
+            max_tokens=None if asked else args.max_tokens_per_batch,
+        )
+
+    def _part(
+        self, engine: EngineReference, data: PreparedData, part: range, plan: WindowPlan, progress: Progress
+    ) -> Tensor:
+        """(rows of the part, sequences of a row) fp32 on the host of every rank."""
+        method = self.context.method
+        found = torch.zeros((len(part), self._width), dtype=torch.float32, device=device())
+        with self.context.phases("precompute") as record:
+            for batch in MicroBatches(method.collate, data.dataset, data.table, plan, rank()):
+                asked, ids = method.reference_sequences(batch, data.key)
+                rows, columns = places(ids, len(method.completions))
+                found[(rows - part.start).to(found.device), columns.to(found.device)] = engine.sequence_logps(
+                    asked, ids
+                )
+                record.tokens += asked.tokens
+                progress.advance()
+            return sum_over_ranks(found).cpu()
+
+    def _tell(self, one: Opened, seconds: float | None) -> None:
+        """Where a store lies, and what it saves."""
+        if one.store is None:
+            return
+        size, epochs = one.store.size, self.context.args.num_train_epochs
+        place = f"{one.folder} ({len(one.partners):,} rows, {size:,} bytes)"
+        if seconds is None:
+            how, saved = "found in", "; no step runs the reference, which saves about a third of a LoRA step"
+        else:
+            how = f"computed in {duration(seconds)}, kept in"
+            saved = "; from the second epoch on this saves about a third of a LoRA step, in the first only memory"
+            if self.context.args.max_steps < 0 and epochs <= 1:
+                saved += f", so with num_train_epochs={epochs:g} only later runs gain time"
+        saved = saved if one.data is self.context.train_data else ""
+        self.context.tell(f"reference log-probs of {one.data.where}: {how} {place}{saved}")
+
+
+def rows_content(data: PreparedData, completions: Iterable[str]) -> str:
+    """A hash of the tokens of every row, in their order."""
+    digest = hashlib.blake2b(digest_size=16)
+    names = ["prompt_ids", *completions]
+    for table in data.dataset.select_columns(names).with_format("arrow").iter(_ROWS):
+        for name in names:
+            column = table[name].combine_chunks()  # the chunks say how the rows came together
+            digest.update(np.asarray(column.value_lengths(), dtype="<i8").tobytes())
+            digest.update(np.asarray(column.flatten(), dtype="<i8").tobytes())
+    return digest.hexdigest()
+
+
+def _folder() -> Path:
+    return cache_folder() / "deepspeed-alignment"
+
+
+def _shared(one: Opened, width: int) -> Tensor:
+    """The first rank's numbers, on every rank's host."""
+    values = torch.zeros((len(one.partners), width), dtype=torch.float32)
+    if one.store is not None:
+        values = torch.from_numpy(one.store.values)
+    return copied_from_first_rank(values.to(device())).cpu()
+
+
+@contextlib.contextmanager
+def _random_streams_kept() -> Iterator[None]:
+    """A run that finds a store and one that computes it draw the same numbers."""
+    streams = RandomStreams()
+    before = streams.state_dict()
+    try:
+        yield
+    finally:
+        streams.load_state_dict(before)

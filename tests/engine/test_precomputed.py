@@ -1,0 +1,434 @@
+"""The precomputed reference in runs: the same numbers as a live one, computed once, whatever interrupts it."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import IterableDataset
+from helpers import make_model, options, paired_rows, unpaired_rows
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import alignment
+from alignment.config.errors import OptionError
+from alignment.data.windows import set_partners
+from alignment.internals.transformers import loading
+from alignment.references import store
+from alignment.references.content import live_content
+from alignment.references.engine import EngineReference, ReferencePlan
+from alignment.references.store import LogpStore
+from alignment.training import precompute, run_engines
+from alignment.training.data import order_seed
+from alignment.training.trainer import AlignmentTrainer
+
+pytestmark = pytest.mark.usefixtures("own_process_group")
+TIMES = ("runtime", "per_second")
+LIVE = "replica"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """With dropout, so that a random stream at another place changes the loss."""
+    folder = tmp_path_factory.mktemp("models")
+    paths = {name: make_model(folder / name, seed=seed) for seed, name in enumerate(("policy", "reference"))}
+    for path in paths.values():
+        config = AutoConfig.from_pretrained(path)
+        config.attention_dropout = 0.3
+        config.save_pretrained(path)
+    return paths
+
+
+@pytest.fixture(autouse=True)
+def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for this test's stores, of four parts for ten rows."""
+    monkeypatch.setattr(store, "PART_ROWS", 3)
+    monkeypatch.setattr(precompute, "cache_folder", lambda: tmp_path / "cache")
+    return tmp_path / "cache" / "deepspeed-alignment"
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was built and released, in its order."""
+    events: list[str] = []
+    build, close, policy = ReferencePlan.build, EngineReference.close, run_engines.build_engine
+
+    def reference(plan: ReferencePlan, args: Any) -> EngineReference:
+        events.append("reference")
+        return build(plan, args)
+
+    def released(engine: EngineReference) -> None:
+        events.append("released")
+        close(engine)
+
+    def trained(*args: Any, **kwargs: Any) -> Any:
+        events.append("policy")
+        return policy(*args, **kwargs)
+
+    monkeypatch.setattr(ReferencePlan, "build", reference)
+    monkeypatch.setattr(EngineReference, "close", released)
+    monkeypatch.setattr(run_engines, "build_engine", trained)
+    return events
+
+
+def rows_of(method: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
+    return unpaired_rows(count, seed) if method == "KTO" else paired_rows(count, seed)
+
+
+def make(method: str, model: Any, reference: Any, folder: Path, **more: Any) -> AlignmentTrainer:
+    """A trainer of ten rows in windows of four, row by row unless told otherwise."""
+    given = {
+        "ref_placement": "precomputed",
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 4,
+        "num_train_epochs": 2,
+        "eval_strategy": "epoch",
+        "optim": "sgd",
+        "disable_dropout": False,
+        **more,
+    }
+    made: AlignmentTrainer = getattr(alignment, f"{method}Trainer")(
+        model,
+        reference,
+        args=getattr(alignment, f"{method}Config")(**options(folder, **given)),
+        train_dataset=rows_of(method, 10),
+        eval_dataset={"a": rows_of(method, 5, seed=3), "b": rows_of(method, 4, seed=4)},
+    )
+    return made
+
+
+def finished(trainer: AlignmentTrainer, method: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """Everything that a run logs, new data evaluated at its end, and the weights."""
+    trainer.train()
+    trainer.evaluate(rows_of(method, 3, seed=5))
+    log = [{n: v for n, v in entry.items() if not n.endswith(TIMES)} for entry in trainer.state.log_history]
+    assert trainer.model is not None
+    weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.close()
+    return log, weights
+
+
+def stored(folder: Path) -> dict[str, bytes]:
+    """Every file of the stores."""
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.glob("reference-*/*"))}
+
+
+@pytest.mark.parametrize("method", ["KTO", "DPO"])
+def test_a_precomputed_reference_trains_as_a_live_one(
+    method: str, models: dict[str, str], tmp_path: Path, stores: Path, built: list[str]
+) -> None:
+    """Bit by bit where batches are equal; of two epochs, evaluations and new data."""
+    precomputed = make(method, models["policy"], models["reference"], tmp_path / "precomputed")
+    log, weights = finished(precomputed, method)
+    assert built == ["reference", "released", "policy", "reference", "released"], "once for the run, once for new data"
+    assert {"precompute", "reference", "eval reference"} <= precomputed.phases.records.keys()
+    files = stored(stores)
+    assert sum(name.endswith(".safetensors") for name in files) == 4 + 2 + 2 + 1
+
+    live = make(method, models["policy"], models["reference"], tmp_path / "live", ref_placement=LIVE)
+    if method == "KTO":
+        assert live.sampler is not None and live.sampler.partners is None
+        assert live.train_data is not None
+        live.sampler.partners = set_partners(live.train_data.table, order_seed(live.args), draw=True)
+    expected, expected_weights = finished(live, method)
+    assert "precompute" not in live.phases.records
+    assert log == expected
+    assert all(torch.equal(value, expected_weights[name]) for name, value in weights.items())
+
+    if method == "DPO":
+        return  # in other batches, on two ranks: test_split_grid.py
+    built.clear()
+    given = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "disable_dropout": True}
+    again = make(method, models["policy"], models["reference"], tmp_path / "again", **given)
+    found, _ = finished(again, method)
+    assert built == ["policy"] and stored(stores) == files, "everything was there, and stays as it is"
+    live = make(method, models["policy"], models["reference"], tmp_path / "other", ref_placement=LIVE, **given)
+    assert live.sampler is not None and again.sampler is not None
+    live.sampler.partners = again.sampler.partners
+    expected, _ = finished(live, method)
+    assert found != expected, "its batches are others than the store's"
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-5, abs=5e-6), "rewards are small differences of large sums"
+        assert [one[n] for n in one if n.endswith("loss")] == pytest.approx(
+            [other[n] for n in other if n.endswith("loss")], rel=0, abs=1e-6
+        )
+
+
+def test_dropout_is_the_same_in_a_run_that_finds_its_store(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although models may draw as they are loaded."""
+    build = ReferencePlan.build
+
+    def drawing(plan: ReferencePlan, args: Any) -> EngineReference:
+        random.random(), np.random.rand(), torch.rand(1)
+        return build(plan, args)
+
+    monkeypatch.setattr(ReferencePlan, "build", drawing)
+    logs = [
+        finished(make("DPO", models["policy"], None, tmp_path / name, max_steps=1, eval_strategy="no"), "DPO")[0]
+        for name in ("computes", "finds")
+    ]
+    assert logs[0] == logs[1]
+
+
+# What decides the numbers -------------------------------------------------------------------------------------------
+
+CHANGES: list[tuple[str, dict[str, Any]]] = [
+    ("rows", {"max_completion_length": 9}),
+    ("lengths", {"max_completion_length": 9}),
+    ("lengths", {"max_length": 60}),
+    ("partners", {"data_seed": 5}),
+    ("mismatched", {"loss_type": "apo_zero_unpaired"}),
+    ("dtype", {"bf16": True}),
+    ("model", {"attn_implementation": "eager"}),
+    ("model", {"model_init_kwargs": {"use_cache": False}}),
+]
+
+
+def key_of(trainer: AlignmentTrainer) -> dict[str, Any]:
+    """The key of the training data's store."""
+    stores = trainer.engines.stores
+    assert stores is not None and trainer.train_data is not None
+    stores.lines()
+    return stores.key(trainer.train_data)
+
+
+def adapter(model: str, folder: Path, seed: int) -> str:
+    """A PEFT folder with random adapters for ``model``."""
+    torch.manual_seed(seed)
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_key_has_all_that_decides_the_numbers(models: dict[str, str], tmp_path: Path) -> None:
+    """And nothing that does not: sweeps over these find the store."""
+    own = key_of(make("KTO", models["policy"], None, tmp_path))
+    assert list(own) == ["rows", "lengths", "partners", "mismatched", "model", "adapters", "dtype", "quantisation"]
+    for part, change in CHANGES:
+        other = key_of(make("KTO", models["policy"], None, tmp_path, **change))
+        assert other[part] != own[part], change
+    sweeps: list[dict[str, Any]] = [
+        {"learning_rate": 1e-5, "beta": 0.5, "seed": 0, "data_seed": 42, "desirable_weight": 2.0},
+        {"per_device_train_batch_size": 2, "num_train_epochs": 1, "ref_deepspeed": "ref_sharded"},
+    ]
+    for sweep in sweeps:
+        assert key_of(make("KTO", models["policy"], None, tmp_path, **sweep)) == own
+    assert key_of(make("DPO", models["policy"], None, tmp_path, seed=7))["partners"] is None
+    # New adapters leave the policy as given as it is; those of a folder, and a base in 4 bits, do not.
+    assert key_of(make("KTO", models["policy"], None, tmp_path, use_peft=True)) == own
+    packed = key_of(make("KTO", models["policy"], None, tmp_path, use_peft=True, load_in_4bit=True))
+    assert own["quantisation"] is None and packed["quantisation"]["bnb_4bit_quant_type"] == "nf4"
+    folders = [adapter(models["policy"], tmp_path / f"adapter-{seed}", seed) for seed in (0, 1)]
+    keys = [key_of(make("KTO", models["policy"], None, tmp_path, adapter_name_or_path=folder)) for folder in folders]
+    assert own["adapters"] is None and keys[0]["adapters"] != keys[1]["adapters"]
+    assert key_of(make("KTO", models["policy"], models["reference"], tmp_path))["model"] != own["model"]
+
+
+def test_other_rows_are_another_store(models: dict[str, str], tmp_path: Path) -> None:
+    """Known by their tokens, and by nothing else that they were read with."""
+
+    def content(rows: list[dict[str, Any]]) -> str:
+        args = alignment.DPOConfig(**options(tmp_path, ref_placement="precomputed"))
+        trainer = alignment.DPOTrainer(models["policy"], args=args, train_dataset=rows)
+        assert trainer.train_data is not None
+        return precompute.rows_content(trainer.train_data, trainer.method.completions)
+
+    first, second = {"prompt": "ab", "chosen": "cd", "rejected": "e"}, {"prompt": "x", "chosen": "y", "rejected": "z"}
+    found = [
+        content([first, second]),
+        content([second, first]),
+        content([first, second, first]),
+        content([{**first, "chosen": "cf"}, second]),
+        content([{**first, "prompt": "abc", "chosen": "d"}, second]),
+        content([{**first, "chosen": "e", "rejected": "cd"}, second]),
+        content([{**first, "chosen": "ce", "rejected": "d"}, second]),
+        content([{**first, "prompt": "a"}, {**second, "prompt": "bx"}]),
+    ]
+    assert len(set(found)) == len(found)
+    assert content([first]) != content([{**first, "prompt": "abc", "chosen": "d"}])
+    assert content([{**row, "more": 1} for row in (first, second)]) == found[0]
+
+
+def test_other_weights_are_another_store(
+    models: dict[str, str], tmp_path: Path, stores: Path, built: list[str]
+) -> None:
+    folder = shutil.copytree(models["reference"], tmp_path / "reference")
+    trainer = make("DPO", models["policy"], str(folder), tmp_path)
+    trainer.precompute()
+    before, first = key_of(trainer), stored(stores)
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-2] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    assert key_of(trainer)["model"] != before["model"], "also of new data, in a run that has begun"
+    trainer.precompute()
+    second = stored(stores)
+    assert built == ["reference", "released"] * 2
+    assert len(second) == 2 * len(first) and first.items() <= second.items()
+
+
+def test_a_divided_model_has_the_content_of_a_whole_one(models: dict[str, str]) -> None:
+    alignment.KTOConfig("out", use_cpu=True)
+    whole = AutoModelForCausalLM.from_pretrained(models["policy"], dtype=torch.float32)
+    with loading({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}):
+        divided = AutoModelForCausalLM.from_pretrained(models["policy"], dtype=torch.float32)
+    assert all(hasattr(parameter, "ds_id") for parameter in divided.parameters())
+    assert live_content(divided, keep=True) == live_content(whole, keep=True)
+
+
+# A pass that is interrupted -----------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """In place of a signal."""
+
+
+def interrupted(trainer: AlignmentTrainer, part: int, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Precompute until the ``part``-th part is written: then end before it, in the midst of it, or after it."""
+    parts, write = [0], LogpStore.write
+
+    def counted(one: LogpStore, *args: Any) -> None:
+        parts[0] += 1
+        if parts[0] < part:
+            return write(one, *args)
+        if where == "in a write":
+            with monkeypatch.context() as patched:
+                patched.setattr(os, "replace", lambda *names: _end())
+                write(one, *args)
+        elif where == "after a write":
+            write(one, *args)
+        _end()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LogpStore, "write", counted)
+        with pytest.raises(Killed):
+            trainer.precompute()
+
+
+def _end() -> None:
+    raise Killed
+
+
+@pytest.mark.parametrize("where", ["before a write", "in a write", "after a write"])
+def test_an_interrupted_pass_goes_on(
+    where: str, models: dict[str, str], tmp_path: Path, stores: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice, once with another batch size; what it leaves is what an undisturbed one does."""
+    part = random.Random(where).randint(2, 5)
+    trainer = make("KTO", models["policy"], None, tmp_path)
+    monkeypatch.setattr(precompute, "cache_folder", lambda: tmp_path / "whole")
+    trainer.precompute()
+    whole = stored(tmp_path / "whole" / "deepspeed-alignment")
+    tokens = trainer.phases.records.pop("precompute").tokens
+    monkeypatch.setattr(precompute, "cache_folder", lambda: tmp_path / "cache")
+    interrupted(trainer, part, where, monkeypatch)
+    done = stored(stores)
+    assert sum(name.endswith(".safetensors") for name in done) == part - (where != "after a write")
+    assert done.items() < whole.items()
+    trainer.precompute()
+    assert stored(stores) == whole
+    if where != "after a write":
+        return
+    assert trainer.phases.records["precompute"].tokens == tokens, "no part was computed twice"
+    shutil.rmtree(stores)
+    interrupted(trainer, 2, where, monkeypatch)
+    make("KTO", models["policy"], None, tmp_path, precompute_ref_batch_size=2).precompute()
+    assert stored(stores).keys() == whole.keys()
+    first, second = (values_of(trainer, folder) for folder in (tmp_path / "whole", tmp_path / "cache"))
+    assert first != second
+    np.testing.assert_allclose(first, second, rtol=1e-6)
+
+
+def values_of(trainer: AlignmentTrainer, folder: Path) -> list[float]:
+    """The log-probs of the training rows."""
+    stores, data = trainer.engines.stores, trainer.train_data
+    assert stores is not None and data is not None
+    partners = set_partners(data.table, order_seed(trainer.args), draw=True)
+    read = LogpStore(folder / "deepspeed-alignment", stores.key(data), partners, 2)
+    assert read.read() == [] and read.missing == []
+    values: list[float] = read.values.ravel().tolist()
+    return values
+
+
+def test_a_torn_part_is_named_and_computed_again(
+    models: dict[str, str], tmp_path: Path, stores: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make("DPO", models["policy"], None, tmp_path)
+    trainer.precompute()
+    whole, tokens = stored(stores), trainer.phases.records["precompute"].tokens
+    torn = sorted(stores.glob("*/part-*"))[2]
+    torn.write_bytes(torn.read_bytes()[:-1])
+    capsys.readouterr()
+    trainer.precompute()
+    assert f"{torn}: is torn (" in capsys.readouterr().out
+    assert stored(stores) == whole
+    assert 0 < trainer.phases.records["precompute"].tokens - tokens < tokens / 2, "that part alone"
+
+
+# What cannot be had -------------------------------------------------------------------------------------------------
+
+
+def test_new_data_under_a_live_policy(models: dict[str, str], tmp_path: Path, built: list[str]) -> None:
+    """Before training it is copied once more; after it, what it was is known from the store alone."""
+    model = AutoModelForCausalLM.from_pretrained(models["policy"], dtype=torch.float32)
+    new, newer = rows_of("DPO", 3, seed=5), rows_of("DPO", 3, seed=6)
+    trainer = make("DPO", model, None, tmp_path, max_steps=1, eval_strategy="no")
+    trainer.evaluate()
+    before = trainer.evaluate(new)
+    assert before["eval_loss"] == pytest.approx(np.log(2)) and before["eval_rewards/margins"] == 0
+    trainer.train()
+    after = trainer.evaluate(new)
+    assert after["eval_rewards/margins"] != 0 and built.count("reference") == 2
+    with pytest.raises(
+        OptionError, match=r"^eval_dataset: .* the policy as given, which is the reference, was trained"
+    ):
+        trainer.evaluate(newer)
+    trainer.close()
+
+
+def test_what_cannot_be_precomputed_is_refused(models: dict[str, str], tmp_path: Path) -> None:
+    def endless() -> Iterator[dict[str, Any]]:
+        while True:
+            yield from unpaired_rows(4)
+
+    args = alignment.KTOConfig(**options(tmp_path, ref_placement="precomputed", max_steps=2))
+    stream = IterableDataset.from_generator(endless)
+    with pytest.raises(OptionError, match=r"^ref_placement='precomputed': train_dataset is an IterableDataset"):
+        alignment.KTOTrainer(models["policy"], args=args, train_dataset=stream)
+    trainer = alignment.KTOTrainer(models["policy"], args=args, train_dataset=unpaired_rows(4))
+    with pytest.raises(OptionError, match=r"^ref_placement='precomputed': eval_dataset is an IterableDataset"):
+        trainer.evaluate(stream)
+    assert trainer.engines.models is None
+
+    class Silent(alignment.KTOTrainer):
+        class method_class(alignment.KTOTrainer.method_class):  # noqa: N801
+            reference_sequences = alignment.training.method.Method.reference_sequences
+
+    with pytest.raises(OptionError, match="method_class does not define reference_sequences"):
+        Silent(models["policy"], args=args, train_dataset=unpaired_rows(4))
+    live = make("KTO", models["policy"], None, tmp_path, ref_placement=None)
+    assert live.engine_plan.reference is not None and not live.engine_plan.reference.precomputed
+    with pytest.raises(OptionError, match=r"^ref_placement=None: nothing is precomputed for it"):
+        live.precompute()
+
+
+def test_what_it_saves_is_said(models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(**more: Any) -> list[str]:
+        make("DPO", models["policy"], None, tmp_path, **more).precompute()
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("reference log-probs of ")]
+
+    computed = said(num_train_epochs=1)
+    assert len(computed) == 3 and "of train_dataset: computed in " in computed[0]
+    assert "kept in " in computed[0] and "(10 rows, " in computed[0]
+    assert "from the second epoch on this saves about a third of a LoRA step, in the first only memory" in computed[0]
+    assert computed[0].endswith("so with num_train_epochs=1 only later runs gain time")
+    found = said()
+    assert [line.partition(": ")[2].split(" in ")[0] for line in found] == ["found"] * 3

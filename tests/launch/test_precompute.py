@@ -1,0 +1,139 @@
+"""The command ``precompute``, and passes that are killed: on one rank and two, with one batch size and another."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import DRIVERS, ROOT
+from helpers import POSITIONS, make_model, options, unpaired_rows, zero
+from safetensors.numpy import load_file
+
+from alignment.cli import precompute, train
+from tools.ranks import RankServer
+
+PART = 6  # rows, of the killed passes
+STORES = "deepspeed-alignment/reference-*"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model and labelled rows."""
+    folder = tmp_path_factory.mktemp("precompute")
+    make_model(folder / "model")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in unpaired_rows(60)))
+    return folder
+
+
+def arguments(folder: Path, out: Path, **more: object) -> list[str]:
+    given = {
+        "method": "kto",
+        "model_name_or_path": folder / "model",
+        "dataset_name": folder / "rows.jsonl",
+        "dataset_test_split": "train[:5]",
+        "output_dir": out / "out",
+        "max_length": POSITIONS,
+        "per_device_train_batch_size": 2,
+        "disable_tqdm": "true",
+        **more,
+    }
+    return [part for name, value in given.items() for part in (f"--{name}", str(value))]
+
+
+@pytest.mark.usefixtures("own_process_group")
+def test_the_command_fills_the_stores_and_nothing_else(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def said(command: object, *more: str, code: int = 0) -> list[str]:
+        with pytest.raises(SystemExit) as leaving:
+            command.main([*arguments(folder, tmp_path), *more])  # type: ignore[attr-defined]
+        out, err = capfd.readouterr()
+        assert leaving.value.code == code, err
+        return [line for line in (out if code == 0 else err).splitlines() if "reference log-probs of" in line or code]
+
+    placed = ("--ref_placement", "precomputed")
+    assert [line.split(": ")[1].split(", ")[0] for line in said(train, *placed, "--dry_run")] == ["not there yet"] * 2
+    assert not list((tmp_path / "cache").glob(STORES)), "a dry run writes no store"
+    computed = said(precompute)
+    assert [line.split(": ")[1].split(" in ")[0] for line in computed] == ["computed"] * 2
+    found = sorted((tmp_path / "cache").glob(STORES))
+    assert len(found) == 2 and all(str(store) in "".join(computed) for store in found)
+    dry = said(train, *placed, "--dry_run")
+    assert [line.split(": ")[1].split(", ")[0] for line in dry] == ["complete"] * 2
+    assert [line.split(": ")[1].split(" in ")[0] for line in said(precompute, *placed)] == ["found"] * 2
+    assert not (tmp_path / "out").exists()
+    wrong = said(precompute, "--ref_placement", "replica", code=1)
+    assert wrong[-1].startswith("error: precompute_ref_log_probs=True and ref_placement='replica': they contradict")
+    wrong = said(precompute, "--precompute_ref_log_probs", "false", code=1)
+    assert wrong[-1].startswith("error: ref_placement=None: nothing is precomputed for it")
+
+
+def values(cache: Path) -> dict[str, np.ndarray]:
+    """The log-probs of every store, part after part."""
+    found = {}
+    for store in sorted(cache.glob(STORES)):
+        parts = [load_file(part)["logps"] for part in sorted(store.glob("part-*"))]
+        found[store.name] = np.concatenate(parts)
+    return found
+
+
+@pytest.mark.faults
+def test_a_pass_that_is_killed_goes_on(folder: Path, tmp_path: Path, ranks: RankServer) -> None:
+    """By SIGKILL at random moments, the number of ranks and the batch size changing each time."""
+    script, rng = DRIVERS / "killed_precompute.py", random.Random(7)
+
+    def run(cache: Path, seconds: float, nproc: int, batch: int) -> int:
+        given = arguments(folder, tmp_path, per_device_eval_batch_size=batch)
+        env = {"HF_DATASETS_CACHE": str(cache), "PART_ROWS": str(PART), "KILLED_AFTER": str(seconds)}
+        return ranks.run(script, *given, nproc=nproc, env=env, check=False).returncode
+
+    assert run(tmp_path / "whole", 0, 1, 2) == 0
+    whole = values(tmp_path / "whole")
+    assert sorted(len(found) for found in whole.values()) == [5, 60]
+    killed, seen, step = 0, set(), 0
+    while step < 6 and run(tmp_path / "cache", rng.uniform(0.02, 0.3), 1 + step % 2, 1 + step % 3):
+        seen.add(sum(1 for _ in (tmp_path / "cache").glob(f"{STORES}/part-*")))
+        killed, step = killed + 1, step + 1
+    assert killed >= 2 and max(seen) > min(seen), (killed, seen)
+    assert run(tmp_path / "cache", 0, 2, 3) == 0
+    found = values(tmp_path / "cache")
+    assert found.keys() == whole.keys()
+    for name, logps in whole.items():
+        np.testing.assert_allclose(found[name], logps, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_with_their_own_store_as_one_does(folder: Path, tmp_path: Path, ranks: RankServer) -> None:
+    """KTO, whose partners are in other windows; model, reference and rows divided over the ranks."""
+    logs = []
+    for nproc, stage in ((1, 0), (2, 3)):
+        own = tmp_path / str(nproc)
+        own.mkdir()
+        args = options(
+            own,
+            ref_placement="precomputed",
+            num_train_epochs=2,
+            optim="sgd",
+            per_device_train_batch_size=2 // nproc,
+            deepspeed=zero(stage),
+            ref_deepspeed=zero(stage),
+        )
+        run = {"name": "run", "trainer": "KTO", "model": str(folder / "model"), "args": args}
+        run |= {"train": unpaired_rows(13), "eval": unpaired_rows(5, seed=3)}
+        (own / "spec.json").write_text(json.dumps([run]))
+        env = {"HF_DATASETS_CACHE": str(own / "cache")}
+        ranks.run(DRIVERS / "runs.py", own / "spec.json", nproc=nproc, env=env)
+        logs.append(json.loads((own / "run.json").read_text())["log"])
+    for one, two in zip(*logs, strict=True):
+        for name in one.keys() & {"loss", "kl", "grad_norm", "eval_loss", "eval_kl"}:
+            assert two[name] == pytest.approx(one[name], rel=1e-5, abs=1e-5 if "kl" in name else 1e-6), name
+
+
+def test_the_script_has_the_commands_name() -> None:
+    script = (ROOT / "launch" / "precompute.py").read_text()
+    assert 'main(program="launch/precompute.py")' in script and "alignment.cli.precompute import main" in script

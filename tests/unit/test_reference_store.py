@@ -1,0 +1,244 @@
+"""The store of a reference's log-probs on disk: whatever happens to its files, no wrong number is ever read."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from alignment.config.errors import OptionError, OutputError
+from alignment.data.batching import Batch, collate
+from alignment.references import store as module
+from alignment.references.base import RowIds
+from alignment.references.precomputed import LogpTable, PrecomputedReference, places
+from alignment.references.store import Logps, LogpStore
+
+KEY = {"rows": "a", "partners": 3, "adapters": None, "model": {"files": {"model.safetensors": "b"}}}
+ROWS = 10
+PARTNERS = np.roll(np.arange(ROWS, dtype=np.int64), 3)
+LOGPS = np.random.default_rng(0).normal(-50, 20, (ROWS, 2)).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three whole parts and one of a single row."""
+    monkeypatch.setattr(module, "PART_ROWS", 3)
+
+
+def opened(folder: Path, key: Any = KEY, partners: Any = PARTNERS) -> tuple[LogpStore, list[str]]:
+    store = LogpStore(folder, key, partners, 2)
+    return store, store.read()
+
+
+def filled(folder: Path, key: Any = KEY, logps: Logps = LOGPS, partners: Any = PARTNERS) -> LogpStore:
+    store, _ = opened(folder, key, partners)
+    store.prepare()
+    for part in list(store.missing):
+        store.write(part, logps[part.start : part.stop])
+    return store
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/part-*"))
+
+
+def test_what_was_written_is_read_bit_by_bit(tmp_path: Path) -> None:
+    odd = LOGPS.copy()
+    odd[:5, 0] = -np.inf, np.nan, -0.0, 1e-45, -3.4e38
+    filled(tmp_path, logps=odd)
+    store, faults = opened(tmp_path)
+    assert faults == [] and store.missing == []
+    assert store.values.tobytes() == odd.tobytes()
+    assert [(p.start, p.stop) for p in store.parts] == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    assert store.size == sum(file.stat().st_size for file in files(tmp_path))
+    assert not list(store.folder.glob(".*")), "no file under a hidden name is left"
+
+
+def test_a_store_that_nobody_filled(tmp_path: Path) -> None:
+    store, faults = opened(tmp_path)
+    assert (faults, store.missing, store.size) == ([], store.parts, 0)
+    assert list(tmp_path.iterdir()) == [], "looking writes nothing"
+
+
+def test_an_interrupted_store_lacks_what_was_not_written(tmp_path: Path) -> None:
+    store, _ = opened(tmp_path)
+    store.prepare()
+    for part in (store.parts[2], store.parts[0]):
+        store.write(part, LOGPS[part.start : part.stop])
+    again, faults = opened(tmp_path)
+    assert faults == [] and again.missing == [store.parts[1], store.parts[3]] == store.missing
+    assert np.array_equal(again.values[6:9], LOGPS[6:9]) and np.array_equal(again.values[:3], LOGPS[:3])
+
+
+def test_no_flipped_bit_is_read_as_a_number(tmp_path: Path) -> None:
+    """Every byte of a part: it is named and missing, unless the byte says nothing and the numbers are right."""
+    filled(tmp_path)
+    file = files(tmp_path)[1]
+    good = file.read_bytes()
+    seen = 0
+    for place in range(len(good)):
+        torn = bytearray(good)
+        torn[place] ^= 1 << place % 8
+        file.write_bytes(torn)
+        store, faults = opened(tmp_path)
+        if store.missing:
+            assert store.missing == [range(3, 6)] and len(faults) == 1
+            assert str(file) in faults[0] and "rows 4 to 6 are computed again" in faults[0]
+            seen += 1
+        else:
+            assert store.values.tobytes() == LOGPS.tobytes()
+    assert seen > 0.9 * len(good)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 8, 100, -1])
+def test_a_part_that_is_cut_short_is_named(kept: int, tmp_path: Path) -> None:
+    filled(tmp_path)
+    file = files(tmp_path)[-1]
+    file.write_bytes(file.read_bytes()[:kept])
+    store, faults = opened(tmp_path)
+    assert store.missing == [range(9, 10)] and len(faults) == 1 and str(file) in faults[0]
+    store.prepare()
+    assert len(files(tmp_path)) == 3, "what cannot be used is removed"
+
+
+@pytest.mark.parametrize("partners", [PARTNERS, np.full(ROWS, -1)], ids=["partners", "none"])
+def test_a_part_of_another_place_or_store_is_not_taken(partners: Any, tmp_path: Path) -> None:
+    filled(tmp_path, partners=partners)
+    first, second, *_ = files(tmp_path)
+    shutil.copy(first, second)
+    assert opened(tmp_path, partners=partners)[0].missing == [range(3, 6)]
+    filled(tmp_path / "other", {**KEY, "rows": "other"}, partners=partners)
+    shutil.copy(files(tmp_path / "other")[1], second)
+    assert opened(tmp_path, partners=partners)[0].missing == [range(3, 6)]
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"key": {}}', None])
+def test_without_its_manifest_nothing_is_taken(text: str | None, tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    manifest = store.folder / "manifest.json"
+    assert '"partners": 3' in manifest.read_text() and '"model.safetensors": "b"' in manifest.read_text()
+    manifest.unlink() if text is None else manifest.write_text(text)
+    again, faults = opened(tmp_path)
+    assert again.missing == again.parts and len(faults) == 1 and str(manifest) in faults[0]
+    again.prepare()
+    assert files(tmp_path) == []
+    assert opened(tmp_path)[1] == []
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        {**KEY, "rows": "c"},
+        {**KEY, "partners": 4},
+        {**KEY, "adapters": "lora"},
+        {**KEY, "model": {"files": {"model.safetensors": "d"}}},
+        {**KEY, "more": None},
+    ],
+)
+def test_another_key_is_another_store(key: dict[str, Any], tmp_path: Path) -> None:
+    mine = filled(tmp_path)
+    other, faults = opened(tmp_path, key)
+    assert other.folder != mine.folder and other.missing == other.parts and faults == []
+    filled(tmp_path, key, LOGPS + 1)
+    assert np.array_equal(opened(tmp_path)[0].values, LOGPS), "both are kept"
+
+
+def test_other_partners_are_not_looked_up(tmp_path: Path) -> None:
+    """Should the same seed ever draw others."""
+    filled(tmp_path)
+    other = PARTNERS.copy()
+    other[4] = 0
+    assert opened(tmp_path, partners=other)[0].missing == [range(3, 6)]
+
+
+def test_what_another_run_wrote_meanwhile_stays(tmp_path: Path) -> None:
+    store, _ = opened(tmp_path)
+    filled(tmp_path)
+    store.prepare()
+    store.write(store.parts[0], LOGPS[:3])
+    again, faults = opened(tmp_path)
+    assert (faults, again.missing) == ([], []) and np.array_equal(again.values, LOGPS)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store, faults = opened(tmp_path / "file")
+    assert faults == [] and store.missing == store.parts
+    with pytest.raises(OutputError, match=f"{tmp_path}/file/.*: .* could not be written: Not a directory; set HF_"):
+        store.prepare()
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+def test_a_write_that_breaks_leaves_the_part_missing(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, _ = opened(tmp_path)
+    store.prepare()
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        if call == "write":
+            patched.setattr(Path, "open", full)
+        else:
+            patched.setattr(os, call, full)
+        with pytest.raises(OutputError, match=r"could not be written: No space left on device; set HF_DATASETS_CACHE"):
+            store.write(store.parts[0], LOGPS[:3])
+    assert files(tmp_path) == [] and not list(store.folder.glob(".part*"))
+    assert store.missing == store.parts
+
+
+def test_what_a_killed_run_left_hidden_is_removed_a_day_later(tmp_path: Path) -> None:
+    store, _ = opened(tmp_path)
+    store.prepare()
+    old, new = (store.folder / f".part-{name}" for name in ("old", "new"))
+    for file in (old, new):
+        file.write_bytes(b"half of a par")
+    os.utime(old, (time.time() - 90_000,) * 2)
+    store.prepare()
+    assert not old.exists() and new.exists(), "another run may be writing the new one"
+    assert opened(tmp_path) and opened(tmp_path)[1] == []
+
+
+# The reference that answers from it ---------------------------------------------------------------------------------
+
+
+def a_batch(sequences: int) -> Batch:
+    return collate([([1], [2])] * sequences, sequences)
+
+
+def test_sequences_are_found_by_row_and_by_which_they_are() -> None:
+    reference = PrecomputedReference({"a": LogpTable(torch.from_numpy(LOGPS), PARTNERS)}, 1)
+    ids = RowIds("a", (7, 2, 4), (int(PARTNERS[7]), -1, int(PARTNERS[4])))
+    expected = [LOGPS[7, 0], LOGPS[2, 0], LOGPS[4, 0], LOGPS[7, 1], LOGPS[4, 1]]
+    assert reference.sequence_logps(a_batch(5), ids).tolist() == expected
+    assert reference.sequence_logps(a_batch(0), RowIds("a", (), ())).tolist() == []
+    pairs = PrecomputedReference({"a": LogpTable(torch.from_numpy(LOGPS), PARTNERS)}, 2)
+    expected = [LOGPS[7, 0], LOGPS[2, 0], LOGPS[7, 1], LOGPS[2, 1]]
+    assert pairs.sequence_logps(a_batch(4), RowIds("a", (7, 2))).tolist() == expected
+    rows, columns = places(RowIds("a", (7, 2), (5, -1)), 2)
+    assert (rows.tolist(), columns.tolist()) == ([7, 2, 7, 2, 7], [0, 0, 1, 1, 2])
+
+
+def test_what_was_not_stored_is_not_answered() -> None:
+    reference = PrecomputedReference({"a": LogpTable(torch.from_numpy(LOGPS), PARTNERS)}, 1)
+    other = (int(PARTNERS[7]) + 1) % ROWS
+    with pytest.raises(RuntimeError, match=f"row 7 was given the partner {other}; .* for {PARTNERS[7]}"):
+        reference.sequence_logps(a_batch(2), RowIds("a", (7,), (other,)))
+    with pytest.raises(RuntimeError, match="for the dataset 'b'"):
+        reference.sequence_logps(a_batch(1), RowIds("b", (7,)))
+    with pytest.raises(RuntimeError, match="2 sequences were asked for, 1 are stored"):
+        reference.sequence_logps(a_batch(2), RowIds("a", (7,)))
+    with pytest.raises(OptionError, match="asks for the log-prob of each token"):
+        reference.token_logps(a_batch(1), RowIds("a", (7,)))
+    reference.close()
+    with pytest.raises(RuntimeError):
+        reference.sequence_logps(a_batch(1), RowIds("a", (7,)))
