@@ -76,13 +76,13 @@ METHODS = {
     "kto": Method(
         unpaired_rows,
         8,
-        {PLAIN: Floor(1.0, 1.2), ZERO2: None, LORA: Floor(1.0, 1.3), LORA_UNCHECKPOINTED: Floor(1.0, 1.3)},
+        {PLAIN: Floor(1.0, 1.2), ZERO2: None, LORA: Floor(0.15, 2.2), LORA_UNCHECKPOINTED: Floor(0.15, 2.2)},
         ("loss", "logps/chosen", "logps/rejected"),
     ),
     "cpo": Method(
         paired_rows,
         4,
-        {PLAIN: Floor(1 / 3, 1.5), ZERO2: None, LORA: Floor(1.0, 1.3), LORA_UNCHECKPOINTED: Floor(1.0, 1.3)},
+        {PLAIN: Floor(1 / 3, 1.5), ZERO2: None, LORA: Floor(0.25, 1.7), LORA_UNCHECKPOINTED: Floor(0.25, 1.7)},
         ("loss", "logps/chosen", "logps/rejected", "nll_loss"),
     ),
     "dpo": Method(
@@ -99,8 +99,8 @@ METHODS = {
         {
             PLAIN: Floor(0.5, 2.0),
             UNCHECKPOINTED: Floor(0.5, 1.2),
-            LORA: Floor(1.0, 3.0),
-            LORA_UNCHECKPOINTED: None,
+            LORA: Floor(0.35, 5.0),
+            LORA_UNCHECKPOINTED: Floor(0.45, 1.3),
         },
         ("loss", "val/contain_eos_token"),
         frozen=2,

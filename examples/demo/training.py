@@ -28,7 +28,7 @@ from alignment.methods.sft_options import SFTConfig
 from alignment.training.trainer import AlignmentTrainer
 from examples.demo.data import Row, World, labelled_rows, paired_rows, prompt_rows, start_rows, train_tokenizer
 from examples.demo.folder import PreferenceSettings, RewardSettings, Settings
-from examples.demo.verdict import ONLINE_PROMISE, Promise
+from examples.demo.verdict import LORA_PROMISE, ONLINE_PROMISE, Promise
 
 MAX_LENGTH = 64  # tokens; the longest row of this world has about 45, the longest request 17
 _WHOLE_PROMPTS: dict[str, Any] = {"max_prompt_length": None}  # Online DPO has no such option: it never cuts one
@@ -195,9 +195,10 @@ VARIANTS = (
     Stage(
         "kto_lora",
         "after KTO, LoRA",
-        "the rows of KTO; adapters on the start model, which is saved with none of them changed",
+        "single answers, each labelled; only adapters on the start model are trained",
         lambda world, s: labelled_rows(world.training, s.kto_lora.rows, s.seed),
         kto_lora_trainer,
+        LORA_PROMISE,
     ),
     Stage(
         "cpo",

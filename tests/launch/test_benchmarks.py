@@ -81,6 +81,11 @@ def test_ratios_are_of_the_same_steps() -> None:
         ("kto", PLAIN, 1.19, 101, ["a step", "memory"]),
         ("online_dpo", PLAIN, 1.9, 51, ["a step", "memory"]),
         ("online_dpo", UNCHECKPOINTED, 1.2, 50, []),
+        ("kto", LORA, 2.2, 15, []),
+        ("kto", LORA_UNCHECKPOINTED, 2.1, 16, ["a step", "memory"]),
+        ("cpo", LORA, 1.6, 25, ["a step"]),
+        ("online_dpo", LORA, 4.9, 35, ["a step"]),
+        ("dpo", LORA, 0.5, 200, []),
     ],
 )
 def test_floors(method: str, setting: Setting, speed: float, memory: float, missed: list[str]) -> None:

@@ -38,7 +38,18 @@ from examples.demo.grammar import Request, all_requests, answer
 from examples.demo.measuring import accuracy, rewards
 from examples.demo.run import main
 from examples.demo.training import MAX_LENGTH, VARIANTS
-from examples.demo.verdict import ONLINE_PROMISE, Measured, Rates, answers, manner, missed, rates, sentences
+from examples.demo.verdict import (
+    LORA_PROMISE,
+    ONLINE_PROMISE,
+    Measured,
+    Promise,
+    Rates,
+    answers,
+    manner,
+    missed,
+    rates,
+    sentences,
+)
 
 COW = Request("sound", "cow", 0, "Anna", 1)
 WARM = "Gladly, Anna. A cow says moo. I hope that helps."
@@ -281,7 +292,7 @@ def test_online_dpo_is_held_to_what_its_reward_model_knows() -> None:
         model = dataclasses.replace(measured(warm, answered, "after Online DPO"), promise=ONLINE_PROMISE)
         faults = missed(start, [model], accuracy=1.0)
         assert len(faults) == bool(said) and all(said in fault for fault in faults), faults
-    assert [stage.promise == ONLINE_PROMISE for stage in VARIANTS] == [False, False, False, True]
+    assert [stage.promise for stage in VARIANTS] == [Promise(), LORA_PROMISE, Promise(), ONLINE_PROMISE]
 
 
 def test_a_reward_model_that_ranks_badly_is_named() -> None:
