@@ -137,7 +137,7 @@ def _check_base_frozen(model: PreTrainedModel, adapters: Adapters) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and (name not in own.values() or f".{adapters.name}." not in f"{name}."):
             raise OptionError(
-                f"ref_placement: adapter: {name} of the base is trained as well (bias={adapters.config.bias!r}), so "
+                f"ref_placement: adapter: {name.replace('.base_layer', '')} of the base is trained as well (bias={adapters.config.bias!r}), so "
                 "that the policy without its adapters is not the policy as given; set ref_placement to offload, "
                 "sharded or replica"
             )

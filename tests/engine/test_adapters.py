@@ -1,4 +1,4 @@
-"""Adapters in a run: trained, saved for PEFT and for another run, put back, merged; of every type that is supported."""
+"""Adapters in a run: trained, saved for PEFT and for another run, put back, merged; of every supported type."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from data_tokenizers import PLAIN, char_tokenizer
 from helpers import STAGES, make_model, options, paired_rows, unpaired_rows
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
@@ -45,7 +46,8 @@ def run_options(folder: Path, **more: Any) -> dict[str, Any]:
 def trained(model: Any, folder: Path, config: Any = None, **more: Any) -> KTOTrainer:
     """A trainer that has trained and saved; its engines are still there."""
     args = KTOConfig(**run_options(folder, **more))
-    trainer = KTOTrainer(model, args=args, train_dataset=ROWS, peft_config=config)
+    tokenizer = char_tokenizer(template=PLAIN)
+    trainer = KTOTrainer(model, args=args, train_dataset=ROWS, peft_config=config, processing_class=tokenizer)
     trainer.train()
     trainer.save_model()
     return trainer
@@ -99,7 +101,7 @@ def test_what_is_saved_is_what_was_trained(kind: str, base: str, tmp_path: Path)
 
 
 def test_the_saved_folder(base: str, tmp_path: Path) -> None:
-    """Only what was trained, the tokenizer, and what it was trained on; a full model of before is not left beside it."""
+    """What was trained, the tokenizer, and what it was trained on; no full model of before is left beside it."""
     (tmp_path / "out").mkdir()
     for name in ("config.json", "model.safetensors", "notes.txt"):
         (tmp_path / "out" / name).write_text("{}")
@@ -128,9 +130,8 @@ def test_training_goes_on_from_a_folder(stage: str, base: str, tmp_path: Path) -
         second = trained(base, tmp_path / f"{placement}", **more)
         outcomes.append((losses(second), second.engines.plan.describe(second.engines._given)))
         second.close()
-    assert outcomes[0][0] == pytest.approx(outcomes[1][0], abs=1e-6) and outcomes[0][0][0] == pytest.approx(
-        0.5, abs=1e-6
-    )
+    assert outcomes[0][0] == pytest.approx(outcomes[1][0], abs=1e-6)
+    assert outcomes[0][0][0] == pytest.approx(0.5, abs=1e-6)
     assert "a frozen copy of its adapters" in outcomes[0][1] and "replica" in outcomes[1][1]
 
 
@@ -200,7 +201,6 @@ def test_a_trained_bias_is_no_part_of_the_reference(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "llama", "untied")
     config = Qwen2Config(**{**AutoModelForCausalLM.from_pretrained(folder).config.to_dict(), "model_type": "qwen2"})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "qwen")
-    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "qwen")
     model = str(tmp_path / "qwen")
     with pytest.raises(OptionError, match=r"q_proj.bias of the base is trained as well \(bias='all'\)"):
         trained(model, tmp_path / "own", LoraConfig(r=2, bias="all"))
@@ -230,7 +230,7 @@ def test_packed_checkpoints_and_live_packed_models(base: str, tmp_path: Path) ->
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     packed = AutoModelForCausalLM.from_pretrained(base, quantization_config=config, device_map={"": "cpu"})
     packed.save_pretrained(tmp_path / "packed")
-    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "packed")
+    char_tokenizer(template=PLAIN).save_pretrained(tmp_path / "packed")
     expected, found = None, {}
     for name, model, stage, more in (
         ("whole", base, "stage0", {"load_in_4bit": True}),

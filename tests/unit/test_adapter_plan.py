@@ -128,6 +128,9 @@ def test_the_whole_model_is_trained_where_nothing_is_asked() -> None:
     assert planned(use_peft=False) is None
 
 
+EXPERTS: dict[str, Any] = {"kind": "moe", "lora_target_parameters": ["experts.down_proj"]}
+
+
 @pytest.mark.parametrize(
     ("said", "more"),
     [
@@ -135,8 +138,8 @@ def test_the_whole_model_is_trained_where_nothing_is_asked() -> None:
         ("lora_target_modules: ", {"lora_target_modules": "nothing.*"}),
         ("lora_modules_to_save: the model has no 'head'", {"lora_modules_to_save": ["head"]}),
         ("lora_target_parameters: the model has no 'x'", {"lora_target_parameters": ["x"], "lora_dropout": 0.0}),
-        ("cannot have dropout", {"kind": "moe", "lora_target_parameters": ["experts.down_proj"]}),
-        ("gathered at ZeRO", {"kind": "moe", "lora_target_parameters": ["experts.down_proj"], "lora_dropout": 0, "stage": 3}),
+        ("cannot have dropout", EXPERTS),
+        ("gathered at ZeRO", {**EXPERTS, "lora_dropout": 0.0, "stage": 3}),
         ("4-bit weights cannot be trained", {"use_peft": False, "bits": 4}),
         ("8-bit weights cannot be trained", {"use_peft": False, "bits": 8}),
         ("DoRA reads the norms", {"use_dora": True, "bits": 4, "stage": 3}),
@@ -146,8 +149,8 @@ def test_the_whole_model_is_trained_where_nothing_is_asked() -> None:
         ("LOHA adapters are made after", {"config": peft.LoHaConfig(), "stage": 3}),
         ("LOHA adapters are added", {"config": peft.LoHaConfig(), "bits": 4}),
         ("LOKR adapters are added", {"config": peft.LoKrConfig(), "bits": 8}),
-        ("'pissa' rewrites the base weights, which are divided", {"config": LoraConfig(init_lora_weights="pissa"), "stage": 3}),
-        ("'olora' rewrites the base weights, which are quantised", {"config": LoraConfig(init_lora_weights="olora"), "bits": 4}),
+        ("which are divided", {"config": LoraConfig(init_lora_weights="pissa"), "stage": 3}),
+        ("which are quantised", {"config": LoraConfig(init_lora_weights="olora"), "bits": 4}),
         ("starts from data", {"config": LoraConfig(init_lora_weights="eva")}),
         ("layer_replication", {"config": LoraConfig(layer_replication=[(0, 2), (1, 2)])}),
         ("is not a configuration of PEFT", {"config": {"r": 4}}),
