@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -237,13 +238,30 @@ def test_packed_checkpoints_and_live_packed_models(base: str, tmp_path: Path) ->
         ("stored", str(tmp_path / "packed"), "stage0", {}),
         ("stage 3", str(tmp_path / "packed"), "stage3", {}),
         ("live", packed, "stage3", {}),
-        ("copied", str(tmp_path / "packed"), "stage3", {"ref_placement": "sharded"}),
+        ("sharded", str(tmp_path / "packed"), "stage3", {"ref_placement": "sharded"}),
+        ("copied", copy.deepcopy(packed), "stage0", {"ref_placement": "sharded"}),
     ):
         trainer = trained(model, tmp_path / name, LoraConfig(r=2), deepspeed=STAGES[stage], **more)
         found[name] = losses(trainer)
         trainer.close()
     expected = found.pop("whole")
     assert found == {name: pytest.approx(expected, abs=1e-6) for name in found}
+
+
+def test_evaluation_before_training(base: str, tmp_path: Path) -> None:
+    """The engines that only evaluate are followed by those that train, with the same new adapters."""
+    args = KTOConfig(**run_options(tmp_path, use_peft=True, lora_r=2, lora_dropout=0.0))
+    trainer = KTOTrainer(base, args=args, train_dataset=ROWS, eval_dataset=ROWS)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(0.5, abs=1e-6)
+    live = AutoModelForCausalLM.from_pretrained(base)
+    args = KTOConfig(**run_options(tmp_path / "live"))
+    config = LoraConfig(r=2, lora_alpha=32)
+    other = KTOTrainer(live, args=args, train_dataset=ROWS, eval_dataset=ROWS, peft_config=config)
+    assert other.evaluate()["eval_loss"] == pytest.approx(0.5, abs=1e-6)
+    for each in (trainer, other):
+        each.train()
+        each.close()
+    assert losses(trainer) == pytest.approx(losses(other), abs=1e-6)
 
 
 def test_a_merged_folder_after_training(base: str, tmp_path: Path) -> None:

@@ -202,6 +202,8 @@ def test_an_adapter_of_another_base(trained: Path) -> None:
         AlignmentError, match=r"was not made for some/model: its .*lora_A.weight is \(2, 32\).*\(2, 64\)"
     ):
         planned(wide, adapter_name_or_path=path)
+    with pytest.raises(AlignmentError, match="leave out score, the head of a reward model"):
+        planned(adapter_name_or_path=path, task=REWARD_MODEL)
     other = Qwen2Config(**{**tiny_config("untied").to_dict(), "model_type": "qwen2"})
     assert of(planned(other, adapter_name_or_path=path)).r == 2, "another family with the same shapes cannot be told"
 
