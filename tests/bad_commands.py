@@ -29,7 +29,19 @@ OPTIONS = [
     Case("empty batch", ("per_device_train_batch_size=0", "at least 1"), {"per_device_train_batch_size": "0"}),
     Case("other method's option", ("simpo_gamma='1'", "of method cpo"), {"simpo_gamma": "1"}),
     Case("unknown method", ("method='ppo'", "no such method"), {"method": "ppo"}),
-    Case("option to come", ("load_in_4bit=True", "not supported yet"), {"load_in_4bit": "true"}),
+    Case("option to come", ("activation_offloading=True", "not supported yet"), {"activation_offloading": "true"}),
+    Case("rank without adapters", ("lora_r=8", "set use_peft: true"), {"lora_r": "8"}),
+    Case("4 bits without adapters", ("4-bit weights cannot be trained", "use_peft"), {"load_in_4bit": "true"}),
+    Case(
+        "unknown target module",
+        ("lora_target_modules: the model has no 'q_prj'", "did you mean 'q_proj'", "gate_proj"),
+        {"use_peft": "true", "lora_target_modules": "q_prj"},
+    ),
+    Case(
+        "the whole model as its own reference",
+        ("ref_placement='adapter': the whole model is trained", "set use_peft"),
+        {"ref_placement": "adapter"},
+    ),
     Case(
         "precomputed without a reference",
         ("ref_placement='precomputed': CPO has no reference model",),

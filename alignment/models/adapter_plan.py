@@ -18,6 +18,7 @@ from alignment.models.adapters import Adapters, adapter_shapes, is_adapter_confi
 from alignment.models.classifier import HEAD
 from alignment.models.quantization import Quantization
 from alignment.models.source import ModelSource
+from alignment.models.tasks import CAUSAL_LM
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
@@ -93,6 +94,8 @@ def plan_adapters(
     else:
         config = _lora(options)
     _check_kind(config, "adapter_name_or_path" if path else "peft_config" if peft_config else "use_peft")
+    if path is not None:
+        _check_score(config, source, "adapter_name_or_path")
     _check_variant(config, quantization, stage)
     return _tried(config, path, source, quantization, options.trust_remote_code)
 
@@ -143,6 +146,19 @@ def _check_kind(config: PeftConfig, key: str) -> None:
         )
     if kind not in KINDS:
         raise OptionError(f"{key}: {kind} adapters have not been tried here; use one of {', '.join(KINDS)}")
+
+
+def _check_score(config: Any, source: ModelSource, key: str) -> None:
+    """A reward model's head has to be trained with adapters that are there already, or rewards stay as they began."""
+    if _classifies(source) and HEAD not in (config.modules_to_save or ()):
+        raise OptionError(
+            f"{key}: these adapters leave out {HEAD}, the head of a reward model, so that it would not be trained; "
+            f"begin with new ones, or make them with modules_to_save: [{HEAD!r}]"
+        )
+
+
+def _classifies(source: ModelSource) -> bool:
+    return source.task.noun != CAUSAL_LM.noun
 
 
 def _check_variant(config: Any, quantization: Quantization | None, stage: int) -> None:
@@ -207,7 +223,7 @@ def _tried(
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     model = skeleton(source, trust_remote_code)
-    classifies = source.task.noun != "causal language model"
+    classifies = _classifies(source)
     config.task_type = "SEQ_CLS" if classifies else "CAUSAL_LM"
     config.inference_mode = False
     config.base_model_name_or_path = source.name
@@ -360,8 +376,9 @@ def _of_live(options: AlignmentConfig, live: PeftModel, source: ModelSource) -> 
             raise OptionError("model: its adapters are merged into the base; call unmerge_adapter() before")
     config = live.peft_config[name]
     _check_kind(config, "model")
+    _check_score(config, source, "model")
     if config.task_type is None:
-        config.task_type = "CAUSAL_LM" if source.task.noun == "causal language model" else "SEQ_CLS"
+        config.task_type = "SEQ_CLS" if _classifies(source) else "CAUSAL_LM"
     trained = sum(p.numel() for n, p in live.named_parameters() if f".{name}." in f"{n}.")
     total = live.get_nb_trainable_parameters()[1]
     return Adapters(

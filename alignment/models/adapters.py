@@ -137,10 +137,10 @@ def _check_base_frozen(model: PreTrainedModel, adapters: Adapters) -> None:
     own = adapter_tensors(model, adapters.name, {name: name for name, _ in model.named_parameters()})
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and (name not in own.values() or f".{adapters.name}." not in f"{name}."):
+            shown, bias = name.replace(".base_layer", ""), getattr(adapters.config, "bias", None)
             raise OptionError(
-                f"ref_placement: adapter: {name} of the base is trained as well (bias={adapters.config.bias!r}), so "
-                "that the policy without its adapters is not the policy as given; set ref_placement to offload, "
-                "sharded or replica"
+                f"ref_placement: adapter: {shown} of the base is trained as well (bias={bias!r}), so that the policy "
+                "without its adapters is not the policy as given; set ref_placement to offload, sharded or replica"
             )
 
 

@@ -213,7 +213,7 @@ def prepare_quantized(model: nn.Module, plan: Quantization) -> None:
         if isinstance(module, bnb.nn.Linear4bit):
             keep_packing(module)
             if plan.repack is not None and module.weight.dtype == torch.uint8:
-                module.weight.data = module.weight.data.view(plan.repack)
+                module.weight.data = module.weight.data.view(-1).view(plan.repack)[:, None]
                 module.weight.quant_storage = module.quant_storage = plan.repack
         elif isinstance(module, bnb.nn.Linear8bitLt) and module.weight.device.type == "cpu":
             compute_as_in_training(module)

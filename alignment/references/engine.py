@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from alignment.engines.launch_env import world_size
 from alignment.engines.scoring import FrozenEngine, checked
 from alignment.models.adapters import Adapters, Given, equip
 from alignment.models.loading import disable_dropout, snapshot
-from alignment.models.source import ModelSource, widened
+from alignment.models.source import ModelSource
 from alignment.models.tasks import CAUSAL_LM
 from alignment.references.base import RowIds
 
@@ -74,8 +74,9 @@ class ReferencePlan:
         config = self.frozen.ds_config
         if self.copies_policy:
             assert self.policy.live is not None
-            model = snapshot(self.policy.live)
-            model = model if self.source.quantization is not None else widened(model, self.dtype)
+            # Loaded like any live model, with what its weights need.
+            twin = replace(self.source, live=snapshot(self.policy.live))
+            model = twin.load(options, self.dtype, config, device())
         else:
             model = self.source.load(options, self.dtype, config, device())
         if options.disable_dropout:

@@ -1,0 +1,300 @@
+"""Adapters in a run: trained, saved for PEFT and for another run, put back, merged; of every supported type."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from data_tokenizers import PLAIN, char_tokenizer
+from helpers import STAGES, make_model, options, paired_rows, unpaired_rows
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    Qwen2Config,
+)
+
+from alignment import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
+from alignment.config.errors import OptionError
+from alignment.models.adapters import REFERENCE
+from alignment.models.loading import disable_dropout
+
+pytestmark = pytest.mark.usefixtures("own_process_group")
+IDS = torch.arange(2, 26)[None]
+ROWS = unpaired_rows(6, seed=4)
+RATE = 0.05
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("base"), "untied")
+
+
+def run_options(folder: Path, **more: Any) -> dict[str, Any]:
+    """Two windows, and steps large enough to be seen."""
+    common = {"optim": "sgd", "learning_rate": RATE, "max_grad_norm": 0.0, "num_train_epochs": 1}
+    return {**options(folder), **common, **more}
+
+
+def trained(model: Any, folder: Path, config: Any = None, **more: Any) -> KTOTrainer:
+    """A trainer that has trained and saved; its engines are still there."""
+    args = KTOConfig(**run_options(folder, **more))
+    tokenizer = char_tokenizer(template=PLAIN)
+    trainer = KTOTrainer(model, args=args, train_dataset=ROWS, peft_config=config, processing_class=tokenizer)
+    trainer.train()
+    trainer.save_model()
+    return trainer
+
+
+def logits(model: nn.Module) -> Tensor:
+    """Of fixed tokens, without dropout."""
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def inside(trainer: Any) -> Tensor:
+    """The logits of the model that is in the engine."""
+    assert trainer.engines.models is not None
+    return logits(trainer.engines.models.policy.scorer.model)
+
+
+def losses(trainer: Any) -> list[float]:
+    return [record["loss"] for record in trainer.state.log_history if "loss" in record]
+
+
+KINDS = {
+    "lora": LoraConfig(r=2),
+    "dora": LoraConfig(r=2, use_dora=True),
+    "rslora": LoraConfig(r=2, use_rslora=True, init_lora_weights="gaussian"),
+    "random": LoraConfig(r=2, init_lora_weights=False),
+    "pissa": LoraConfig(r=2, init_lora_weights="pissa"),
+    "head": LoraConfig(r=2, target_modules=["q_proj", "lm_head"]),
+    "whole head": LoraConfig(r=2, modules_to_save=["lm_head"]),
+    "ia3": peft.IA3Config(),
+    "loha": peft.LoHaConfig(r=2),
+    "lokr": peft.LoKrConfig(r=2),
+    "oft": peft.OFTConfig(oft_block_size=8),
+}
+COPIED = {"random", "pissa"}  # which change the model before any training
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_saved_is_what_was_trained(kind: str, base: str, tmp_path: Path) -> None:
+    """PEFT reads it onto the base, and the reference was the policy as given: every loss of the first step is 0.5."""
+    trainer = trained(base, tmp_path, KINDS[kind])
+    found = inside(trainer)
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), trainer.output_dir)
+    torch.testing.assert_close(logits(loaded), found, rtol=0, atol=1e-5)
+    assert float((found - logits(AutoModelForCausalLM.from_pretrained(base))).abs().max()) > 1e-3, "it has trained"
+    assert losses(trainer)[0] == pytest.approx(0.5, abs=2e-6) and abs(losses(trainer)[1] - 0.5) > 1e-6
+    copied = any(REFERENCE in name for name, _ in trainer.engines.models.policy.scorer.named_parameters())  # type: ignore[union-attr]
+    assert copied == (kind in COPIED)
+    trainer.close()
+
+
+def test_the_saved_folder(base: str, tmp_path: Path) -> None:
+    """What was trained, the tokenizer, and what it was trained on; no full model of before is left beside it."""
+    (tmp_path / "out").mkdir()
+    for name in ("config.json", "model.safetensors", "notes.txt"):
+        (tmp_path / "out" / name).write_text("{}")
+    trainer = trained(base, tmp_path, None, use_peft=True, lora_r=2, overwrite_output_dir=True, load_in_4bit=True)
+    trainer.close()
+    names = {file.name for file in trainer.output_dir.iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "training_base.json", "tokenizer.json"} < names
+    assert "notes.txt" in names and not names & {"config.json", "model.safetensors"}
+    recorded = json.loads((trainer.output_dir / "training_base.json").read_text())
+    assert (recorded["base_model"], recorded["task"], recorded["dtype"]) == (base, "causal_lm", "float32")
+    assert recorded["quantization"]["bnb_4bit_quant_type"] == "nf4"
+    config = json.loads((trainer.output_dir / "adapter_config.json").read_text())
+    assert (config["task_type"], config["base_model_name_or_path"]) == ("CAUSAL_LM", base)
+    assert AutoTokenizer.from_pretrained(trainer.output_dir).chat_template
+    assert isinstance(peft.AutoPeftModelForCausalLM.from_pretrained(trainer.output_dir), PeftModel)
+
+
+@pytest.mark.parametrize("stage", ["stage0", "stage3"])
+def test_training_goes_on_from_a_folder(stage: str, base: str, tmp_path: Path) -> None:
+    """Adapters with nonzero A and B: the reference is a frozen copy of them, and equals a model of its own."""
+    first = trained(base, tmp_path / "first", LoraConfig(r=2))
+    first.close()
+    outcomes = []
+    for placement in (None, "replica"):
+        more = {"adapter_name_or_path": str(first.output_dir), "ref_placement": placement, "deepspeed": STAGES[stage]}
+        second = trained(base, tmp_path / f"{placement}", **more)
+        outcomes.append((losses(second), second.engines.plan.describe(second.engines._given)))
+        second.close()
+    assert outcomes[0][0] == pytest.approx(outcomes[1][0], abs=1e-6)
+    assert outcomes[0][0][0] == pytest.approx(0.5, abs=1e-6)
+    assert "a frozen copy of its adapters" in outcomes[0][1] and "replica" in outcomes[1][1]
+
+
+def test_the_best_weights_come_back_without_the_base(base: str, tmp_path: Path) -> None:
+    """Only adapters are read, also onto packed weights, and over modules that are trained whole."""
+    more = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    args = KTOConfig(
+        **run_options(tmp_path, **more, save_strategy="steps", save_steps=1, greater_is_better=True, load_in_4bit=True)
+    )
+    trainer = KTOTrainer(
+        base,
+        args=args,
+        train_dataset=ROWS,
+        eval_dataset=unpaired_rows(3, seed=9),
+        peft_config=LoraConfig(r=2, modules_to_save=["lm_head"]),
+    )
+    trainer.train()
+    best = trainer.state.best_model_checkpoint
+    assert best is not None
+    trainer.save_model()
+    trainer.close()
+    read = [peft.load_peft_weights(str(folder), device="cpu") for folder in (best, trainer.output_dir)]
+    assert read[0].keys() == read[1].keys() and all(torch.equal(read[0][name], read[1][name]) for name in read[0])
+    worst = tmp_path / "out" / ({"checkpoint-1", "checkpoint-2"} - {Path(best).name}).pop()
+    other = peft.load_peft_weights(str(worst), device="cpu")
+    assert any(not torch.equal(other[name], read[1][name]) for name in other)
+
+
+def test_a_live_model_with_adapters(base: str, tmp_path: Path) -> None:
+    """It is trained in place, is a ``PeftModel`` again, and keeps its adapters' dropout."""
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"]))
+    trainer = trained(model, tmp_path)
+    assert trainer.model is model and "its adapters off" in trainer.engines.plan.describe(trainer.engines._given)
+    found = inside(trainer)
+    trainer.close()
+    torch.testing.assert_close(logits(model), found, rtol=0, atol=1e-6)
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), trainer.output_dir)
+    torch.testing.assert_close(logits(loaded), found, rtol=0, atol=1e-5)
+
+
+def test_two_live_adapters(base: str, tmp_path: Path) -> None:
+    """One is trained against the other; with the same adapter as the reference's model that is the same run."""
+    first, second = (trained(base, tmp_path / name, LoraConfig(r=2), seed=n).output_dir for n, name in enumerate("ab"))
+
+    def live() -> Any:
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), first, adapter_name="one")
+        model.load_adapter(second, adapter_name="two")
+        return model
+
+    other = live()
+    other.set_adapter("two")
+    args = KTOConfig(**run_options(tmp_path / "both"))
+    runs = [
+        KTOTrainer(live(), args=args, train_dataset=ROWS, model_adapter_name="one", ref_adapter_name="two"),
+        KTOTrainer(live(), other.merge_and_unload(), args=args, train_dataset=ROWS, model_adapter_name="one"),
+    ]
+    for run in runs:
+        args.overwrite_output_dir = True
+        run.train()
+        run.close()
+    assert losses(runs[0]) == pytest.approx(losses(runs[1]), abs=1e-6) and abs(losses(runs[0])[0] - 0.5) > 1e-5
+
+
+def test_a_trained_bias_is_no_part_of_the_reference(tmp_path: Path) -> None:
+    """The base then changes with the adapters: refused by the policy's own engine, exact with one of its own."""
+    torch.manual_seed(0)
+    folder = make_model(tmp_path / "llama", "untied")
+    config = Qwen2Config(**{**AutoModelForCausalLM.from_pretrained(folder).config.to_dict(), "model_type": "qwen2"})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "qwen")
+    model = str(tmp_path / "qwen")
+    with pytest.raises(OptionError, match=r"q_proj.bias of the base is trained as well \(bias='all'\)"):
+        trained(model, tmp_path / "own", LoraConfig(r=2, bias="all"))
+    trainer = trained(model, tmp_path / "replica", LoraConfig(r=2, bias="all"), ref_placement="replica")
+    found = inside(trainer)
+    trainer.close()
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), trainer.output_dir)
+    torch.testing.assert_close(logits(loaded), found, rtol=0, atol=1e-5)
+
+
+def test_a_reward_model_trains_and_saves_its_score(base: str, tmp_path: Path) -> None:
+    args = RewardConfig(**run_options(tmp_path, use_peft=True, lora_r=2))
+    trainer = RewardTrainer(base, args=args, train_dataset=paired_rows(4))
+    trainer.train()
+    trainer.save_model()
+    found = inside(trainer)[:, 0]
+    config = trainer.model.config
+    trainer.close()
+    plain = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, pad_token_id=config.pad_token_id)
+    loaded = PeftModel.from_pretrained(plain, trainer.output_dir)
+    torch.testing.assert_close(logits(loaded)[:, 0], found, rtol=0, atol=1e-5)
+    assert "base_model.model.score.weight" in peft.load_peft_weights(str(trainer.output_dir), device="cpu")
+
+
+def test_packed_checkpoints_and_live_packed_models(base: str, tmp_path: Path) -> None:
+    """Stored as bytes they train as they are, and at stage 3 packed anew: the same numbers as packed on loading."""
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    packed = AutoModelForCausalLM.from_pretrained(base, quantization_config=config, device_map={"": "cpu"})
+    packed.save_pretrained(tmp_path / "packed")
+    char_tokenizer(template=PLAIN).save_pretrained(tmp_path / "packed")
+    expected, found = None, {}
+    for name, model, stage, more in (
+        ("whole", base, "stage0", {"load_in_4bit": True}),
+        ("stored", str(tmp_path / "packed"), "stage0", {}),
+        ("stage 3", str(tmp_path / "packed"), "stage3", {}),
+        ("live", packed, "stage3", {}),
+        ("sharded", str(tmp_path / "packed"), "stage3", {"ref_placement": "sharded"}),
+        ("copied", copy.deepcopy(packed), "stage0", {"ref_placement": "sharded"}),
+    ):
+        trainer = trained(model, tmp_path / name, LoraConfig(r=2), deepspeed=STAGES[stage], **more)
+        found[name] = losses(trainer)
+        trainer.close()
+    expected = found.pop("whole")
+    assert found == {name: pytest.approx(expected, abs=1e-6) for name in found}
+
+
+def test_evaluation_before_training(base: str, tmp_path: Path) -> None:
+    """The engines that only evaluate are followed by those that train, with the same new adapters."""
+    args = KTOConfig(**run_options(tmp_path, use_peft=True, lora_r=2, lora_dropout=0.0))
+    trainer = KTOTrainer(base, args=args, train_dataset=ROWS, eval_dataset=ROWS)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(0.5, abs=1e-6)
+    live = AutoModelForCausalLM.from_pretrained(base)
+    args = KTOConfig(**run_options(tmp_path / "live"))
+    config = LoraConfig(r=2, lora_alpha=32)
+    other = KTOTrainer(live, args=args, train_dataset=ROWS, eval_dataset=ROWS, peft_config=config)
+    assert other.evaluate()["eval_loss"] == pytest.approx(0.5, abs=1e-6)
+    for each in (trainer, other):
+        each.train()
+        each.close()
+    assert losses(trainer) == pytest.approx(losses(other), abs=1e-6)
+
+
+def test_a_merged_folder_after_training(base: str, tmp_path: Path) -> None:
+    trainer = trained(base, tmp_path, None, use_peft=True, lora_r=2, merged_output_dir=str(tmp_path / "merged"))
+    found = inside(trainer)
+    trainer.close()
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(whole), found, rtol=0, atol=1e-5)
+
+
+def test_dropout_of_adapters_is_spared(base: str) -> None:
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, lora_dropout=0.3))
+    inner = model.get_base_model()
+    inner.model.layers[0].self_attn.attention_dropout = 0.2
+    disable_dropout(inner)
+    rates = {module.p for module in inner.modules() if isinstance(module, nn.Dropout)}
+    assert rates == {0.3} and inner.model.layers[0].self_attn.attention_dropout == 0.0
+
+
+def test_two_references_are_one_too_many(base: str, tmp_path: Path) -> None:
+    def plan(**more: Any) -> None:
+        reference = more.pop("reference", None)
+        args = DPOConfig(**run_options(tmp_path, use_peft=True, **more))
+        DPOTrainer(base, reference, args=args, train_dataset=paired_rows(2))
+
+    with pytest.raises(OptionError, match="a reference model was given as well"):
+        plan(reference=base, ref_placement="adapter")
+    with pytest.raises(OptionError, match="ref_deepspeed=.*has no effect with ref_placement='adapter'"):
+        plan(ref_placement="adapter", ref_deepspeed="ref_replica")
+    with pytest.raises(OptionError, match="ref_load_in_4bit=True: has no effect with ref_placement='adapter'"):
+        plan(ref_placement="adapter", ref_load_in_4bit=True)
+    with pytest.raises(OptionError, match="the adapters do not exist yet"):
+        model = AutoModelForCausalLM.from_pretrained(base)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        args = DPOConfig(**run_options(tmp_path, use_peft=True))
+        DPOTrainer(model, args=args, train_dataset=paired_rows(2), optimizers=(optimizer, None))

@@ -1,0 +1,238 @@
+"""The adapters that a run asks for, tried on a model without weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from helpers import make_model, tiny_config
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, Qwen2Config
+
+from alignment import KTOConfig
+from alignment.config.errors import AlignmentError
+from alignment.models.adapter_plan import plan_adapters
+from alignment.models.adapters import Adapters
+from alignment.models.quantization import Quantization
+from alignment.models.source import ModelSource
+from alignment.models.tasks import CAUSAL_LM, REWARD_MODEL, Task
+
+LINEAR = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+ATTENTION = ["k_proj", "o_proj", "q_proj", "v_proj"]
+
+
+def planned(
+    kind: str | PretrainedConfig = "untied",
+    *,
+    config: Any = None,
+    live: Any = None,
+    bits: int | None = None,
+    stage: int = 0,
+    task: Task = CAUSAL_LM,
+    path: str | None = "some/model",
+    **options: Any,
+) -> Adapters | None:
+    """What is planned for a tiny model."""
+    own = tiny_config(kind) if isinstance(kind, str) else kind
+    own.num_labels = 1
+    if config is None and live is None and "adapter_name_or_path" not in options:
+        options = {"use_peft": True, **options}
+    quantization = None if bits is None else Quantization(BitsAndBytesConfig(**{f"load_in_{bits}bit": True}))
+    return plan_adapters(
+        KTOConfig("out", **options),
+        ModelSource(path, None if live is None else live.get_base_model(), own, {}, task),
+        peft_config=config,
+        live=live,
+        quantization=quantization,
+        stage=stage,
+    )
+
+
+def of(found: Adapters | None) -> Any:
+    """The configuration of what was planned."""
+    assert found is not None
+    return found.config
+
+
+def test_unset_targets_are_all_linear_layers_but_the_head() -> None:
+    for more in ({}, {"config": LoraConfig()}, {"config": LoraConfig(target_modules="all-linear")}):
+        assert sorted(of(planned(**more)).target_modules) == LINEAR
+    found = planned()
+    assert found is not None and "lm_head" not in found.layers and len(found.layers) == 2 * len(LINEAR)
+
+
+def test_the_options_become_a_configuration() -> None:
+    config = of(
+        planned(
+            lora_r=4,
+            lora_alpha=6,
+            lora_dropout=0.2,
+            lora_target_modules="q_proj",
+            lora_modules_to_save=["lm_head"],
+            use_rslora=True,
+            use_dora=True,
+        )
+    )
+    assert (config.r, config.lora_alpha, config.lora_dropout, config.use_rslora, config.use_dora) == (
+        4,
+        6,
+        0.2,
+        True,
+        True,
+    )
+    assert (set(config.target_modules), config.modules_to_save, config.task_type) == (
+        {"q_proj"},
+        ["lm_head"],
+        "CAUSAL_LM",
+    )
+    assert config.base_model_name_or_path == "some/model" and not config.inference_mode
+    assert of(planned(lora_target_modules=r".*\.(q|v)_proj")).target_modules == r".*\.(q|v)_proj"
+
+
+def test_what_trains_is_counted() -> None:
+    """Every q_proj of 32 x 32 gets 2 x 4 x 32 parameters; the saved head is a copy of its own."""
+    found = planned(lora_r=4, lora_target_modules="q_proj", lora_modules_to_save=["lm_head"])
+    whole = AutoModelForCausalLM.from_config(tiny_config("untied"))
+    head = whole.get_output_embeddings().weight.numel()
+    assert found is not None and found.trained == 2 * 2 * 4 * 32 + head
+    assert found.total == sum(p.numel() for p in whole.parameters()) + found.trained
+    assert f"{found.trained:,} of {found.total:,}" in found.describe()
+
+
+def test_a_classifier_trains_and_keeps_its_score() -> None:
+    found = planned("tied", task=REWARD_MODEL)
+    assert of(found).modules_to_save == ["score"] and of(found).task_type == "SEQ_CLS"
+    assert sorted(of(found).target_modules) == LINEAR
+
+
+def test_routers_are_left_out_and_experts_reported() -> None:
+    found = planned("moe")
+    assert sorted(of(found).target_modules) == ATTENTION
+    assert found is not None and "down_proj, gate_up_proj) get no adapter;" in found.notes[0]
+    packed = planned("moe", bits=4)
+    assert packed is not None and "are kept whole" in packed.notes[0]
+    named = planned("moe", lora_dropout=0.0, lora_target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    assert named is not None and named.notes == ()
+
+
+def test_a_tied_head_that_is_trained_is_reported() -> None:
+    found, other = (planned(kind, lora_modules_to_save=["lm_head"]) for kind in ("tied", "untied"))
+    assert found is not None and "head and embeddings of this model are one tensor" in found.notes[0]
+    assert other is not None and other.notes == ()
+
+
+def test_the_whole_model_is_trained_where_nothing_is_asked() -> None:
+    assert planned(use_peft=False) is None
+
+
+EXPERTS: dict[str, Any] = {"kind": "moe", "lora_target_parameters": ["experts.down_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("said", "more"),
+    [
+        ("has no 'q_prj'; did you mean 'q_proj'", {"lora_target_modules": ["q_prj", "v_proj"]}),
+        ("lora_target_modules: ", {"lora_target_modules": "nothing.*"}),
+        ("lora_modules_to_save: the model has no 'head'", {"lora_modules_to_save": ["head"]}),
+        ("lora_target_parameters: the model has no 'x'", {"lora_target_parameters": ["x"], "lora_dropout": 0.0}),
+        ("cannot have dropout", EXPERTS),
+        ("gathered at ZeRO", {**EXPERTS, "lora_dropout": 0.0, "stage": 3}),
+        ("4-bit weights cannot be trained", {"use_peft": False, "bits": 4}),
+        ("8-bit weights cannot be trained", {"use_peft": False, "bits": 8}),
+        ("DoRA reads the norms", {"use_dora": True, "bits": 4, "stage": 3}),
+        ("PROMPT_TUNING learns prompts", {"config": peft.PromptTuningConfig(num_virtual_tokens=2)}),
+        ("PREFIX_TUNING learns prompts", {"config": peft.PrefixTuningConfig(num_virtual_tokens=2)}),
+        ("VERA adapters have not been tried", {"config": peft.VeraConfig()}),
+        ("LOHA adapters are made after", {"config": peft.LoHaConfig(), "stage": 3}),
+        ("LOHA adapters are added", {"config": peft.LoHaConfig(), "bits": 4}),
+        ("LOKR adapters are added", {"config": peft.LoKrConfig(), "bits": 8}),
+        ("which are divided", {"config": LoraConfig(init_lora_weights="pissa"), "stage": 3}),
+        ("which are quantised", {"config": LoraConfig(init_lora_weights="olora"), "bits": 4}),
+        ("starts from data", {"config": LoraConfig(init_lora_weights="eva")}),
+        ("layer_replication", {"config": LoraConfig(layer_replication=[(0, 2), (1, 2)])}),
+        ("is not a configuration of PEFT", {"config": {"r": 4}}),
+        ("peft_config was given as well", {"config": LoraConfig(), "adapter_name_or_path": "x"}),
+        ("no usable adapter_config.json", {"adapter_name_or_path": "/nowhere"}),
+        ("pass its path", {"path": None, "merged_output_dir": "m"}),
+        ("no adapters to merge", {"use_peft": False, "merged_output_dir": "m"}),
+        ("names an adapter of a live PeftModel", {"model_adapter_name": "a"}),
+        ("names an adapter of a live PeftModel", {"ref_adapter_name": "a"}),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said(said: str, more: dict[str, Any]) -> None:
+    with pytest.raises(AlignmentError, match=said) as caught:
+        planned(**more)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_configuration_and_use_peft_together() -> None:
+    """TRL's scripts set both; the configuration decides."""
+    assert of(planned(config=LoraConfig(r=3), use_peft=True)).r == 3
+
+
+def test_a_given_configuration_is_not_changed() -> None:
+    config = LoraConfig(target_modules=None)
+    planned(config=config)
+    assert config.target_modules is None and config.task_type is None
+
+
+# Adapters that are there already ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder with one of an adapter inside."""
+    folder = tmp_path_factory.mktemp("models")
+    model = AutoModelForCausalLM.from_pretrained(make_model(folder, "untied"))
+    torch.manual_seed(1)
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(model, config).save_pretrained(folder / "adapter")
+    return folder
+
+
+def test_an_adapter_of_another_base(trained: Path) -> None:
+    path = str(trained / "adapter")
+    assert of(planned(adapter_name_or_path=path)).r == 2
+    wide = tiny_config("untied")
+    wide.hidden_size = 64
+    with pytest.raises(
+        AlignmentError, match=r"was not made for some/model: its .*lora_A.weight is \(2, 32\).*\(2, 64\)"
+    ):
+        planned(wide, adapter_name_or_path=path)
+    with pytest.raises(AlignmentError, match="leave out score, the head of a reward model"):
+        planned(adapter_name_or_path=path, task=REWARD_MODEL)
+    other = Qwen2Config(**{**tiny_config("untied").to_dict(), "model_type": "qwen2"})
+    assert of(planned(other, adapter_name_or_path=path)).r == 2, "another family with the same shapes cannot be told"
+
+
+def test_live_adapters(trained: Path) -> None:
+    def live(*names: str) -> Any:
+        base = AutoModelForCausalLM.from_pretrained(trained)
+        model = PeftModel.from_pretrained(base, trained / "adapter", adapter_name=names[0])
+        for name in names[1:]:
+            model.load_adapter(trained / "adapter", adapter_name=name)
+        return model
+
+    found = planned(live=live("one"))
+    assert found is not None and (found.name, found.reference, found.are_new) == ("one", None, False)
+    assert found.trained == 2 * 2 * 2 * 32
+    both = planned(live=live("one", "two"), model_adapter_name="two", ref_adapter_name="one")
+    assert both is not None and (both.name, both.reference) == ("two", "one")
+    faults: list[tuple[str, dict[str, Any]]] = [
+        ("has no such adapter; it has one, two", {"model_adapter_name": "three"}),
+        ("is the adapter that is trained", {"ref_adapter_name": "one"}),
+        ("has adapters was given as well", {"adapter_name_or_path": "x"}),
+    ]
+    for said, more in faults:
+        with pytest.raises(AlignmentError, match=said):
+            planned(live=live("one", "two"), **more)
+    several, merged = live("one", "two"), live("one")
+    several.base_model.set_adapter(["one", "two"])
+    with pytest.raises(AlignmentError, match="one, two are all active"):
+        planned(live=several)
+    merged.merge_adapter()
+    with pytest.raises(AlignmentError, match="merged into the base"):
+        planned(live=merged)

@@ -1,0 +1,133 @@
+"""How base weights are kept: decided from options and configurations alone, before a weight is loaded."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny_config
+from transformers import BitsAndBytesConfig
+
+from alignment import KTOConfig
+from alignment.config.errors import AlignmentError, OptionError
+from alignment.models import quantization
+from alignment.models.quantization import Quantization, plan_quantization
+
+BF16 = torch.bfloat16
+
+
+def plan(stored: Any = None, stage: int = 2, kwargs: Any = None, live: bool = False, **options: Any) -> Any:
+    """The plan of a model whose configuration says ``stored``."""
+    config = tiny_config("tied")
+    if stored is not None:
+        config.quantization_config = stored
+    args = KTOConfig("out", **options)
+    return plan_quantization(
+        args,
+        config,
+        kwargs or {},
+        key="some/model",
+        in_4bit=args.load_in_4bit,
+        in_8bit=args.load_in_8bit,
+        live=live,
+        compute=BF16,
+        stage=stage,
+    )
+
+
+def in_4bit(**more: Any) -> dict[str, Any]:
+    """A stored configuration, as a checkpoint's JSON has it."""
+    return {"quant_method": "bitsandbytes", "load_in_4bit": True, "_load_in_4bit": True, **more}
+
+
+def test_nothing_asked_for_is_nothing() -> None:
+    assert plan() is None
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_four_bits_are_packed_in_the_compute_dtype(stage: int) -> None:
+    made = plan(stage=stage, load_in_4bit=True).config
+    assert (made.bnb_4bit_quant_type, made.bnb_4bit_use_double_quant) == ("nf4", True)
+    assert (made.bnb_4bit_compute_dtype, made.bnb_4bit_quant_storage) == (BF16, BF16)
+
+
+def test_options_are_followed() -> None:
+    made = plan(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="fp4",
+        bnb_4bit_compute_dtype="float32",
+        bnb_4bit_quant_storage="uint8",
+        use_bnb_nested_quant=False,
+    ).config
+    assert (made.bnb_4bit_quant_type, made.bnb_4bit_use_double_quant) == ("fp4", False)
+    assert (made.bnb_4bit_compute_dtype, made.bnb_4bit_quant_storage) == (torch.float32, torch.uint8)
+    assert plan(load_in_8bit=True).bits == 8
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+def test_a_configuration_among_the_arguments(as_object: bool) -> None:
+    """What it leaves open becomes what the run needs; what it says stays."""
+    given: Any = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    made = plan(stage=3, kwargs={"quantization_config": _as(given | {"bnb_4bit_use_double_quant": True}, as_object)})
+    assert (made.config.bnb_4bit_compute_dtype, made.config.bnb_4bit_quant_storage) == (BF16, BF16)
+    other = given | {"bnb_4bit_compute_dtype": "float16", "bnb_4bit_quant_storage": "bfloat16"}
+    assert plan(kwargs={"quantization_config": _as(other, as_object)}).config.bnb_4bit_compute_dtype == torch.float16
+
+
+def _as(given: dict[str, Any], as_object: bool) -> Any:
+    return BitsAndBytesConfig(**given) if as_object else given
+
+
+def test_a_given_configuration_is_not_changed() -> None:
+    given = BitsAndBytesConfig(load_in_4bit=True)
+    before = copy.deepcopy(given.__dict__)
+    plan(kwargs={"quantization_config": given})
+    assert given.__dict__ == before
+
+
+def test_a_packed_checkpoint_is_taken_as_it_is() -> None:
+    as_bytes, as_bf16 = in_4bit(), in_4bit(bnb_4bit_quant_storage="bfloat16")
+    for stage, stored, repack in ((0, as_bytes, None), (2, as_bytes, None), (3, as_bytes, BF16), (3, as_bf16, None)):
+        made = plan(stored, stage=stage)
+        assert isinstance(made, Quantization) and made.stored and made.repack == repack
+    assert plan({"quant_method": "bitsandbytes", "load_in_8bit": True}, stage=3).repack is None
+    assert plan(in_4bit(), load_in_4bit=True).stored
+
+
+@pytest.mark.parametrize(
+    ("said", "more"),
+    [
+        ("stage 3 divides weights of the compute dtype", {"stage": 3, "bnb_4bit_quant_storage": "uint8"}),
+        ("'float32': the run computes in bfloat16", {"bnb_4bit_quant_storage": "float32"}),
+        ("not divided at ZeRO stage 3", {"stage": 3, "use_bnb_nested_quant": False}),
+        ("leave one out", {"kwargs": {"quantization_config": {"load_in_4bit": True}}}),
+        ("a live model", {"live": True}),
+        ("in 8 bits already", {"stored": {"quant_method": "bitsandbytes", "load_in_8bit": True}}),
+        ("is quantised already", {"stored": in_4bit(), "kwargs": {"quantization_config": {"load_in_4bit": True}}}),
+        ("stored as float32", {"stored": in_4bit(bnb_4bit_quant_storage="float32")}),
+        ("quantised by gptq", {"stored": {"quant_method": "gptq", "bits": 4}}),
+        ("quantised by awq", {"stored": {"quant_method": "awq", "bits": 4}}),
+    ],
+)
+def test_what_cannot_be_is_said(said: str, more: dict[str, Any]) -> None:
+    with pytest.raises(AlignmentError, match=said) as caught:
+        plan(load_in_4bit=True, **more)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_method_among_the_arguments() -> None:
+    with pytest.raises(AlignmentError, match="quantised by gptq"):
+        plan(kwargs={"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    with pytest.raises(OptionError, match="is not bitsandbytes'"):
+        plan(kwargs={"quantization_config": {"load_in_4bit": "yes"}})
+
+
+def test_bitsandbytes_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantization, "find_spec", lambda name: None)
+    with pytest.raises(AlignmentError, match="not installed; pip install bitsandbytes"):
+        plan(in_4bit())
+    monkeypatch.setattr("alignment.config.options_model.find_spec", lambda name: None)
+    with pytest.raises(OptionError, match="load_in_4bit=True: bitsandbytes is not installed"):
+        KTOConfig("out", use_peft=True, load_in_4bit=True)
