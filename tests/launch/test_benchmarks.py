@@ -231,7 +231,8 @@ def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_both_sides_compute_the_same_first_step(method: str, lora: bool, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("trl", reason='TRL is not installed: pip install ".[bench]"')
     options = ["--method", method, "--repeats", "1", "--steps", "2", "--warm_up", "1", "--threads", "1"]
-    assert side_by_side.main([*options, "--lora" if lora else "--zero2"], TINY) in (0, 1)
+    shape = replace(TINY, vocab=8192)  # completions of Online DPO are sampled: hardly any ends early
+    assert side_by_side.main([*options, "--lora" if lora else "--zero2"], shape) in (0, 1)
     out = capsys.readouterr().out
     assert out.count(f"| {title(method)} |") == 2
-    assert all((setting.title in out) == (setting.lora == lora) for setting in METHODS[method].floors)
+    assert all((f"| {setting.title} |" in out) == (setting.lora == lora) for setting in METHODS[method].floors)
