@@ -139,7 +139,7 @@ def steps_of(
 
 def summed_logps(model: nn.Module, sequences: Sequences) -> Tensor:
     """(N,) the summed log-probs of completions, each after its prompt."""
-    logps, mask = _completion_logps(model, sequences)
+    logps, mask = completion_logps(model, sequences)
     return (logps * mask).sum(1)
 
 
@@ -148,7 +148,7 @@ def _batch(sequences: Sequences) -> Tensor:
     return nn.utils.rnn.pad_sequence(ids, batch_first=True)
 
 
-def _completion_logps(model: nn.Module, sequences: Sequences) -> tuple[Tensor, Tensor]:
+def completion_logps(model: nn.Module, sequences: Sequences) -> tuple[Tensor, Tensor]:
     """(N, T - 1): the log-prob of each token after the first; 1 where it is of a completion."""
     ids = _batch(sequences)
     mask = torch.zeros(ids.shape, dtype=torch.float64)
@@ -194,7 +194,7 @@ def _dpo(policy: nn.Module, reference: nn.Module, rows: Sequence[Row], task: Tas
 
 
 def _sft(policy: nn.Module, reference: nn.Module, rows: Sequence[Row], task: Task) -> Objective:
-    logps, mask = _completion_logps(policy, _sides(rows, "completion"))
+    logps, mask = completion_logps(policy, _sides(rows, "completion"))
     return -(logps * mask).sum() / mask.sum(), {}
 
 
