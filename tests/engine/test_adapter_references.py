@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 from adapter_grid import BITS, Combination, adapter_run, make_bases
@@ -138,6 +139,24 @@ def test_all_placements_give_the_same_trajectory(
     saved, new = case_of("saved", "stage2", "continued"), case_of("lora", "stage0", "new")
     sets = [placed(bases, starts, tmp_path, saved), placed(bases, starts, tmp_path, new, ("adapter", "replica"))]
     check_placements(sets, tmp_path, ranks, 1)
+
+
+def test_packed_weights_stay_packed_on_a_cpu_that_would_pack_them_again(
+    bases: dict[str, str], starts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with AVX512-BF16 does, in a reference's first pass: in the policy's engine, and in a frozen one."""
+    case, logs = case_of("qlora", "stage0", "continued"), []
+    for kernel in (False, True):
+        for run in placed(bases, starts, tmp_path / str(kernel), case, ("adapter", "replica")):
+            with monkeypatch.context() as patched:
+                patched.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda has=kernel: has)
+                trainer = KTOTrainer(model=run["model"], args=KTOConfig(**run["args"]), train_dataset=run["train"])
+                trainer.train()
+                trainer.close()
+            logs.append([entry for entry in trainer.state.log_history if "grad_norm" in entry])
+    for log in logs[1:]:
+        for number, (found, expected) in enumerate(zip(log, logs[0], strict=True)):
+            assert_logged(found, expected, 1e-6, f"step {number + 1}")
 
 
 @pytest.mark.slow
