@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
-from alignment.internals.peft import computing_with
+from alignment.internals.peft import computing_with, train_adapter
 
 ROWS = torch.linspace(-1, 1, 12).reshape(2, 6)
 
@@ -77,3 +77,14 @@ def test_what_was_computed_with_before_comes_back_on_any_exit(base: Plain) -> No
             assert torch.equal(model(ROWS), other)
     model(ROWS).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+
+
+def test_one_adapter_is_trained_and_computed_with(base: Plain) -> None:
+    model = adapted(base)
+    with torch.no_grad(), computing_with(model, "other"):
+        other = model(ROWS)
+    train_adapter(base, "other")
+    names = trainable(model)
+    assert torch.equal(model(ROWS), other)
+    assert len(names) == 4 and all(".other." in name for name in names)
+    assert any("modules_to_save" in name for name in names)
