@@ -78,6 +78,8 @@ def test_8_bit_layers_compute_in_evaluation_what_they_do_in_training(alike: bool
     layer = bitsandbytes.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False, threshold=6.0).to("cpu")
     if alike:
         compute_as_in_training(layer)
+    expected = ROWS @ (layer.weight.CB.float() * layer.weight.SCB[:, None] / 127).T
+    torch.testing.assert_close(layer.train()(ROWS), expected, rtol=0, atol=1e-5)
     expected = layer.train()(ROWS).detach()
     with torch.no_grad():
         found = layer.eval()(ROWS)
