@@ -78,9 +78,10 @@ class Recorder(TrainerCallback):
         self.found["after"] = digests(self.model)
 
     def _save(self, step: int) -> None:
-        adapters, first = self.trainer.engine_plan.adapters, self.trainer.is_world_process_zero()
-        assert adapters is not None
-        write_adapters(self.model, adapters, {}, None, self.folder / f"step-{step}", first_rank=first)
+        plan, folder = self.trainer.engine_plan, self.folder / f"step-{step}"
+        assert plan.adapters is not None
+        first = self.trainer.is_world_process_zero()
+        write_adapters(self.model, plan.adapters, plan.source, None, folder, first_rank=first)
 
 
 def recorded(trainer: AlignmentTrainer, folder: Path) -> dict[str, Any]:

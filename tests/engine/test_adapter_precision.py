@@ -53,8 +53,8 @@ class Watch(TrainerCallback):
         ("dora", "stage0", "continued"),
         ("dora", "stage2", "continued"),
         ("dora", "stage3", "continued"),
-        ("tied", "stage3-offload", "continued"),
-        ("qlora", "stage3", "new"),
+        pytest.param("tied", "stage3-offload", "continued", marks=pytest.mark.slow),
+        pytest.param("qlora", "stage3", "new", marks=pytest.mark.slow),
     ],
 )
 def test_masters_move_at_a_rate_that_bf16_cannot_see(

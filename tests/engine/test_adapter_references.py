@@ -55,10 +55,22 @@ def closed() -> Iterator[list[KTOTrainer]]:
 # The frozen copy ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize(
-    ("kind", "stage"),
-    [("saved", "stage3"), ("tied", "stage0"), ("qlora", "stage2"), ("int8", "stage0"), ("dora", "stage0")],
+    ("kind", "stage", "start"),
+    [
+        ("saved", "stage3", "new"),
+        ("saved", "stage3", "continued"),
+        ("tied", "stage0", "continued"),
+        ("qlora", "stage2", "new"),
+        ("int8", "stage0", "continued"),
+        ("dora", "stage0", "new"),
+        *(
+            pytest.param(kind, stage, start, marks=pytest.mark.slow)
+            for kind in ("lora", "qlora", "int8", "saved", "tied", "dora")
+            for stage in ("stage2", "stage3-offload")
+            for start in STARTS
+        ),
+    ],
 )
 def test_it_equals_a_frozen_copy(
     bases: dict[str, str], starts: Path, tmp_path: Path, closed: list[KTOTrainer], kind: str, stage: str, start: str
