@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from adapter_grid import BITS, FACTORS, Combination, adapter_run, make_bases, name_of, part, reference_of, sampled
 from conftest import DRIVERS
 from oracle.adapters import AdapterStep, Task, dense_base, steps_of
@@ -169,6 +170,21 @@ def test_the_kl_of_the_sampled_runs_is_not_clamped(found: Results, oracle: Oracl
     """Else nothing would depend on the reference's mismatched pairs."""
     runs = [outcome for outcome in found.values() if outcome["run"]["trainer"] == "KTO"]
     assert all(oracle(outcome)[-1].metrics["kl"] > 0.01 for outcome in runs)
+
+
+def test_new_adapters_begin_alike_whatever_the_engine(found: Results) -> None:
+    """At random, as the seed has it, on each number of ranks and at each ZeRO stage."""
+    first: dict[Any, dict[str, Any]] = {}
+    compared = 0
+    for outcome in found.values():
+        case, tensors = outcome["run"]["case"], outcome["tensors"][0]
+        if case["start"] == "continued":
+            continue
+        expected = first.setdefault((case["kind"], case["method"] == "Reward"), tensors)
+        assert expected.keys() == tensors.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in tensors.items()), name_of(case)
+        compared += expected is not tensors
+    assert compared >= len(found) / 2 or len(found) < 36
 
 
 @pytest.mark.slow

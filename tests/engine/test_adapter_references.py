@@ -13,9 +13,11 @@ import torch
 from adapter_grid import BITS, Combination, adapter_run, make_bases
 from conftest import DRIVERS
 from oracle.adapters import adapted, completion_logps, dense_base
+from peft import PeftModel
 from safetensors.torch import load_file
 from split_results import assert_logged, distance
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from alignment import KTOConfig, KTOTrainer
 from alignment.data.batching import collate
@@ -151,6 +153,23 @@ def test_all_placements_give_the_same_trajectory(
     saved, new = case_of("saved", "stage2", "continued"), case_of("lora", "stage0", "new")
     sets = [placed(bases, starts, tmp_path, saved), placed(bases, starts, tmp_path, new, ("adapter", "replica"))]
     check_placements(sets, tmp_path, ranks, 1)
+
+
+def test_a_live_model_with_a_whole_head_trains_as_its_folder_does(
+    bases: dict[str, str], starts: Path, tmp_path: Path
+) -> None:
+    """PEFT made the copy of its head before there was a scorer."""
+    run = adapter_run(case_of("saved", "stage0", "continued"), bases, tmp_path, starts)
+    folder, logs = run["args"].pop("adapter_name_or_path"), []
+    live = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(run["model"]), folder, is_trainable=True)
+    for name, model in (("folder", run["model"]), ("live", live)):
+        own = {"output_dir": str(tmp_path / name)} | ({"adapter_name_or_path": folder} if name == "folder" else {})
+        trainer = KTOTrainer(model=model, args=KTOConfig(**(run["args"] | own)), train_dataset=run["train"])
+        trainer.train()
+        trainer.close()
+        logs.append([entry for entry in trainer.state.log_history if "grad_norm" in entry])
+    for number, (found, expected) in enumerate(zip(*logs, strict=True)):
+        assert_logged(found, expected, 1e-6, f"step {number + 1}")
 
 
 def test_packed_weights_stay_packed_on_a_cpu_that_would_pack_them_again(
