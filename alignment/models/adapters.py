@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -272,7 +273,8 @@ def plain_start(config: PeftConfig) -> PeftConfig:
 def keep_given(model: PreTrainedModel, adapters: Adapters, *, ds_config: dict[str, Any], dtype: torch.dtype) -> str:
     """Add a frozen copy of the adapters as they are now; return the name to compute with for the policy as given."""
     if REFERENCE not in model.peft_config:
-        with _initial(ds_config, 0):
+        with _initial(ds_config, 0), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # two adapters are meant
             model.add_adapter(plain_start(adapters.config), REFERENCE)
     train_adapter(model, adapters.name)
     for module in model.modules():
