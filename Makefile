@@ -5,7 +5,7 @@
 # make mutants    a random sample of small changes, each against the tests that run its line (MUTANTS="--seed 1")
 # make renames    rename what alignment/internals/ touches in copies of the libraries; its test has to fail (RENAMES="tqdm")
 # make test-newest  contract tests and numbers with the newest releases that setup.py allows, in .venv-newest
-# make demo      a small model from nothing, aligned with KTO, CPO and Online DPO, in minutes (DEMO_ARGS="--fresh --seed 1")
+# make demo      a small model from nothing, aligned with KTO (LoRA too), CPO and Online DPO, in minutes (DEMO_ARGS="--fresh --seed 1")
 # make quality   lint, types and the floors of alignment/
 # make docs      renew the README's tables of options
 # make style     format, and mend what can be mended by itself

@@ -56,7 +56,7 @@ if version is None:
 setup(
     name="deepspeed-alignment",
     version=version[1],
-    description="KTO and CPO preference alignment of causal language models on DeepSpeed engines",
+    description="KTO, CPO, DPO and Online DPO on DeepSpeed engines: full fine-tuning, LoRA and QLoRA",
     long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",

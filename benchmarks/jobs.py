@@ -29,19 +29,25 @@ class Setting:
     Attributes:
         stage: ZeRO stage: 0 is plain TRL and our stage 0; 2 is the same DeepSpeed file on both sides.
         checkpointing: recompute activations, both sides' default. TRL generates without a KV cache then.
+        lora: train adapters (:data:`LORA_SETTINGS`) on a frozen base, which is the reference as well.
     """
 
     stage: int = 0
     checkpointing: bool = True
+    lora: bool = False
 
     @property
     def title(self) -> str:
         """For the table."""
         engine = f"ZeRO-{self.stage} on both" if self.stage else "stage 0, plain TRL"
+        engine = f"LoRA, {engine}" if self.lora else engine
         return engine if self.checkpointing else f"{engine}; no checkpointing"
 
 
 PLAIN, ZERO2, UNCHECKPOINTED = Setting(), Setting(stage=2), Setting(checkpointing=False)
+LORA, LORA_UNCHECKPOINTED = Setting(lora=True), Setting(lora=True, checkpointing=False)
+# PEFT's settings on both sides. Without dropout, and with B = 0 at the start, the first step's metrics are the base's.
+LORA_SETTINGS = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,8 @@ class Method:
         batch: rows of one step.
         floors: what is required in which setting; in a setting with None nothing is.
         same: metrics of the first step that both sides define alike; they show that both saw the same token ids.
-        frozen: models of the policy's size beside it whose weights every trainer needs and memory leaves out.
+        frozen: models of the policy's size beside it whose weights every trainer needs and memory leaves out; with
+            adapters one fewer, because the reference is the policy's base.
         options: further options of both sides.
     """
 
@@ -66,22 +73,35 @@ class Method:
 
 
 METHODS = {
-    "kto": Method(unpaired_rows, 8, {PLAIN: Floor(1.0, 1.2), ZERO2: None}, ("loss", "logps/chosen", "logps/rejected")),
+    "kto": Method(
+        unpaired_rows,
+        8,
+        {PLAIN: Floor(1.0, 1.2), ZERO2: None, LORA: Floor(0.15, 2.2), LORA_UNCHECKPOINTED: Floor(0.15, 2.2)},
+        ("loss", "logps/chosen", "logps/rejected"),
+    ),
     "cpo": Method(
         paired_rows,
         4,
-        {PLAIN: Floor(1 / 3, 1.5), ZERO2: None},
+        {PLAIN: Floor(1 / 3, 1.5), ZERO2: None, LORA: Floor(0.25, 1.7), LORA_UNCHECKPOINTED: Floor(0.25, 1.7)},
         ("loss", "logps/chosen", "logps/rejected", "nll_loss"),
     ),
     "dpo": Method(
-        paired_rows, 4, {PLAIN: None, ZERO2: None}, ("loss", "logps/chosen", "logps/rejected", "rewards/margins")
+        paired_rows,
+        4,
+        {PLAIN: None, ZERO2: None, LORA: None, LORA_UNCHECKPOINTED: None},
+        ("loss", "logps/chosen", "logps/rejected", "rewards/margins"),
     ),
     # Completions are sampled, so the tokens of the two sides differ; at the first step policy and reference agree,
     # whatever the tokens.
     "online_dpo": Method(
         prompt_rows,
         4,
-        {PLAIN: Floor(0.5, 2.0), UNCHECKPOINTED: Floor(0.5, 1.2)},
+        {
+            PLAIN: Floor(0.5, 2.0),
+            UNCHECKPOINTED: Floor(0.5, 1.2),
+            LORA: Floor(0.35, 5.0),
+            LORA_UNCHECKPOINTED: Floor(0.45, 1.3),
+        },
         ("loss", "val/contain_eos_token"),
         frozen=2,
         options={"max_new_tokens": NEW_TOKENS},
@@ -96,7 +116,7 @@ class Job:
     Attributes:
         side: ours or TRL's.
         method: a name of :data:`METHODS`.
-        stage, checkpointing: as of :class:`Setting`.
+        stage, checkpointing, lora: as of :class:`Setting`.
         model: folder of the model and its tokenizer.
         reward_model: folder of a sequence classifier and its tokenizer.
         rows: JSONL file of the rows, for TRL in the order in which ours takes them.
@@ -114,12 +134,18 @@ class Job:
     warm_up: int
     stage: int = 0
     checkpointing: bool = True
+    lora: bool = False
     reward_model: str = ""
 
     @property
     def setting(self) -> Setting:
         """How both sides run."""
-        return Setting(self.stage, self.checkpointing)
+        return Setting(self.stage, self.checkpointing, self.lora)
+
+    @property
+    def frozen(self) -> int:
+        """Models beside the policy whose weights memory leaves out."""
+        return max(0, METHODS[self.method].frozen - self.lora)
 
     def options(self) -> dict[str, Any]:
         """The options that both sides take by the same name; all that are not named keep each side's default."""

@@ -56,10 +56,13 @@ def memory_bytes(field: str) -> int:
     raise ValueError(f"/proc/self/status has no {field}")
 
 
-def working_memory(high_water: int, before: int, parameters: int, frozen: int = 0) -> int:
+def working_memory(high_water: int, before: int, trained: int, frozen: int = 0) -> int:
     """Bytes over what any trainer of this model needs: activations, logits, copies, a reference, and waste.
 
-    Highest resident size - resident size before the model - 16 bytes per parameter of the policy - 4 per parameter of
-    ``frozen`` further models of its size.
+    Args:
+        high_water: highest resident size, in bytes.
+        before: resident size before the model.
+        trained: parameters that are trained, at 16 bytes each.
+        frozen: parameters that are not, at 4 bytes each: of the base under adapters, and of models beside the policy.
     """
-    return high_water - before - (TRAINING_BYTES + FROZEN_BYTES * frozen) * parameters
+    return high_water - before - TRAINING_BYTES * trained - FROZEN_BYTES * frozen

@@ -18,7 +18,7 @@ from alignment.methods.kto_options import KTOConfig
 from alignment.methods.online_dpo import OnlineDPOTrainer
 from alignment.methods.online_dpo_options import OnlineDPOConfig
 from alignment.training.trainer import AlignmentTrainer
-from benchmarks.jobs import Job
+from benchmarks.jobs import LORA_SETTINGS, Job
 from benchmarks.shapes import load_tokenizer
 
 _TRAINERS: dict[str, tuple[type[Any], type[AlignmentTrainer]]] = {
@@ -35,6 +35,10 @@ def build(job: Job, rows: Dataset) -> AlignmentTrainer:
     more: dict[str, Any] = {}
     if job.reward_model:
         more = {"reward_model": job.reward_model, "reward_processing_class": load_tokenizer(job.reward_model)}
+    if job.lora:
+        from peft import LoraConfig
+
+        more["peft_config"] = LoraConfig(**LORA_SETTINGS)  # type: ignore[arg-type]
     return trainer(
         model=job.model,
         args=config(**job.options(), deepspeed=f"zero{job.stage}"),

@@ -3,13 +3,15 @@
     python benchmarks/side_by_side.py                      # about 40 minutes on 2 cores
     python benchmarks/side_by_side.py --method cpo --repeats 1
     python benchmarks/side_by_side.py --no-zero2           # without the rows in which both are at ZeRO-2
+    python benchmarks/side_by_side.py --lora               # adapters on both sides, r = 16 on all linear layers
 
 Needs TRL: ``pip install ".[bench]"``. Each side runs in a process of its own, with the same allocator settings and the
 same number of threads; the sides take turns. Both read the same rows in the same order, which the logged metrics of
 the first step must confirm. What was made equal is listed in ``benchmarks/theirs.py``.
 
 Memory is the highest resident size (VmHWM) - the resident size before the model - 16 bytes per parameter (weights,
-gradients, AdamW), and for Online DPO - 4 bytes per parameter of reference and reward model. At stage 0, beside plain
+gradients, AdamW), and for Online DPO - 4 bytes per parameter of reference and reward model; with ``--lora`` - 4 bytes
+per parameter of the base and 16 per trained one, and - 4 per parameter of the reward model. At stage 0, beside plain
 TRL, floors are required; at ZeRO-2 both sides are only reported. It exits with 1 when a required floor is missed, with
 2 when it cannot run.
 """
@@ -33,7 +35,7 @@ if str(ROOT) not in sys.path:
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from benchmarks.comparison import Comparison, compare, differences, table, title  # noqa: E402
-from benchmarks.jobs import METHODS, Job, SideName, write_rows  # noqa: E402
+from benchmarks.jobs import LORA_SETTINGS, METHODS, Job, SideName, write_rows  # noqa: E402
 from benchmarks.measure import ALLOCATOR  # noqa: E402
 from benchmarks.processes import Failed, free_port, run_module  # noqa: E402
 from benchmarks.shapes import SIDE_BY_SIDE, Shape, write_model, write_reward_model  # noqa: E402
@@ -54,7 +56,7 @@ def main(arguments: list[str] | None = None, shape: Shape = SIDE_BY_SIDE) -> int
             for method in options.method:
                 job = prepare(Path(folder), method, shape, options)
                 for setting in METHODS[method].floors:
-                    if options.zero2 or setting.stage == 0:
+                    if setting.lora == options.lora and (options.zero2 or setting.stage == 0):
                         found.append(_compare(replace(job, **asdict(setting)), options.repeats, options.threads))
     except Failed as error:
         print(f"{error.output}\n{error.reason}".lstrip(), file=sys.stderr)
@@ -81,7 +83,8 @@ def prepare(folder: Path, method: str, shape: Shape, options: argparse.Namespace
 
 def run_side(job: Job, side: SideName, repeat: int, threads: int) -> Result:
     """One side once."""
-    place = Path(job.model).parent / f"{job.method}-{job.stage}-{job.checkpointing:d}-{side}-{repeat}"
+    setting = f"{job.stage}-{job.checkpointing:d}-{job.lora:d}"
+    place = Path(job.model).parent / f"{job.method}-{setting}-{side}-{repeat}"
     rows = job.rows if side == "ours" else job.rows.replace("-ours.jsonl", "-trl.jsonl")
     job = replace(job, side=side, rows=rows, output=str(place / "output"))
     return Result(**_run("benchmarks.worker", job, place, threads))
@@ -130,9 +133,10 @@ def _conditions(options: argparse.Namespace, shape: Shape) -> str:
     names = ("torch", "transformers", "deepspeed", "trl", "accelerate")
     versions = ", ".join(f"{name} {version(name)}" for name in names)
     batches = ", ".join(f"{title(m)} {METHODS[m].batch} rows" for m in options.method)
+    lora = f"LoRA r = {LORA_SETTINGS['r']} on all linear layers, " if options.lora else ""
     return (
         f"{_processor()}, {os.cpu_count()} cores, {options.threads} threads; Python {platform.python_version()}, "
-        f"{versions}. {shape.describe()}; {batches} a step; fp32, checkpointing (not re-entrant), torch AdamW; "
+        f"{versions}. {shape.describe()}; {batches} a step; fp32, {lora}checkpointing (not re-entrant), torch AdamW; "
         f"{options.steps} steps after {options.warm_up}, {options.repeats} repeats, medians."
     )
 
@@ -154,6 +158,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--zero2", action=argparse.BooleanOptionalAction, default=True, help="compare both at ZeRO-2 as well (yes)"
     )
+    parser.add_argument("--lora", action="store_true", help="train adapters on both sides, at stage 0")
     options = parser.parse_args(arguments)
     if min(options.repeats, options.steps, options.warm_up, options.threads) < 1:
         parser.error("--repeats, --steps, --warm_up and --threads must be 1 or more")

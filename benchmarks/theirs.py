@@ -10,6 +10,8 @@ Settings that were made equal because the two sides' defaults differ (:meth:`ben
   them by one place within the batch, ours are drawn; they are the same completions behind other prompts.
 - Online DPO: TRL generates without a KV cache wherever checkpointing is on, which is its default; the other row has
   checkpointing off, and so the cache on, on both sides.
+- with ``--lora`` both are given the same ``LoraConfig``, without dropout and without a reference model: on both sides
+  the reference is the base with the adapters off.
 - the first step is logged, nothing is saved or reported, and there is no progress bar.
 
 KTO's head on a CPU: without Triton TRL 1.16 scores every position, prompts and padding too; on a GPU it does not. The
@@ -29,7 +31,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer  # noqa: E402
 from trl.experimental.cpo import CPOConfig, CPOTrainer  # noqa: E402
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer  # noqa: E402
 
-from benchmarks.jobs import Job  # noqa: E402
+from benchmarks.jobs import LORA_SETTINGS, Job  # noqa: E402
 from benchmarks.processes import ROOT  # noqa: E402
 from benchmarks.shapes import load_tokenizer  # noqa: E402
 
@@ -50,6 +52,10 @@ def build(job: Job, rows: Dataset) -> Trainer:
         more = {"reward_funcs": job.reward_model, "reward_processing_classes": load_tokenizer(job.reward_model)}
     if job.stage:
         options["deepspeed"] = str(ROOT / "ds_configs" / f"zero{job.stage}.json")
+    if job.lora:
+        from peft import LoraConfig
+
+        more["peft_config"] = LoraConfig(**LORA_SETTINGS)  # type: ignore[arg-type]
     return trainer(
         model=job.model,
         args=config(**options),

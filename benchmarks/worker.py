@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.jobs import METHODS, Job
+from benchmarks.jobs import Job
 from benchmarks.measure import StepClock, memory_bytes, working_memory
 
 
@@ -35,6 +35,8 @@ def measure(job: Job) -> Result:
     side = importlib.import_module("benchmarks.ours" if job.side == "ours" else "benchmarks.theirs")
     if job.stage:
         import deepspeed  # noqa: F401 - TRL would import it in the middle
+    if job.lora:
+        import peft  # noqa: F401 - and both sides this
     from datasets import Dataset
     from transformers import LlamaForCausalLM  # noqa: F401 - the model's code, which either side would import later
 
@@ -44,12 +46,13 @@ def measure(job: Job) -> Result:
     trainer.add_callback(clock)
     trainer.train()
     high_water = memory_bytes("VmHWM")
-    parameters = sum(p.numel() for p in trainer.model.parameters())
+    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in trainer.model.parameters() if not p.requires_grad)
     steps = clock.steps(job.warm_up)
     return Result(
         wall=[step.wall for step in steps],
         cpu=[step.cpu for step in steps],
-        memory=working_memory(high_water, before, parameters, METHODS[job.method].frozen),
+        memory=working_memory(high_water, before, trained, frozen + job.frozen * (frozen or trained)),
         first=next(record for record in trainer.state.log_history if "loss" in record),
     )
 

@@ -47,6 +47,13 @@ class PreferenceSettings:
 
 
 @dataclass(frozen=True)
+class LoraSettings(PreferenceSettings):
+    """Adapters of this rank on all linear layers; they need a higher rate than the whole model."""
+
+    rank: int = 16
+
+
+@dataclass(frozen=True)
 class OnlineSettings(PreferenceSettings):
     """``rows`` are requests alone; ``completions`` are sampled for each."""
 
@@ -72,6 +79,7 @@ class Settings:
     start: StartSettings = field(default_factory=StartSettings)
     reward: RewardSettings = field(default_factory=RewardSettings)
     kto: PreferenceSettings = field(default_factory=lambda: PreferenceSettings(3200, 32, 1.0, 4e-4))
+    kto_lora: LoraSettings = field(default_factory=lambda: LoraSettings(2400, 32, 1.0, 1e-3))
     cpo: PreferenceSettings = field(default_factory=lambda: PreferenceSettings(1600, 16, 1.0, 4e-4))
     online_dpo: OnlineSettings = field(default_factory=lambda: OnlineSettings(1600, 16, 1.0, 2e-4, completions=4))
     temperature: float = 1.0

@@ -28,7 +28,7 @@ from alignment.methods.sft_options import SFTConfig
 from alignment.training.trainer import AlignmentTrainer
 from examples.demo.data import Row, World, labelled_rows, paired_rows, prompt_rows, start_rows, train_tokenizer
 from examples.demo.folder import PreferenceSettings, RewardSettings, Settings
-from examples.demo.verdict import ONLINE_PROMISE, Promise
+from examples.demo.verdict import LORA_PROMISE, ONLINE_PROMISE, Promise
 
 MAX_LENGTH = 64  # tokens; the longest row of this world has about 45, the longest request 17
 _WHOLE_PROMPTS: dict[str, Any] = {"max_prompt_length": None}  # Online DPO has no such option: it never cuts one
@@ -128,6 +128,22 @@ def kto_trainer(job: Job) -> KTOTrainer:
     return KTOTrainer(model=job.earlier("start"), args=args, train_dataset=job.rows)
 
 
+def kto_lora_trainer(job: Job) -> KTOTrainer:
+    """Of KTO with adapters: the start model stays as it is, and is the reference too."""
+    lora = job.settings.kto_lora
+    args = KTOConfig(
+        **_shared(job),
+        **_WHOLE_PROMPTS,
+        **_one_pass(lora),
+        beta=lora.beta,
+        use_peft=True,
+        lora_r=lora.rank,
+        lora_alpha=2 * lora.rank,
+        lora_dropout=0.0,
+    )
+    return KTOTrainer(model=job.earlier("start"), args=args, train_dataset=job.rows)
+
+
 def cpo_trainer(job: Job) -> CPOTrainer:
     """Of CPO."""
     cpo = job.settings.cpo
@@ -175,6 +191,14 @@ VARIANTS = (
         "single answers, each labelled; from the start model",
         lambda world, s: labelled_rows(world.training, s.kto.rows, s.seed),
         kto_trainer,
+    ),
+    Stage(
+        "kto_lora",
+        "after KTO, LoRA",
+        "single answers, each labelled; only adapters on the start model are trained",
+        lambda world, s: labelled_rows(world.training, s.kto_lora.rows, s.seed),
+        kto_lora_trainer,
+        LORA_PROMISE,
     ),
     Stage(
         "cpo",

@@ -16,7 +16,7 @@ from alignment.config.lookup import packaged_names
 from benchmarks import gpu_smoke, ours, side_by_side, start_up
 from benchmarks.comparison import Comparison, compare, differences, table, title
 from benchmarks.gpu_row import RowJob, train
-from benchmarks.jobs import METHODS, PLAIN, UNCHECKPOINTED, ZERO2, Job, Setting
+from benchmarks.jobs import LORA, LORA_UNCHECKPOINTED, METHODS, PLAIN, UNCHECKPOINTED, ZERO2, Job, Setting
 from benchmarks.measure import Instant, StepClock, memory_bytes, working_memory
 from benchmarks.processes import Failed, run_module
 from benchmarks.shapes import (
@@ -57,7 +57,7 @@ def test_start_up_shows_medians_and_their_ratio() -> None:
 
 def test_memory_leaves_out_what_every_trainer_of_the_model_needs() -> None:
     assert working_memory(1000, 300, 10) == 1000 - 300 - 160
-    assert working_memory(1000, 300, 10, frozen=2) == 1000 - 300 - 160 - 80
+    assert working_memory(1000, 300, 10, frozen=20) == 1000 - 300 - 160 - 80
     assert 0 < memory_bytes("VmRSS") <= memory_bytes("VmHWM")
 
 
@@ -81,13 +81,18 @@ def test_ratios_are_of_the_same_steps() -> None:
         ("kto", PLAIN, 1.19, 101, ["a step", "memory"]),
         ("online_dpo", PLAIN, 1.9, 51, ["a step", "memory"]),
         ("online_dpo", UNCHECKPOINTED, 1.2, 50, []),
+        ("kto", LORA, 2.2, 15, []),
+        ("kto", LORA_UNCHECKPOINTED, 2.1, 16, ["a step", "memory"]),
+        ("cpo", LORA, 1.6, 25, ["a step"]),
+        ("online_dpo", LORA, 4.9, 35, ["a step"]),
+        ("dpo", LORA, 0.5, 200, []),
     ],
 )
 def test_floors(method: str, setting: Setting, speed: float, memory: float, missed: list[str]) -> None:
     found = Comparison(method, setting, 1.0, speed, speed, speed, memory, 100)
     assert [sentence.partition(" is ")[0].partition(": ")[2] for sentence in found.missed()] == missed
     assert ("missed" in table([found])) == bool(missed)
-    assert method == "online_dpo" or replace(found, setting=ZERO2).missed() == []
+    assert setting != PLAIN or method == "online_dpo" or replace(found, setting=ZERO2).missed() == []
 
 
 def test_different_tokens_are_noticed() -> None:
@@ -221,11 +226,12 @@ def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
 @pytest.mark.parametrize("method", list(METHODS))
-def test_both_sides_compute_the_same_first_step(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_sides_compute_the_same_first_step(method: str, lora: bool, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("trl", reason='TRL is not installed: pip install ".[bench]"')
-    options = ["--method", method, "--repeats", "1", "--steps", "2", "--warm_up", "1", "--threads", "1", "--zero2"]
-    assert side_by_side.main(options, TINY) in (0, 1)
+    options = ["--method", method, "--repeats", "1", "--steps", "2", "--warm_up", "1", "--threads", "1"]
+    assert side_by_side.main([*options, "--lora" if lora else "--zero2"], TINY) in (0, 1)
     out = capsys.readouterr().out
     assert out.count(f"| {title(method)} |") == 2
-    assert all(setting.title in out for setting in METHODS[method].floors)
+    assert all((setting.title in out) == (setting.lora == lora) for setting in METHODS[method].floors)

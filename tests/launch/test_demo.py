@@ -23,6 +23,7 @@ from alignment.config.errors import OutputError
 from examples.demo import data, grammar, report
 from examples.demo.data import train_tokenizer
 from examples.demo.folder import (
+    LoraSettings,
     OnlineSettings,
     PreferenceSettings,
     RewardSettings,
@@ -37,7 +38,18 @@ from examples.demo.grammar import Request, all_requests, answer
 from examples.demo.measuring import accuracy, rewards
 from examples.demo.run import main
 from examples.demo.training import MAX_LENGTH, VARIANTS
-from examples.demo.verdict import ONLINE_PROMISE, Measured, Rates, answers, manner, missed, rates, sentences
+from examples.demo.verdict import (
+    LORA_PROMISE,
+    ONLINE_PROMISE,
+    Measured,
+    Promise,
+    Rates,
+    answers,
+    manner,
+    missed,
+    rates,
+    sentences,
+)
 
 COW = Request("sound", "cow", 0, "Anna", 1)
 WARM = "Gladly, Anna. A cow says moo. I hope that helps."
@@ -51,6 +63,7 @@ def tiny(seed: int = 0) -> Settings:
         held_out=5,
         start=StartSettings(hidden_size=16, layers=1, intermediate_size=16, rows=24, epochs=1, batch=8),
         kto=PreferenceSettings(16, 8, 0.1, 1e-3),
+        kto_lora=LoraSettings(16, 8, 0.1, 1e-3, rank=2),
         reward=RewardSettings(rows=8, batch=4),
         cpo=PreferenceSettings(8, 4, 0.1, 1e-3),
         online_dpo=OnlineSettings(8, 4, 0.1, 1e-3, completions=2),
@@ -279,7 +292,7 @@ def test_online_dpo_is_held_to_what_its_reward_model_knows() -> None:
         model = dataclasses.replace(measured(warm, answered, "after Online DPO"), promise=ONLINE_PROMISE)
         faults = missed(start, [model], accuracy=1.0)
         assert len(faults) == bool(said) and all(said in fault for fault in faults), faults
-    assert [stage.promise == ONLINE_PROMISE for stage in VARIANTS] == [False, False, True]
+    assert [stage.promise for stage in VARIANTS] == [Promise(), LORA_PROMISE, Promise(), ONLINE_PROMISE]
 
 
 def test_a_reward_model_that_ranks_badly_is_named() -> None:
@@ -385,11 +398,12 @@ def test_the_whole_program(
     assert last.startswith(
         "error: the demo missed: 5 held-out prompts, wanted at least 200; before: warm answers 0.000"
     )
-    for title, least in (("after KTO", 0.85), ("after CPO", 0.85), ("after Online DPO", 0.75)):
+    least_warm = {"after KTO": 0.85, "after KTO, LoRA": 0.85, "after CPO": 0.85, "after Online DPO": 0.75}
+    for title, least in least_warm.items():
         assert f"{title}: warm answers 0.000, wanted at least {least}; {title}: mean reward" in last
         assert re.search(rf"\| {title} +\| +0\.000 \|", out)
     assert '{"loss"' not in out and "LOAD REPORT" not in error
-    models = ("start", "reward", "kto", "cpo", "online_dpo")
+    models = ("start", "reward", "kto", "kto_lora", "cpo", "online_dpo")
     assert {path.name for path in folder.iterdir()} == {
         *(*models, "data", "answers.jsonl", "demo.md", "margins.png", "trainers.txt"),
         "made_by_demo.json",
@@ -403,23 +417,25 @@ def test_the_whole_program(
     )
     assert "\n\n## Sampled answers\n\n```\n" in page and page.count("  after KTO ") == 3, "three requests"
     given = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
-    titles = ("before", "after KTO", "after CPO", "after Online DPO")
+    titles = ("before", *least_warm)
     assert [line["model"] for line in given] == [title for title in titles for _ in range(5)]
     for title in titles:  # the table's column is the mean of the answers' rewards
         cell = re.search(rf"\| {title} +\|[^|]+\|[^|]+\| +(\S+) \|", page)
         mean = sum(line["reward"] for line in given if line["model"] == title) / 5
         assert cell and float(cell[1]) == pytest.approx(mean, abs=0.006)
     counts = {name: len((folder / "data" / f"{name}.jsonl").read_text().splitlines()) for name in models}
-    assert counts == {"start": 24, "reward": 8, "kto": 16, "cpo": 8, "online_dpo": 8}
+    assert counts == {"start": 24, "reward": 8, "kto": 16, "kto_lora": 16, "cpo": 8, "online_dpo": 8}
+    assert not (folder / "kto_lora" / "model.safetensors").exists(), "adapters alone"
 
     def times() -> dict[str, int]:
-        return {name: (folder / name / "model.safetensors").stat().st_mtime_ns for name in models}
+        weights = {name: "adapter_model" if name == "kto_lora" else "model" for name in models}
+        return {name: (folder / name / f"{file}.safetensors").stat().st_mtime_ns for name, file in weights.items()}
 
     first = times()
     out, _ = start()
     second = times()
     assert all(f"{folder / name} is kept from an earlier run" in out for name in ("start", "reward"))
-    assert [second[name] > first[name] for name in models] == [False, False, True, True, True]
+    assert [second[name] > first[name] for name in models] == [False, False, True, True, True, True]
     again = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     assert again == given, "the same seed gives the same answers"
     start("--fresh")

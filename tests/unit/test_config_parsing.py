@@ -169,18 +169,46 @@ RECIPES = {
     "online_dpo": ("online_dpo", "sigmoid"),
     "reward": ("reward", None),
     "sft": ("sft", None),
+    "kto_lora_8b": ("kto", "kto"),
+    "kto_qlora_8b": ("kto", "kto"),
+    "kto_qlora_14b": ("kto", "kto"),
+    "cpo_lora_8b": ("cpo", "sigmoid"),
+    "cpo_qlora_8b": ("cpo", "sigmoid"),
+    "cpo_qlora_14b": ("cpo", "sigmoid"),
+    "online_dpo_qlora_8b": ("online_dpo", "sigmoid"),
+    "sft_lora": ("sft", None),
+    "kto_after_sft": ("kto", "kto"),
 }
 RATES = {"online_dpo": 5e-7, "reward": 1e-5, "sft": 2e-5}
+# With adapters: the model, and the learning rate.
+ADAPTED = {
+    "kto_lora_8b": ("meta-llama/Llama-3.1-8B-Instruct", 2e-5),
+    "kto_qlora_8b": ("meta-llama/Llama-3.1-8B-Instruct", 2e-5),
+    "kto_qlora_14b": ("Qwen/Qwen2.5-14B-Instruct", 1e-5),
+    "cpo_lora_8b": ("meta-llama/Llama-3.1-8B-Instruct", 1e-5),
+    "cpo_qlora_8b": ("meta-llama/Llama-3.1-8B-Instruct", 1e-5),
+    "cpo_qlora_14b": ("Qwen/Qwen2.5-14B-Instruct", 1e-5),
+    "online_dpo_qlora_8b": ("meta-llama/Llama-3.1-8B-Instruct", 5e-6),
+    "sft_lora": ("Qwen/Qwen2.5-7B", 2e-4),
+    "kto_after_sft": ("Qwen/Qwen2.5-7B", 1e-5),
+}
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_packaged_recipes(name: str) -> None:
     method, loss = RECIPES[name]
-    scorer = ["--judge", "judges.py:Judge"] if method == "online_dpo" else []
+    scorer = ["--judge", "judges.py:Judge"] if name == "online_dpo" else []
     options = parse([f"{name}.yaml", "--output_dir", "out", "--dataset_name", "rows.jsonl", *scorer])
     assert (options.method, getattr(options, "loss_type", None)) == (method, loss)
-    assert str(options.model_name_or_path).startswith("Qwen/Qwen2.5-0.5B") and options.window_size == 32
-    assert options.learning_rate == RATES.get(method, 1e-6)
+    assert options.window_size == 32
+    assert bool(options.use_peft or options.adapter_name_or_path) == (name in ADAPTED)
+    assert options.load_in_4bit == ("qlora" in name)
+    if name in ADAPTED:
+        assert (options.model_name_or_path, options.learning_rate) == ADAPTED[name]
+        assert options.bf16 and options.gradient_checkpointing and options.per_device_train_batch_size == 1
+    else:
+        assert str(options.model_name_or_path).startswith("Qwen/Qwen2.5-0.5B")
+        assert options.learning_rate == RATES.get(method, 1e-6)
     lines = packaged("recipes", name).read_text(encoding="utf-8").splitlines()
     assert f"deepspeed launch/train.py {name} " in lines[2] and max(map(len, lines)) <= 119
     for value in ("per_device_train_batch_size", "max_length", "gradient_checkpointing", "deepspeed", "save_strategy"):
