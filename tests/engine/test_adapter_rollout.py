@@ -18,7 +18,8 @@ from alignment.engines.rollout.backend import Completion, RolloutRequest
 from alignment.engines.rollout.engine import RolloutEngine
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.peft import computing_with
-from alignment.models.adapters import Adapters, inject, keep_given
+from alignment.models.adapters.injection import inject, keep_given
+from alignment.models.adapters.record import Adapters
 from alignment.models.quantization import Quantization
 
 # Backend, and whether weights are gathered for the whole rollout.
