@@ -80,7 +80,7 @@ def keep_given(model: PreTrainedModel, adapters: Adapters, *, ds_config: dict[st
     """Add a frozen copy of the adapters as they are now; return the name to compute with for the policy as given."""
     if REFERENCE not in model.peft_config:
         with _initial(ds_config, 0), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # two adapters are meant
+            warnings.simplefilter("ignore", UserWarning)  # there are two adapters now, and that is meant
             model.add_adapter(plain_start(adapters.config), REFERENCE)
     train_adapter(model, adapters.name)
     for module in model.modules():

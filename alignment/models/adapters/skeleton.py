@@ -51,7 +51,7 @@ def tried(
     linear = dict(_linear_layers(model, head))
     if path is None:
         _complete(config, linear, model, head)
-        if classifies:
+        if classifier:
             config.modules_to_save = sorted({*(config.modules_to_save or ()), HEAD})
     total = sum(parameter.numel() for parameter in model.parameters())
     experts = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
