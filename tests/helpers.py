@@ -22,12 +22,12 @@ from transformers import (
 POSITIONS = 96
 
 
-def tiny_config(kind: str) -> PretrainedConfig:
-    """A two-layer configuration for the character tokenizer: ``tied``, ``untied``, ``capped``, ``scaled``, ``moe``."""
+def tiny_config(kind: str, layers: int = 2) -> PretrainedConfig:
+    """A configuration for the character tokenizer: ``tied``, ``untied``, ``capped``, ``scaled``, ``moe``."""
     common: dict[str, Any] = {
         "vocab_size": len(char_tokenizer()),
         "hidden_size": 32,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "intermediate_size": 48,
@@ -45,10 +45,10 @@ def tiny_config(kind: str) -> PretrainedConfig:
     return LlamaConfig(**common, tie_word_embeddings=kind == "tied")
 
 
-def make_model(folder: Path, kind: str = "tied", seed: int = 0, gain: float = 4.0) -> str:
+def make_model(folder: Path, kind: str = "tied", seed: int = 0, gain: float = 4.0, layers: int = 2) -> str:
     """Write a random model and its tokenizer as a Hugging Face folder; ``gain`` makes its predictions uneven."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(kind), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(tiny_config(kind, layers), dtype=torch.float32)
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(gain)
@@ -57,10 +57,10 @@ def make_model(folder: Path, kind: str = "tied", seed: int = 0, gain: float = 4.
     return str(folder)
 
 
-def make_classifier(folder: Path, kind: str = "tied", seed: int = 0, labels: int = 1) -> str:
+def make_classifier(folder: Path, kind: str = "tied", seed: int = 0, labels: int = 1, layers: int = 2) -> str:
     """The same with a score head in place of the language-modelling head: a reward model, where it has one label."""
     torch.manual_seed(seed)
-    config = tiny_config(kind)
+    config = tiny_config(kind, layers)
     config.num_labels = labels
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():

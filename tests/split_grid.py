@@ -19,7 +19,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 _ROWS = {"whole": 8, "half": 4, "single": 1}  # rows of the micro-batches of all ranks together
 _PLAIN = {"engine": ("stage0", 1), "dtype": "fp32", "checkpointing": "unchecked", "micro": "whole"}
-_CHECKPOINTING: dict[str, dict[str, Any]] = {
+CHECKPOINTING: dict[str, dict[str, Any]] = {
     "unchecked": {"gradient_checkpointing": False},
     "checkpointed": {"gradient_checkpointing": True},
     "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
@@ -64,7 +64,7 @@ def grid_run(case: Combination, models: dict[str, str], folder: str) -> dict[str
     stage, ranks = case["engine"]
     micro = max(1, _ROWS[case["micro"]] // ranks)
     options = {
-        **_CHECKPOINTING[case["checkpointing"]],
+        **CHECKPOINTING[case["checkpointing"]],
         **_OPTIMIZERS[case["optimizer"]],
         "bf16": case["dtype"] == "bf16",
     }

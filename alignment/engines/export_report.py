@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from alignment.engines.export_check import TOLERATED, OutputChange
-from alignment.models.survival import Survival
+from alignment.models.adapters.survival import Survival
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,10 @@ from alignment.engines.export_check import outputs as measured
 from alignment.engines.export_report import MergeReport, advice
 from alignment.engines.saving import move_into
 from alignment.internals.transformers import loading
-from alignment.models.adapter_folder import AdapterFolder, read_adapter, task_name
-from alignment.models.merge_base import base_config, check_match, load_base, trained_dtype
-from alignment.models.merging import Rounding, finish, inject, merge, put_saved_tensors
-from alignment.models.survival import SurvivalMeter
+from alignment.models.adapters.folder import AdapterFolder, read_adapter, task_name
+from alignment.models.adapters.merge_base import base_config, check_match, load_base, trained_dtype
+from alignment.models.adapters.merging import Rounding, finish, inject, merge, put_saved_tensors
+from alignment.models.adapters.survival import SurvivalMeter
 
 REPORT = "export_report.json"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from alignment.config.errors import OutputError
 from alignment.internals.deepspeed_zero3 import is_partitioned
-from alignment.models.adapters import Adapters, adapter_tensors, read_adapter
+from alignment.models.adapters.record import Adapters, adapter_tensors, adapter_weights
 from alignment.models.source import ModelSource
 
 _OF_A_MODEL = (
@@ -85,7 +85,7 @@ def write_adapters(
     state = gathered_state_dict(model, keep=first_rank, only=set(names.values()))
     if not first_rank:
         return
-    from alignment.models.adapter_folder import write_training_base  # imports peft
+    from alignment.models.adapters.folder import write_training_base  # imports peft
 
     config = copy.deepcopy(adapters.config)
     config.inference_mode = True
@@ -109,7 +109,7 @@ def write_adapters(
 
 def load_adapters(model: PreTrainedModel, adapters: Adapters, folder: Path, *, first_rank: bool) -> None:
     """Replace adapters inside an engine by those that :func:`write_adapters` wrote; as :func:`load_weights`."""
-    state = read_adapter(str(folder)) if first_rank else {}
+    state = adapter_weights(str(folder)) if first_rank else {}
     parameters = dict(model.named_parameters())
     for saved, name in _adapter_names(model, adapters).items():
         if name in parameters:

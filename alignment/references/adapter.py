@@ -11,7 +11,8 @@ from alignment.config.errors import OptionError
 from alignment.data.batching import Batch
 from alignment.engines.scoring import ScoringEngine
 from alignment.internals.peft import computing_with
-from alignment.models.adapters import Adapters, Given
+from alignment.models.adapters.given import Given
+from alignment.models.adapters.record import Adapters
 from alignment.models.scorer import probe_ids
 from alignment.references.base import RowIds
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from alignment.config.errors import ModelError
 from alignment.data.sources import file_hash
 from alignment.internals.deepspeed_zero3 import is_partitioned
-from alignment.models.adapters import Adapters
+from alignment.models.adapters.record import Adapters
 from alignment.models.source import ModelSource
 
 # Weights, their indices, configurations and code; tokenizers are left out, for rows are known by their tokens.

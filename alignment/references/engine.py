@@ -13,7 +13,8 @@ from alignment.data.batching import Batch
 from alignment.engines.collectives import device
 from alignment.engines.launch_env import world_size
 from alignment.engines.scoring import FrozenEngine, checked
-from alignment.models.adapters import Adapters, Given, equip
+from alignment.models.adapters.given import Given, equip
+from alignment.models.adapters.record import Adapters
 from alignment.models.loading import disable_dropout, snapshot
 from alignment.models.source import ModelSource
 from alignment.models.tasks import CAUSAL_LM

@@ -21,8 +21,9 @@ from alignment.engines.launch_env import world_size
 from alignment.engines.optimizers import build_optimizer, build_scheduler
 from alignment.engines.saving import load_adapters, load_weights, write_adapters, write_model
 from alignment.engines.scoring import FrozenEngine, PolicyEngine, ScoringEngine, checked
-from alignment.models.adapter_plan import plan_adapters
-from alignment.models.adapters import Adapters, Given, equip
+from alignment.models.adapters.given import Given, equip
+from alignment.models.adapters.plan import plan_adapters
+from alignment.models.adapters.record import Adapters
 from alignment.models.loading import disable_dropout, enable_checkpointing
 from alignment.models.quantization import plan_quantization
 from alignment.models.scorer import Scorer

@@ -22,7 +22,7 @@ from alignment.engines.collectives import barrier, device
 from alignment.engines.launch_env import init_distributed, local_rank, rank
 from alignment.engines.optimizers import check_optimization
 from alignment.engines.phases import Phases
-from alignment.models.adapters import unwrapped
+from alignment.models.adapters.record import unwrapped
 from alignment.references.engine import ReferencePlan
 from alignment.reporting.log import JsonlLog, strict
 from alignment.training.arguments import (

@@ -18,7 +18,7 @@ import torch
 from deepspeed.runtime.zero import parameter_offload
 from helpers import STAGES, tiny_config
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import PreTrainedModel
 
 from alignment.data.batching import collate
 from alignment.engines.collectives import gathered
@@ -28,9 +28,10 @@ from alignment.engines.rollout import memory
 from alignment.engines.rollout.backend import RolloutRequest, Sampling
 from alignment.engines.rollout.engine import RolloutEngine
 from alignment.engines.saving import gathered_state_dict
-from alignment.engines.scoring import PolicyEngine
-from alignment.models.loading import loading
+from alignment.engines.scoring import PolicyEngine, checked
+from alignment.models.loading import load_model
 from alignment.models.scorer import CompletionScorer
+from alignment.models.tasks import CAUSAL_LM
 
 EOS, PAD = 1, 2
 VOCABULARY = tiny_config("untied").vocab_size
@@ -49,8 +50,17 @@ STAGES_AND_WAYS = {
 Between = Callable[[PolicyEngine, int], None]
 
 
-def policy_engine(model: str, stage: str, **loaded: Any) -> PolicyEngine:
-    """A policy under plain SGD with a large learning rate, at one of ``helpers.STAGES``."""
+def policy_engine(
+    model: str, stage: str, adapted: Callable[[PreTrainedModel, dict[str, Any]], None] | None = None, **loaded: Any
+) -> PolicyEngine:
+    """A policy under plain SGD with a large learning rate, at one of ``helpers.STAGES``.
+
+    Args:
+        model: path of the model.
+        stage: its name.
+        adapted: given the model in its scorer and the engine's configuration, puts adapters into it.
+        **loaded: further arguments of ``load_model``.
+    """
     init_distributed(use_cpu=True)
     config = STAGES[stage] | {
         "train_batch_size": world_size(),
@@ -59,10 +69,12 @@ def policy_engine(model: str, stage: str, **loaded: Any) -> PolicyEngine:
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
     }
-    with loading(config):
-        scorer = CompletionScorer(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **loaded))
-    optimizer = torch.optim.SGD(scorer.parameters(), lr=0.1)
-    return PolicyEngine(scorer, config, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0))
+    scorer = CompletionScorer(load_model(model, torch.float32, ds_config=config, **loaded))
+    if adapted is not None:
+        adapted(scorer.model, config)
+    optimizer = torch.optim.SGD([parameter for parameter in scorer.parameters() if parameter.requires_grad], lr=0.1)
+    policy = PolicyEngine(scorer, config, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0))
+    return policy if adapted is None else checked(policy, CAUSAL_LM)
 
 
 def sampling(**more: Any) -> Sampling:
@@ -70,9 +82,14 @@ def sampling(**more: Any) -> Sampling:
     return Sampling(**{"max_new_tokens": 8, "eos_token_ids": (EOS,), "pad_token_id": PAD, **more})
 
 
-def train(model: str, stage: str, between: Between = lambda policy, step: None, steps: int = 3) -> dict[str, Tensor]:
-    """The weights after some steps of two micro-batches, with ``between`` called before each step."""
-    policy = policy_engine(model, stage)
+def train(
+    model: str, stage: str, between: Between = lambda policy, step: None, steps: int = 3, **made: Any
+) -> dict[str, Tensor]:
+    """The weights after some steps of two micro-batches, with ``between`` called before each step.
+
+    ``made`` are further arguments of :func:`policy_engine`.
+    """
+    policy = policy_engine(model, stage, **made)
     stack = list(parameter_offload.FWD_MODULE_STACK)
     for step in range(steps):
         between(policy, step)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -49,8 +50,10 @@ def windows(trainer: AlignmentTrainer) -> list[list[dict[str, Any]]]:
     return result
 
 
-def one_run(run: dict[str, Any], folder: Path) -> None:
-    """Train (and evaluate) once, and write what happened."""
+def one_run(
+    run: dict[str, Any], folder: Path, watched: Callable[[AlignmentTrainer], dict[str, Any]] = lambda trainer: {}
+) -> None:
+    """Train (and evaluate) once, and write what happened, with all that ``watched`` gives to be filled in."""
     # Blocks of rows are cut where that saves padding; tiny rows do so only if a further pass is said to cost nothing.
     batching._BLOCK_COST = run.get("block_cost", BLOCK_COST)
     kind = run["trainer"]
@@ -59,7 +62,7 @@ def one_run(run: dict[str, Any], folder: Path) -> None:
     trainer = getattr(alignment, f"{kind}Trainer")(
         **models, args=options, train_dataset=run.get("train"), eval_dataset=run.get("eval")
     )
-    outcome: dict[str, Any] = {}
+    outcome: dict[str, Any] = watched(trainer)
     if run.get("train"):
         trainer.train()
         outcome["windows"] = windows(trainer)

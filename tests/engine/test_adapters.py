@@ -24,7 +24,7 @@ from transformers import (
 
 from alignment import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 from alignment.config.errors import OptionError
-from alignment.models.adapters import REFERENCE
+from alignment.models.adapters.injection import REFERENCE
 from alignment.models.loading import disable_dropout
 
 pytestmark = pytest.mark.usefixtures("own_process_group")

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT
-from transformers import AutoModelForCausalLM
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer
+from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 from alignment.data.windows import evaluation_plan
+from alignment.engines.exporting import merge_adapter
 from alignment.training.trainer import AlignmentTrainer
 
 ASSETS = Path(os.environ.get("ALIGNMENT_TEST_ASSETS", "ALIGNMENT_TEST_ASSETS is unset"))
@@ -185,3 +188,39 @@ def test_online_dpo_learns(tmp_path: Path, launch: Callable[..., Any], world: in
     gain = statistics.mean(scores[-10:]) - statistics.mean(scores[:10])
     assert gain >= 0.5 * statistics.stdev(scores[:10]), scores
     assert story_run(tmp_path / "second", launch, world, stage) == steps
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_process_group")
+def test_adapters_from_sft_to_an_exported_folder(tmp_path: Path) -> None:
+    """An SFT adapter, KTO on it with the SFT policy as the reference, export, and text from the exported folder."""
+    given, lengths = rows("kto")[:64], {"max_length": 256, "max_prompt_length": 128, "max_completion_length": 128}
+    common = {"per_device_train_batch_size": 8, "max_steps": 6, "logging_steps": 1, "save_strategy": "no"}
+    common |= {"disable_tqdm": True, "deepspeed": "zero0", "learning_rate": 1e-3}
+    args = SFTConfig(str(tmp_path / "sft"), **common, max_length=256, use_peft=True)
+    answers = [{"prompt": row["prompt"], "completion": row["completion"]} for row in given]
+    tuned = SFTTrainer(str(MODEL), args=args, train_dataset=answers)
+    tuned.train()
+    tuned.save_model()
+    tuned.close()
+    losses = [record["loss"] for record in tuned.state.log_history if "loss" in record]
+    assert losses[-1] < losses[0]
+    path = str(tmp_path / "sft")
+    kto = KTOConfig(str(tmp_path / "kto"), **common, **lengths, adapter_name_or_path=path)
+    aligned = KTOTrainer(str(MODEL), args=kto, train_dataset=given, eval_dataset=given[:16])
+    assert aligned.evaluate()["eval_loss"] == pytest.approx(0.5, abs=1e-5), "the reference is the SFT policy"
+    aligned.train()
+    aligned.save_model()
+    aligned.close()
+    report = merge_adapter(tmp_path / "kto", tmp_path / "full", dtype="float32")
+    assert report.change is not None and report.change.error_max < 1e-5
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "full")
+    full = AutoModelForCausalLM.from_pretrained(tmp_path / "full")
+    inputs = tokenizer("Once upon a time there was", return_tensors="pt")
+    plain = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(plain, tmp_path / "kto").eval()
+    with torch.no_grad():
+        found, expected = (model(**inputs).logits.log_softmax(-1) for model in (full, adapted))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    text = tokenizer.decode(full.generate(**inputs, max_new_tokens=30, do_sample=False)[0], skip_special_tokens=True)
+    assert len(text.split()) > 12

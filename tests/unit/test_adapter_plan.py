@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedCon
 
 from alignment import KTOConfig
 from alignment.config.errors import AlignmentError
-from alignment.models.adapter_plan import plan_adapters
-from alignment.models.adapters import Adapters
+from alignment.models.adapters.plan import plan_adapters
+from alignment.models.adapters.record import Adapters
 from alignment.models.quantization import Quantization
 from alignment.models.source import ModelSource
 from alignment.models.tasks import CAUSAL_LM, REWARD_MODEL, Task

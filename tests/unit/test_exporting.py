@@ -23,8 +23,8 @@ from alignment.config.errors import AlignmentError, OptionError, OutputError
 from alignment.engines.export_check import OutputChange, dataset_samples, default_samples
 from alignment.engines.export_report import advice
 from alignment.engines.exporting import REPORT, merge_adapter
-from alignment.models.adapter_folder import TRAINING_BASE, read_adapter, write_training_base
-from alignment.models.survival import SurvivalMeter
+from alignment.models.adapters.folder import TRAINING_BASE, read_adapter, write_training_base
+from alignment.models.adapters.survival import SurvivalMeter
 from alignment.models.tasks import CAUSAL_LM, REWARD_MODEL
 from alignment.models.wide_forward import computing_in_fp32
 from tools.ranks.client import environment
@@ -195,7 +195,7 @@ def test_what_bf16_keeps_of_a_small_update(size: float, cosine: float) -> None:
 
 
 def test_survival_over_several_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alignment.models.survival._CHUNK", 7)  # several pieces
+    monkeypatch.setattr("alignment.models.adapters.survival._CHUNK", 7)  # several pieces
     meter, generator = SurvivalMeter(), torch.Generator().manual_seed(0)
     us, vs = [], []
     for name, size in (("large", 1e-1), ("none", 0.0), ("small", 1e-3)):
@@ -470,7 +470,7 @@ def test_other_quantisations(
         (base / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
         save_file({"nothing": torch.zeros(1)}, base / "model.safetensors")
         assert f"quantised by {method}" in refused(adapter, tmp_path / "out", base=str(base))
-    monkeypatch.setattr("alignment.models.merge_base.find_spec", lambda name: None)
+    monkeypatch.setattr("alignment.models.adapters.merge_base.find_spec", lambda name: None)
     assert "pip install bitsandbytes" in refused(adapter, tmp_path / "out", quantization=FOUR_BITS)
 
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+from typing import Any
 
+import bitsandbytes
+import pytest
+import torch
 from conftest import ROOT
+
+from alignment.internals.bitsandbytes import compute_as_in_training, keep_packing
 
 # The warning comes from CPUs with AVX512-BF16 where the package `kernels` is missing or offline: neither is certain
 # here. So the module is imported a second time, as on such a machine, without its kernels being registered again.
@@ -34,3 +41,48 @@ def test_the_warning_about_a_missing_kernel() -> None:
     as_it_is, hushed, after = done.stdout.partition("hushed\n")
     warning = "logged: Failed to load CPU gemm_4bit_forward"
     assert hushed and warning in as_it_is and warning not in after
+
+
+ROWS = torch.linspace(-1, 1, 2 * 64).reshape(2, 64)
+
+
+def packed(kept: bool) -> Any:
+    """A 4-bit layer, made on a machine that is said to have AVX512-BF16."""
+    torch.manual_seed(0)
+    layer = bitsandbytes.nn.Linear4bit(64, 64, bias=False, quant_type="nf4", compute_dtype=torch.float32).to("cpu")
+    if kept:
+        keep_packing(layer)
+    return layer
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_packed_weights_stay_as_they_are(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first case they do not, or there would be nothing to keep."""
+    monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: True)
+    layer = packed(kept)
+    before, shape = layer.weight.data.clone(), layer.weight.quant_state.shape
+    with torch.no_grad(), contextlib.nullcontext() if kept else contextlib.suppress(Exception):
+        layer.eval()(ROWS)  # which needs a kernel that this machine may lack, if they are packed again
+    same = before.shape == layer.weight.data.shape and torch.equal(before, layer.weight.data)
+    assert same == kept and layer.weight.quant_state.shape == shape
+    if kept:
+        rows = ROWS.clone().requires_grad_()
+        layer.train()(rows).sum().backward()
+        assert rows.grad is not None and float(rows.grad.abs().sum()) > 0
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_8_bit_layers_compute_in_evaluation_what_they_do_in_training(alike: bool) -> None:
+    """In the first case they do not, or there would be nothing to do."""
+    torch.manual_seed(0)
+    layer = bitsandbytes.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False, threshold=6.0).to("cpu")
+    if alike:
+        compute_as_in_training(layer)
+    expected = ROWS @ (layer.weight.CB.float() * layer.weight.SCB[:, None] / 127).T
+    torch.testing.assert_close(layer.train()(ROWS), expected, rtol=0, atol=1e-5)
+    expected = layer.train()(ROWS).detach()
+    with torch.no_grad():
+        found = layer.eval()(ROWS)
+        assert torch.equal(layer.eval()(ROWS), found)
+    assert torch.equal(found, expected) == alike
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.05)

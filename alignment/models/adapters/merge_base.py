@@ -17,7 +17,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from alignment.config.errors import ModelError, first_line
 from alignment.internals.transformers import loading
-from alignment.models.adapter_folder import AdapterFolder
+from alignment.models.adapters.folder import AdapterFolder
 from alignment.models.source import read_config
 
 Shape = tuple[int, ...]

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from alignment.config.errors import ModelError, first_line
-from alignment.models.adapter_folder import AdapterFolder
-from alignment.models.merge_base import plain, tuner_layers, without_saved_modules
-from alignment.models.survival import SurvivalMeter
+from alignment.models.adapters.folder import AdapterFolder
+from alignment.models.adapters.merge_base import plain, tuner_layers, without_saved_modules
+from alignment.models.adapters.survival import SurvivalMeter
 
 
 @dataclass

@@ -1,0 +1,98 @@
+"""Putting adapters into a model: new ones, those of a folder, and a frozen copy of them.
+
+They are injected into the transformers model itself, after its scorer has installed its head, so that the copies that
+PEFT makes of a head (``modules_to_save``) are copies of ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from alignment.internals.deepspeed_zero3 import is_partitioned
+from alignment.internals.peft import train_adapter
+from alignment.internals.transformers import loading
+from alignment.models.adapters.record import Adapters, adapter_weights
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+REFERENCE = "reference"  # the frozen copy of adapters that training began with
+
+
+def inject(
+    model: PreTrainedModel, adapters: Adapters, *, ds_config: dict[str, Any], dtype: torch.dtype, seed: int
+) -> None:
+    """As :func:`equip`, without a thought for a reference; a model that has the adapters already keeps theirs."""
+    if adapters.name not in getattr(model, "peft_config", {}):
+        with _initial(ds_config, seed):
+            model.add_adapter(copy.deepcopy(adapters.config), adapters.name)
+        if adapters.path is not None:
+            _load(model, adapters)
+    else:
+        train_adapter(model, adapters.name)
+    _settle(model, adapters.name, dtype)
+
+
+@contextlib.contextmanager
+def _initial(ds_config: dict[str, Any] | None, seed: int) -> Iterator[None]:
+    """Random numbers of their own, and transformers' DeepSpeed flag, by which PEFT gathers what it reads (DoRA)."""
+    with loading(ds_config), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def _load(model: PreTrainedModel, adapters: Adapters) -> None:
+    """Fill injected adapters from their folder."""
+    from peft import set_peft_model_state_dict
+
+    assert adapters.path is not None
+    state = {name.removeprefix("base_model.model."): value for name, value in adapter_weights(adapters.path).items()}
+    set_peft_model_state_dict(model, state, adapters.name)
+
+
+def _settle(model: PreTrainedModel, name: str, dtype: torch.dtype) -> None:
+    """Adapters in their dtype; gradients for those called ``name``, and for biases that PEFT trains, alone."""
+    for parameter_name, parameter in model.named_parameters():
+        if f".{name}." not in f"{parameter_name}." and not parameter.requires_grad:
+            continue
+        if parameter.is_floating_point() and not is_partitioned(parameter) and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+
+
+def plain_start(config: PeftConfig) -> PeftConfig:
+    """The same, starting without a change of the base weights, which other starts read or rewrite."""
+    config = copy.deepcopy(config)
+    for field in ("init_lora_weights", "init_ia3_weights", "init_weights"):
+        if hasattr(config, field):
+            setattr(config, field, True)
+    return config
+
+
+def keep_given(model: PreTrainedModel, adapters: Adapters, *, ds_config: dict[str, Any], dtype: torch.dtype) -> str:
+    """Add a frozen copy of the adapters as they are now; return the name to compute with for the policy as given."""
+    if REFERENCE not in model.peft_config:
+        with _initial(ds_config, 0), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # there are two adapters now, and that is meant
+            model.add_adapter(plain_start(adapters.config), REFERENCE)
+    train_adapter(model, adapters.name)
+    for module in model.modules():
+        if isinstance(module, (nn.ModuleDict, nn.ParameterDict)) and {adapters.name, REFERENCE} <= set(module.keys()):
+            copied: Any = module[REFERENCE]
+            source: Any = module[adapters.name]
+            if isinstance(copied, nn.Module):
+                copied.load_state_dict(source.state_dict())
+            else:
+                copied.data = source.detach().clone()
+    for name, parameter in model.named_parameters():
+        if f".{REFERENCE}." in f"{name}.":
+            parameter.requires_grad_(False)
+    _settle(model, REFERENCE, dtype)
+    return REFERENCE

@@ -1,0 +1,168 @@
+"""A configuration of adapters completed, checked and tried on the model without memory for weights."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from alignment.config.errors import ModelError, OptionError, did_you_mean, first_line
+from alignment.models.adapters.injection import plain_start
+from alignment.models.adapters.kinds import classifies
+from alignment.models.adapters.record import Adapters, adapter_shapes, adapter_weights
+from alignment.models.classifier import HEAD
+from alignment.models.quantization import Quantization
+from alignment.models.source import ModelSource
+
+_ROUTERS = ("gate", "router", "shared_expert_gate", "wg")
+
+
+def skeleton(source: ModelSource, trust_remote_code: bool) -> PreTrainedModel:
+    """The model with its modules and shapes, without memory for weights."""
+    config = copy.deepcopy(source.config)
+    config.__dict__.pop("quantization_config", None)
+    with torch.device("meta"):
+        if source.live is not None:
+            return type(source.live)(config)
+        model: PreTrainedModel = source.task.auto.from_config(config, trust_remote_code=trust_remote_code)
+        return model
+
+
+def tried(
+    config: Any, path: str | None, source: ModelSource, quantization: Quantization | None, trust_remote_code: bool
+) -> Adapters:
+    """Complete a configuration and inject it into a model without weights."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    model = skeleton(source, trust_remote_code)
+    classifier = classifies(source)
+    config.task_type = "SEQ_CLS" if classifier else "CAUSAL_LM"
+    config.inference_mode = False
+    config.base_model_name_or_path = source.name
+    config.revision = source.init_kwargs.get("revision")
+    head = _head_name(model, classifier)
+    linear = dict(_linear_layers(model, head))
+    if path is None:
+        _complete(config, linear, model, head)
+        if classifier:
+            config.modules_to_save = sorted({*(config.modules_to_save or ()), HEAD})
+    total = sum(parameter.numel() for parameter in model.parameters())
+    experts = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of weights on the meta device that nobody fills
+            model.add_adapter(plain_start(config), "default")
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise OptionError(
+            f"{'adapter_name_or_path' if path else 'lora_target_modules'}: {first_line(error)}; the linear layers of "
+            f"{source.name} are {', '.join(sorted(set(linear.values())))}"
+        ) from error
+    shapes = adapter_shapes(model, "default")
+    if path is not None:
+        _check_shapes(path, shapes, source)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    added = sum(parameter.numel() for parameter in model.parameters()) - total
+    layers = tuple(name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
+    adapters = Adapters(config, path=path, layers=layers, trained=trained, total=total + added)
+    return replace(adapters, notes=tuple(_notes(config, model, experts, quantization)))
+
+
+def _complete(config: Any, linear: dict[str, str], model: nn.Module, head: str | None) -> None:
+    """Name the modules to adapt where none are named, and check those that are."""
+    targets = getattr(config, "target_modules", None)
+    if targets is None or targets == "all-linear":
+        others = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)
+                  and name not in linear}  # fmt: skip
+        config.target_modules = sorted(set(linear.values()) if not others & set(linear.values()) else linear)
+        if str(config.peft_type.value) == "IA3":
+            config.feedforward_modules = []
+    elif not isinstance(targets, str):
+        config.target_modules = sorted(targets)
+        _check_named(targets, [name for name, _ in model.named_modules()], "lora_target_modules", linear)
+    parameters = getattr(config, "target_parameters", None)
+    if parameters:
+        known = [name for name, _ in model.named_parameters()]
+        _check_named(parameters, known, "lora_target_parameters", {n: n.rpartition(".")[2] for n in known})
+    if config.modules_to_save:
+        known = [name for name, _ in model.named_modules()]
+        _check_named(
+            config.modules_to_save, known, "lora_modules_to_save", {n: n for n in (head, "embed_tokens") if n}
+        )
+
+
+def _check_named(wanted: Iterable[str], known: list[str], option: str, shown: dict[str, str]) -> None:
+    ends = sorted(set(shown.values()))
+    for name in wanted:
+        if not any(one == name or one.endswith(f".{name}") for one in known):
+            raise OptionError(
+                f"{option}: the model has no {name!r}{did_you_mean(name, ends)}; it has {', '.join(ends)}"
+            )
+
+
+def _head_name(model: PreTrainedModel, classifier: bool) -> str | None:
+    head = getattr(model, HEAD, None) if classifier else model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is head), None)
+
+
+def _linear_layers(model: nn.Module, head: str | None) -> Iterator[tuple[str, str]]:
+    """Names of the linear layers, whole and their last parts, without head and routers."""
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        if isinstance(module, (nn.Linear, Conv1D)) and name != head and last not in _ROUTERS:
+            yield name, last
+
+
+def _check_shapes(path: str, shapes: dict[str, tuple[int, ...]], source: ModelSource) -> None:
+    """Whether an adapter's weights are those of this model.
+
+    Raises:
+        ModelError: naming the first tensor that is not.
+    """
+    state = {name.removeprefix("base_model.model."): value for name, value in adapter_weights(path).items()}
+    for name, value in sorted(state.items()):
+        expected = shapes.get(name)
+        if expected is not None and expected != tuple(value.shape):
+            raise ModelError(
+                f"adapter_name_or_path: {path!r} was not made for {source.name}: its {name} is "
+                f"{tuple(value.shape)}, and this model's would be {expected}; set model_name_or_path to its own base"
+            )
+    missing = sorted(set(shapes) - set(state))
+    if missing and not any(name in shapes for name in state):
+        raise ModelError(
+            f"adapter_name_or_path: {path!r} was not made for {source.name}: it has no {missing[0]}; set "
+            "model_name_or_path to its own base"
+        )
+    extra = sorted(name for name in set(state) - set(shapes) if "embed" in name)
+    if extra:
+        raise ModelError(
+            f"adapter_name_or_path: {path!r} has {extra[0]} of its own, of {state[extra[0]].shape[0]} tokens: merge "
+            "it into its base (deepspeed-alignment export) and start from that"
+        )
+
+
+def _notes(
+    config: Any, model: PreTrainedModel, experts: Iterable[str], quantization: Quantization | None
+) -> Iterator[str]:
+    """What a user may not expect of these adapters on this model."""
+    left = sorted({name.rpartition(".")[2] for name in experts if not _is_adapted(name, config)})
+    if left:
+        kept = "" if quantization is None else ", and are kept whole: they are not linear layers"
+        names = ", ".join(left)
+        yield f"the experts ({names}) get no adapter{kept}; name them in lora_target_parameters to train them"
+    touched = {name.rpartition(".")[2] for name in (config.modules_to_save or ())} & {"lm_head", "embed_tokens"}
+    if touched and model.config.get_text_config().tie_word_embeddings:
+        yield (
+            f"{' and '.join(sorted(touched))}: head and embeddings of this model are one tensor; trained is a copy of "
+            "its own, so that they differ afterwards"
+        )
+
+
+def _is_adapted(name: str, config: Any) -> bool:
+    return any(name == one or name.endswith(f".{one}") for one in getattr(config, "target_parameters", None) or ())

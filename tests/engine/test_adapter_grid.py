@@ -1,0 +1,209 @@
+"""Adapters, however they are trained: method, kind, ZeRO stage, offload, ranks, new ones and those gone on with.
+
+Every run is compared with PEFT's own model in dense float64 (``oracle/adapters.py``) at every step. By default a
+subset in which every pair of values meets; everything with ``-m slow``, and there each run also with the plainest one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_grid import BITS, FACTORS, Combination, adapter_run, make_bases, name_of, part, reference_of, sampled
+from conftest import DRIVERS
+from oracle.adapters import AdapterStep, Task, dense_base, steps_of
+from oracle.dense import CPOOptions, DPOOptions, KTOOptions
+from oracle.pairs import pairs_of
+from safetensors.torch import load_file
+from split_oracle import answered
+from split_results import Results, assert_logged, assert_same, distance, norm
+from split_runs import METHOD
+
+from tools.ranks import RankServer
+
+# Of losses, gradient norms and updates: two runs this close to float64 are about as close to each other.
+CLOSE = 1e-5
+_SAMPLED = "test_every_step_is_that_of_peft_in_float64"
+OPTIONS = {"KTO": KTOOptions, "CPO": CPOOptions, "DPO": DPOOptions, "OnlineDPO": DPOOptions}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return make_bases(tmp_path_factory.mktemp("bases"), layers=1)
+
+
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("starts")
+
+
+class Oracle:
+    """The steps of runs in float64, computed once for runs that differ in their engine alone."""
+
+    def __init__(self) -> None:
+        self.bases: dict[Any, Any] = {}
+        self.steps: dict[str, list[AdapterStep]] = {}
+
+    def __call__(self, outcome: dict[str, Any]) -> list[AdapterStep]:
+        run, case = outcome["run"], outcome["run"]["case"]
+        name = name_of(reference_of(case))
+        if name not in self.steps:
+            self.steps[name] = self._steps(outcome, run, case)
+        return self.steps[name]
+
+    def _steps(self, outcome: dict[str, Any], run: dict[str, Any], case: Combination) -> list[AdapterStep]:
+        task = task_of(run)
+        key = (run["model"], BITS.get(case["kind"]))
+        if key not in self.bases:
+            self.bases[key] = dense_base(key[0], task.classifies, key[1])
+        windows = outcome["windows"]
+        if case["method"] == "OnlineDPO":
+            windows = [pairs_of(answered(window, 2))[0] for window in windows]
+        start = run["args"].get("adapter_name_or_path") or outcome["folder"] / "step-0"
+        return steps_of(
+            self.bases[key], start, windows, task, run["args"]["learning_rate"], new=case["start"] == "new"
+        )
+
+
+def task_of(run: dict[str, Any]) -> Task:
+    """What a run computes."""
+    method = run["trainer"]
+    if method not in OPTIONS:
+        return Task(method, center=run["args"].get("center_rewards_coefficient", 0.0))
+    return Task(method, OPTIONS[method](**{n: v for n, v in METHOD[method].items() if n in _fields(method)}))
+
+
+def _fields(method: str) -> Iterable[str]:
+    return OPTIONS[method].__dataclass_fields__
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Oracle:
+    return Oracle()
+
+
+def outcomes(
+    cases: list[Combination], bases: dict[str, str], starts: Path, folder: Path, ranks: RankServer
+) -> Results:
+    """What became of the cases by name: one job for each number of ranks."""
+    found: Results = {}
+    for world in (1, 2):
+        place = folder / str(world)
+        place.mkdir()
+        runs = [adapter_run(case, bases, place, starts) for case in cases if case["ranks"] == world]
+        if runs:
+            (place / "spec.json").write_text(json.dumps(runs))
+            ranks.run(DRIVERS / "adapter_runs.py", place / "spec.json", nproc=world, timeout=60 + 10 * len(runs))
+            found |= {run["name"]: outcome_of(run, place) for run in runs}
+    return found
+
+
+def outcome_of(run: dict[str, Any], place: Path) -> dict[str, Any]:
+    """What the driver wrote, with ``logs`` and ``updates`` of each step, ``tensors`` before each and ``run``."""
+    outcome, folder = json.loads((place / f"{run['name']}.json").read_text()), place / run["name"]
+    logs = [entry for entry in outcome["log"] if "grad_norm" in entry]
+    tensors = [load_file(folder / f"step-{step}" / "adapter_model.safetensors") for step in range(len(logs) + 1)]
+    updates = [
+        {name: value.double() - before[name].double() for name, value in after.items()}
+        for before, after in zip(tensors, tensors[1:])
+    ]
+    return {**outcome, "logs": logs, "updates": updates, "tensors": tensors, "run": run, "folder": folder}
+
+
+def check(outcome: dict[str, Any], steps: list[AdapterStep]) -> None:
+    """All steps of a run: what was logged, what was changed, and what was not."""
+    case = outcome["run"]["case"]
+    assert [len(rows) for rows in outcome["windows"]] == [4, 4, 3]
+    for number, (expected, log, update) in enumerate(zip(steps, outcome["logs"], outcome["updates"], strict=True)):
+        what = f"step {number + 1}"
+        # Before new adapters have moved all rewards are 0, up to rounding, and none is the higher one.
+        undecided = {"rewards/accuracies"} if case["start"] == "new" and number == 0 else set()
+        assert_same(log, expected.metrics, 1e-4, what, expected.metrics.keys() - undecided)
+        assert_same(log, expected.metrics, CLOSE, what, ("loss", "grad_norm"))
+        assert distance(update, expected.update) <= CLOSE, what
+        assert norm(update) / norm(outcome["tensors"][number]) >= 5e-3, "too small a step could hide a wrong one"
+    check_moved(outcome, case)
+
+
+def check_moved(outcome: dict[str, Any], case: Combination) -> None:
+    """What trains has moved, with new adapters A too, once B is not 0; nothing else has, to the bit."""
+    before, after = outcome["before"], outcome["after"]
+    assert before["frozen"] and before["frozen"] == after["frozen"]
+    assert before["trained"].keys() == after["trained"].keys()
+    still = {name for name, value in before["trained"].items() if value == after["trained"][name]}
+    assert not still
+    tensors = outcome["tensors"]
+    assert len(tensors[0]) == len(before["trained"])
+    if case["start"] == "continued":
+        given = load_file(Path(outcome["run"]["args"]["adapter_name_or_path"]) / "adapter_model.safetensors")
+        assert given.keys() == tensors[0].keys()
+        assert all(bool((tensors[0][name] == value).all()) for name, value in given.items())
+    else:
+        assert not any(value.any() for name, value in tensors[0].items() if "lora_B" in name)
+
+
+@pytest.fixture(scope="module")
+def found(
+    bases: dict[str, str],
+    starts: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    ranks: RankServer,
+    request: pytest.FixtureRequest,
+) -> Results:
+    """The runs of the tests that were selected, and no others."""
+    own = [item for item in request.session.items if item.name.startswith(f"{_SAMPLED}[")]
+    cases = [item.callspec.params["case"] for item in own if isinstance(item, pytest.Function)]
+    return outcomes(cases, bases, starts, tmp_path_factory.mktemp("sampled"), ranks)
+
+
+@pytest.mark.parametrize("case", sampled(), ids=name_of)
+def test_every_step_is_that_of_peft_in_float64(case: Combination, found: Results, oracle: Oracle) -> None:
+    outcome = found[name_of(case)]
+    check(outcome, oracle(outcome))
+
+
+def test_the_kl_of_the_sampled_runs_is_not_clamped(found: Results, oracle: Oracle) -> None:
+    """Else nothing would depend on the reference's mismatched pairs."""
+    runs = [outcome for outcome in found.values() if outcome["run"]["trainer"] == "KTO"]
+    assert all(oracle(outcome)[-1].metrics["kl"] > 0.01 for outcome in runs)
+
+
+def test_new_adapters_begin_alike_whatever_the_engine(found: Results) -> None:
+    """At random, as the seed has it, on each number of ranks and at each ZeRO stage."""
+    first: dict[Any, dict[str, Any]] = {}
+    compared = 0
+    for outcome in found.values():
+        case, tensors = outcome["run"]["case"], outcome["tensors"][0]
+        if case["start"] == "continued":
+            continue
+        expected = first.setdefault((case["kind"], case["method"] == "Reward"), tensors)
+        assert expected.keys() == tensors.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in tensors.items()), name_of(case)
+        compared += expected is not tensors
+    assert compared >= len(found) / 2 or len(found) < 36
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*FACTORS["kind"], "qdora"])
+@pytest.mark.parametrize("method", FACTORS["method"])
+def test_every_combination(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, ranks: RankServer, method: str, kind: str
+) -> None:
+    """With two layers, and each run compared with the plainest one of the same adapters as well."""
+    bases, oracle, cases = make_bases(tmp_path / "bases", layers=2), Oracle(), part(method, kind)
+    wanted = {name_of(case): case for case in [*map(reference_of, cases), *cases]}
+    found = outcomes(list(wanted.values()), bases, tmp_path / "starts", tmp_path, ranks)
+    for case in wanted.values():
+        outcome, plainest = found[name_of(case)], found[name_of(reference_of(case))]
+        check(outcome, oracle(outcome))
+        for step in range(3):
+            logs = [
+                {n: v for n, v in one["logs"][step].items() if n != "rewards/accuracies"}
+                for one in (outcome, plainest)
+            ]
+            assert_logged(*logs, 1e-5, f"{name_of(case)} step {step + 1}")
+            assert distance(outcome["updates"][step], plainest["updates"][step]) <= 1e-5, name_of(case)

@@ -1,0 +1,84 @@
+"""Adapters in bf16 have fp32 masters at every ZeRO stage, and a step far below bf16's resolution moves them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_grid import adapter_run, make_bases
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import Tensor
+from transformers import TrainerCallback
+
+from alignment import CPOConfig, CPOTrainer
+from alignment.engines.scoring import PolicyEngine
+
+RATE = 1e-6
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return make_bases(tmp_path_factory.mktemp("bases"), layers=1)
+
+
+def masters(policy: PolicyEngine) -> dict[str, Tensor]:
+    """The optimizer's own copy of what trains, by name, whole."""
+    optimizer: Any = policy.engine.optimizer
+    trained = {name: p for name, p in policy.scorer.model.named_parameters() if p.requires_grad}
+    if not hasattr(optimizer, "fp32_groups"):
+        return {name: safe_get_full_fp32_param(p).detach().clone() for name, p in trained.items()}
+    kept = {  # stage 0
+        id(weight): master
+        for weights, copies in zip(optimizer.fp16_groups, optimizer.fp32_groups)
+        for weight, master in zip(weights, copies)
+    }
+    return {name: kept[id(p)].detach().clone() for name, p in trained.items()}
+
+
+class Watch(TrainerCallback):
+    """Looks at the masters before the first step."""
+
+    trainer: CPOTrainer
+    before: dict[str, Tensor]
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.before = masters(self.trainer.engines.policy)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "start"),
+    [
+        ("dora", "stage0", "continued"),
+        ("dora", "stage2", "continued"),
+        ("dora", "stage3", "continued"),
+        pytest.param("tied", "stage3-offload", "continued", marks=pytest.mark.slow),
+        pytest.param("qlora", "stage3", "new", marks=pytest.mark.slow),
+    ],
+)
+def test_masters_move_at_a_rate_that_bf16_cannot_see(
+    bases: dict[str, str], tmp_path: Path, kind: str, stage: str, start: str
+) -> None:
+    case = {"method": "CPO", "kind": kind, "stage": stage, "ranks": 1, "start": start, "checkpointing": "unchecked"}
+    run = adapter_run(case, bases, tmp_path, tmp_path / "starts")
+    own = {"bf16": True, "optim": "adamw_torch", "learning_rate": RATE, "adam_epsilon": 1e-12}
+    watch = Watch()
+    watch.trainer = trainer = CPOTrainer(
+        model=run["model"], args=CPOConfig(**(run["args"] | own)), train_dataset=run["train"], callbacks=[watch]
+    )
+    trainer.train()
+    trained = {n: p for n, p in trainer.engines.policy.scorer.model.named_parameters() if p.requires_grad}
+    after = masters(trainer.engines.policy)
+    try:
+        assert {p.dtype for p in trained.values()} == {torch.bfloat16}
+        assert {master.dtype for master in after.values()} == {torch.float32}
+        kinds = {name.split(".default")[0].rpartition(".")[2] for name in after}
+        assert {"lora_A", "lora_B"} <= kinds and ("lora_magnitude_vector" in kinds) == (kind == "dora")
+        for name, master in after.items():
+            moved = (master - watch.before[name]).abs()
+            assert float(moved.max()) <= 4 * RATE, name
+            # Adam moves all that has a gradient by up to the rate in a step, whatever the gradient's size.
+            assert float(moved.median()) > 0.5 * RATE, name
+    finally:
+        trainer.close()

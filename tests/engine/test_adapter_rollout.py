@@ -1,0 +1,90 @@
+"""Rollouts from a policy with adapters, by both backends, gathered and by layer: of what, and what they leave."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from drivers.rollout import PROMPTS, sampling, train, whole
+from helpers import make_model
+from oracle.adapters import quantization
+from peft import LoraConfig
+from transformers import PreTrainedModel
+
+from alignment.data.batching import collate
+from alignment.engines.rollout.backend import Completion, RolloutRequest
+from alignment.engines.rollout.engine import RolloutEngine
+from alignment.engines.scoring import PolicyEngine
+from alignment.internals.peft import computing_with
+from alignment.models.adapters.injection import inject, keep_given
+from alignment.models.adapters.record import Adapters
+from alignment.models.quantization import Quantization
+
+# Backend, and whether weights are gathered for the whole rollout.
+WAYS = [("generate", True), ("continuous", True), ("generate", False)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("model"), "untied", layers=1)
+
+
+def adapted(kind: str, model: PreTrainedModel, ds_config: dict[str, Any]) -> None:
+    """Random adapters, A and B, and a frozen copy of them that is not to be computed with."""
+    config = LoraConfig(
+        r=4,
+        lora_alpha=4,
+        target_modules=["q_proj", "v_proj", "up_proj", "down_proj"],
+        modules_to_save=["lm_head"] if kind == "saved" else None,
+        use_dora=kind == "dora",
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+    inject(model, Adapters(config), ds_config=ds_config, dtype=torch.float32, seed=3)
+    keep_given(model, Adapters(config), ds_config=ds_config, dtype=torch.float32)
+
+
+def arguments(kind: str) -> dict[str, Any]:
+    """What ``policy_engine`` is given for a kind of adapters."""
+    loaded = {"quantization": Quantization(quantization(4)), "device": torch.device("cpu")} if kind == "qlora" else {}
+    return {"adapted": partial(adapted, kind), **loaded}
+
+
+def answers_of(policy: PolicyEngine, backend: str, gather: bool, seed: int, **more: Any) -> list[list[Completion]]:
+    """Two completions of each prompt."""
+    rollout = RolloutEngine(policy, backend, gather=gather, longest_context=64)
+    return rollout.generate(RolloutRequest(PROMPTS, 2, sampling(max_new_tokens=12), seed, **more))
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [("saved", "stage3"), ("qlora", "stage2")]
+    + [
+        pytest.param(kind, stage, marks=pytest.mark.slow)
+        for kind, stage in (("qlora", "stage3"), ("dora", "stage3"), ("saved", "stage3-offload"), ("dora", "stage0"))
+    ],
+)
+def test_they_are_of_the_policy_with_its_adapters_and_leave_nothing(model: str, kind: str, stage: str) -> None:
+    """Their log-probs are those of the learn phase; training after them is what it would have been, to the bit."""
+
+    def between(policy: PolicyEngine, step: int, backend: str, gather: bool) -> None:
+        answers = answers_of(policy, backend, gather, step, logps=True)
+        assert whole(policy) == []
+        made = [(prompt, one) for prompt, each in zip(PROMPTS, answers, strict=True) for one in each]
+        batch = collate([(prompt, list(one.ids)) for prompt, one in made], 400)
+        with policy.inference():
+            expected = policy.sequence_scores(batch)
+            with computing_with(policy.scorer, None):
+                without = policy.sequence_scores(batch)
+        found = torch.tensor([sum(one.logps or ()) for _, one in made])
+        assert float((found - expected).abs().max()) <= 1e-4
+        assert float((without - expected).abs().max()) > 0.1
+
+    plain = train(model, stage, steps=2, **arguments(kind))
+    for backend, gather in WAYS if stage.startswith("stage3") else WAYS[:2]:
+        asked = partial(between, backend=backend, gather=gather)
+        trained = train(model, stage, asked, steps=2, **arguments(kind))
+        assert trained.keys() == plain.keys()
+        assert all(torch.equal(trained[name], weight) for name, weight in plain.items()), (backend, gather)
