@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def check_optimizers(optimizers: tuple[Any, Any], model: Any) -> None:
 
 
 def load_tokenizer(given: Any, older_name: Any, policy: ModelSource, options: AlignmentConfig) -> Any:
-    """The tokenizer that was given, or the policy's own.
+    """The tokenizer that was given, or that was saved with the adapters to go on with, or the policy's own.
 
     Raises:
         OptionError: two different ones were given.
@@ -118,6 +119,9 @@ def load_tokenizer(given: Any, older_name: Any, policy: ModelSource, options: Al
     if given is not None and older_name is not None and given is not older_name:
         raise OptionError("tokenizer: processing_class was given as well; leave the older name out")
     tokenizer = given if given is not None else older_name
+    saved = options.adapter_name_or_path
+    if tokenizer is None and saved is not None and (Path(saved) / "tokenizer_config.json").is_file():
+        policy = replace(policy, path=saved, live=None, init_kwargs={})  # with the chat template of their training
     return policy.tokenizer(tokenizer, "processing_class", options.trust_remote_code)
 
 

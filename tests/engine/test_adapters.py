@@ -136,6 +136,17 @@ def test_training_goes_on_from_a_folder(stage: str, base: str, tmp_path: Path) -
     assert "a frozen copy of its adapters" in outcomes[0][1] and "replica" in outcomes[1][1]
 
 
+def test_the_tokenizer_of_the_adapters_is_taken(base: str, tmp_path: Path) -> None:
+    """With the chat template that they were trained with, which the base may not have."""
+    first = trained(base, tmp_path / "first", LoraConfig(r=2))
+    first.close()
+    tokenizer = char_tokenizer(template=PLAIN + "!")
+    tokenizer.save_pretrained(first.output_dir)
+    args = KTOConfig(**run_options(tmp_path, adapter_name_or_path=str(first.output_dir)))
+    second = KTOTrainer(base, args=args, train_dataset=ROWS)
+    assert second.processing_class.chat_template == PLAIN + "!" != AutoTokenizer.from_pretrained(base).chat_template
+
+
 def test_the_best_weights_come_back_without_the_base(base: str, tmp_path: Path) -> None:
     """Only adapters are read, also onto packed weights, and over modules that are trained whole."""
     more = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
