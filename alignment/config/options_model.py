@@ -175,6 +175,11 @@ def check_adapters(options: Any) -> None:
             raise OptionError(f"{name}=True: bitsandbytes is not installed; pip install bitsandbytes, or leave it out")
 
 
+def changed_lora(options: Any) -> str | None:
+    """The first option of LoRA that is not at its default."""
+    return _changed(options, _LORA)
+
+
 def _changed(options: Any, names: Iterable[str]) -> str | None:
     """The first of these options that is not at its default."""
     defaults = {field.name: field.default for field in fields(options)}

@@ -23,10 +23,8 @@ from alignment.internals.deepspeed_zero3 import is_partitioned
 from alignment.models.adapters.record import Adapters, adapter_tensors, adapter_weights
 from alignment.models.source import ModelSource
 
-_OF_A_MODEL = (
-    "model*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json",
-    "adapter_model*", "adapter_config.json", "training_base.json",
-)  # fmt: skip
+_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "adapter_model*")
+_BESIDE_WEIGHTS = ("config.json", "generation_config.json", "adapter_config.json", "training_base.json")
 
 
 def gathered_state_dict(model: PreTrainedModel, keep: bool, only: Collection[str] | None = None) -> dict[str, Tensor]:
@@ -200,8 +198,9 @@ def move_into(source: Path, target: Path) -> None:
         if (target / name).is_dir():
             shutil.rmtree(target / name)  # a rename replaces a file, but no folder that has files
         os.replace(source / name, target / name)
-    for pattern in _OF_A_MODEL:
-        for old in target.glob(pattern):
-            if old.name not in names:
-                old.unlink()
+    outdated = [old for pattern in _WEIGHTS for old in target.glob(pattern) if old.name not in names]
+    if outdated:  # there was another model, so a configuration that is not replaced is that model's
+        outdated += [target / name for name in _BESIDE_WEIGHTS if name not in names]
+    for old in outdated:
+        old.unlink(missing_ok=True)
     source.rmdir()

@@ -108,6 +108,11 @@ def snapshot(model: PreTrainedModel) -> PreTrainedModel:
             twin_tensor = tensor.detach().to("cpu", copy=True)
             memo[id(tensor)] = nn.Parameter(twin_tensor) if isinstance(tensor, nn.Parameter) else twin_tensor
         return copy.deepcopy(model, memo)
+    if getattr(model, "peft_config", None):
+        raise ModelError(
+            "model: a live model with adapters that an earlier run has divided (ZeRO-3) cannot be copied as the "
+            "reference; set ref_placement: adapter, or load it anew"
+        )
     with loading(None):
         twin = type(model)(copy.deepcopy(model.config))
     names = dict(model.named_parameters())

@@ -93,6 +93,9 @@ def live_content(model: PreTrainedModel, keep: bool) -> dict[str, Any]:
         with deepspeed.zero.GatheredParameters(parameter, enabled=is_partitioned(parameter)):
             if keep:
                 add(name, parameter)
+        scales = getattr(parameter, "SCB", None)
+        if keep and scales is not None:
+            add(f"{name}.SCB", scales)
         if keep and getattr(parameter, "quant_state", None) is not None:  # packed weights mean nothing without it
             for part, tensor in parameter.quant_state.as_dict(packed=True).items():
                 add(f"{name}.{part}", tensor)

@@ -77,6 +77,7 @@ class ReferenceStores:
         self.context, self.plan = context, plan
         self.further: tuple[PreparedData, ...] = ()
         self._adapters: dict[str, object] | None = None
+        self._changed = False  # whether its files are no longer those that the run began with
         self._content: dict[str, object] | None = None  # of the reference; that of a live policy before its training
         method = context.method
         if type(method).reference_sequences is Method.reference_sequences:
@@ -104,8 +105,13 @@ class ReferenceStores:
         opened = self._opened(datasets)
         seconds: dict[str, float] = {}
         if any(one.missing for one in opened):
+            named = next(one.data.where for one in opened if one.missing)
+            if from_first_rank(self._changed):
+                raise OptionError(
+                    f"{named}: its reference log-probs are not in the cache, and the files of "
+                    f"{self.plan.source.name} or of its adapters have changed since the run began; pass it to the constructor as eval_dataset"
+                )
             if not loadable:
-                named = next(one.data.where for one in opened if one.missing)
                 raise OptionError(
                     f"{named}: its reference log-probs are not in the cache, and the policy as given, which is the "
                     "reference, was trained; pass it to the constructor as eval_dataset, or the model as a path"
@@ -140,10 +146,14 @@ class ReferenceStores:
         """Each store, read by the first rank."""
         if self._content is None or not self.plan.copies_policy:
             memory = _folder() / "file-hashes.json"
+            before = self._content, self._adapters
             self._content = source_content(self.plan.source, memory, keep=rank() == 0)
             self._adapters = None
             if self.plan.adapters is not None and rank() == 0:
                 self._adapters = adapters_content(self.plan.adapters, memory)
+            if before[0] is not None and before != (self._content, self._adapters):
+                self._content, self._adapters = before
+                self._changed = True
         opened = []
         for data in {data.key: data for data in datasets}.values():
             partners = set_partners(data.table, order_seed(self.context.args), self.context.method.draws_partners)

@@ -22,6 +22,7 @@ from alignment.engines.optimizers import build_optimizer, build_scheduler
 from alignment.engines.saving import load_adapters, load_weights, write_adapters, write_model
 from alignment.engines.scoring import FrozenEngine, PolicyEngine, ScoringEngine, checked
 from alignment.models.adapters.given import Given, equip
+from alignment.models.adapters.injection import REFERENCE
 from alignment.models.adapters.plan import plan_adapters
 from alignment.models.adapters.record import Adapters
 from alignment.models.loading import disable_dropout, enable_checkpointing
@@ -132,8 +133,9 @@ def plan_engines(
     )
     plan = replace(plan, source=policy, adapters=adapters)
     if reference is None:
-        if options.ref_deepspeed is not None:
-            raise OptionError(f"ref_deepspeed: {options.method} has no reference model; remove ref_deepspeed")
+        for name in ("ref_deepspeed", "ref_adapter_name"):
+            if getattr(options, name) is not None:
+                raise OptionError(f"{name}: {options.method} has no reference model; remove {name}")
         return plan
     if _by_adapters(options, adapters, own):
         assert adapters is not None
@@ -412,6 +414,9 @@ class RunEngines:
         self.resources.close()
         if self.models is not None:
             self.models.close()
+        adapters = self.plan.adapters
+        if adapters is not None and adapters.live is not None and REFERENCE in adapters.live.peft_config:
+            adapters.live.delete_adapter(REFERENCE)  # ours, and no part of what the user saves
         self.models = self._pass = None
         self._trainable = False
         handler = self.context.events.handler

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_utils import TrainOutput
 
-from alignment.config.errors import OptionError, setting
+from alignment.config.errors import AlignmentError, OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.data.prepare import check_vocabulary
 from alignment.data.windows import WindowSampler
@@ -256,9 +256,9 @@ class AlignmentTrainer:
         self._write_settings()
         self.engines.trained = True
         result = loop.run(evaluation_windows(self.context))
+        self.write_report(show=True)
         if self.args.merged_output_dir is not None:
             self._write_merged(Path(self.args.merged_output_dir))
-        self.write_report(show=True)
         return result
 
     def precompute(self) -> None:
@@ -330,15 +330,19 @@ class AlignmentTrainer:
             from alignment.engines.exporting import merge_adapter  # imports peft
 
             source = self.engine_plan.source
-            trusted = self.args.trust_remote_code
-            with self.phases("merge"):
+            try:
                 report = merge_adapter(
                     self.output_dir,
                     folder,
                     base=source.path,
                     revision=source.init_kwargs.get("revision"),
-                    trust_remote_code=trusted,
+                    trust_remote_code=self.args.trust_remote_code,
                 )
+            except AlignmentError as error:
+                raise type(error)(
+                    f"merged_output_dir: {error}; the adapters are in {self.output_dir}: deepspeed-alignment export "
+                    "merges them"
+                ) from error
             for line in report.lines():
                 self.tell(line)
         barrier()

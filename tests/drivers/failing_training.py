@@ -32,7 +32,7 @@ def disk(*args: Any, **kwargs: Any) -> Any:
 PLACES = {
     "data": (alignment.methods.kto, "collate_unpaired", collate),
     "loss": (alignment.methods.kto, "kto_loss", loss),
-    "disk": (alignment.training.trainer, "write_model", disk),
+    "disk": (alignment.training.run_engines, "write_model", disk),
 }
 
 if __name__ == "__main__":

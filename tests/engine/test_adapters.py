@@ -309,3 +309,42 @@ def test_two_references_are_one_too_many(base: str, tmp_path: Path) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         args = DPOConfig(**run_options(tmp_path, use_peft=True))
         DPOTrainer(model, args=args, train_dataset=paired_rows(2), optimizers=(optimizer, None))
+
+
+def test_a_second_round_at_stage_3_has_its_own_reference(base: str, tmp_path: Path) -> None:
+    """The weights of a live model stay divided after a run; the next run's reference is the policy as it is then."""
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, init_lora_weights=False))
+    for number in range(2):
+        trainer = trained(model, tmp_path / str(number), deepspeed=STAGES["stage3"])
+        assert losses(trainer)[0] == pytest.approx(0.5, abs=1e-6)
+        trainer.close()
+    assert list(model.peft_config) == ["default"], "the copy is no part of what the user saves"
+
+
+def test_embeddings_that_grew_are_saved(base: str, tmp_path: Path) -> None:
+    """Also of a plain live model, whose adapters are new."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(model.config.vocab_size + 3)
+    trainer = trained(model, tmp_path, LoraConfig(r=2))
+    found = inside(trainer)
+    trainer.close()
+    names = set(peft.load_peft_weights(str(trainer.output_dir), device="cpu"))
+    assert {f"base_model.model.{name}.weight" for name in ("model.embed_tokens", "lm_head")} <= names
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    plain.resize_token_embeddings(plain.config.vocab_size + 3)
+    torch.testing.assert_close(logits(PeftModel.from_pretrained(plain, trainer.output_dir)), found, rtol=0, atol=1e-5)
+
+
+def test_what_would_be_lost_or_ignored_is_refused(base: str, tmp_path: Path) -> None:
+    def refused(said: str, model: Any = base, config: Any = None, **more: Any) -> None:
+        with pytest.raises(OptionError, match=said):
+            trained(model, tmp_path / "x", config, **more)
+
+    inner = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2))
+    refused(r"adapters inside already \(default\)", inner.get_base_model(), LoraConfig(r=2))
+    refused("it holds the base", use_peft=True, output_dir=base, overwrite_output_dir=True)
+    refused("a folder of its own", use_peft=True, merged_output_dir=str(tmp_path / "x" / "out"))
+    refused("which merging does not know", use_peft=True, merged_output_dir="m", model_init_kwargs={"cache_dir": "c"})
+    refused("lora_r=64: has no effect with peft_config", config=LoraConfig(r=2), use_peft=True, lora_r=64)
+    inner.get_base_model().model.norm.weight.requires_grad_(True)
+    refused("model.norm.weight requires a gradient and is no part", inner)

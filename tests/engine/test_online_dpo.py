@@ -310,7 +310,7 @@ def test_what_cannot_go_together_is_refused_by_the_trainer(paths: dict[str, str]
         ({"reward_model": "nowhere", "judge": lambda prompts, pairs: [0]}, "judge: given beside reward_model"),
         ({"reward_funcs": lambda completions, answer: [0.0]}, "needs 'answer'"),
         ({"judge": 3}, "judge"),
-        ({"peft_config": object(), "reward_funcs": letters}, "adapters are not supported yet"),
+        ({"peft_config": object(), "reward_funcs": letters}, "is not a configuration of PEFT"),
     ):
         with pytest.raises(OptionError, match=said):
             OnlineDPOTrainer(args=arguments(tmp_path), **common, **given)

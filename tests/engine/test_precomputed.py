@@ -268,7 +268,13 @@ def test_other_weights_are_another_store(
     weights = bytearray((folder / "model.safetensors").read_bytes())
     weights[-2] ^= 1
     (folder / "model.safetensors").write_bytes(weights)
-    assert key_of(trainer)["model"] != before["model"], "also of new data, in a run that has begun"
+    assert key_of(trainer) == before, "a run keeps to the reference that it began with"
+    assert trainer.engines.stores is not None
+    new = trainer._prepare(paired_rows(2, seed=9), None, "new rows")
+    with pytest.raises(OptionError, match="new rows: .* have changed since the run began"):
+        trainer.engines.stores.tables((new,))
+    trainer = make("DPO", models["policy"], str(folder), tmp_path)
+    assert key_of(trainer)["model"] != before["model"]
     trainer.precompute()
     second = stored(stores)
     assert built == ["reference", "released"] * 2

@@ -21,6 +21,7 @@ from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer
 from alignment.config.errors import OptionError, OutputError, TrainingError
 from alignment.data.batching import Batch, MicroBatches, UnpairedBatch, collate
 from alignment.engines.scoring import ScoringEngine
+from alignment.models.tasks import CAUSAL_LM
 from alignment.references.engine import EngineReference
 from alignment.training import data as data_setup
 from alignment.training.run_engines import build_engine
@@ -173,9 +174,9 @@ def test_stage_2_policy_beside_a_stage_3_reference(paths: dict[str, str], tmp_pa
     assert plan.reference is not None
 
     def policy() -> ScoringEngine:
-        model = trainer.policy_source.load(args, plan.compute, plan.policy)
+        model = trainer.policy_source.load(args, plan.compute, plan.policy, torch.device("cpu"))
         assert not any(hasattr(p, "ds_id") for p in model.parameters())
-        return build_engine(model, args, plan.policy, training_steps=5)
+        return build_engine(CAUSAL_LM.scorer(model, False), args, plan.policy, training_steps=5)
 
     def reference() -> ScoringEngine:
         assert plan.reference is not None

@@ -172,7 +172,7 @@ def live_model() -> PreTrainedModel:
     ("arguments", "says"),
     [
         ({"callbacks": [print]}, "callbacks: builtin_function_or_method is no transformers TrainerCallback"),
-        ({"peft_config": {"r": 8}}, "peft_config: adapters are not supported yet"),
+        ({"peft_config": {"r": 8}}, "peft_config: dict is not a configuration of PEFT"),
         ({"compute_metrics": len}, "compute_metrics: not supported yet"),
         ({"preprocess_logits_for_metrics": len}, "preprocess_logits_for_metrics: no logits exist"),
         ({"data_collator": len}, "data_collator: "),

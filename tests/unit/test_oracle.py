@@ -84,7 +84,9 @@ def test_imports_nothing_of_the_package(path: Path) -> None:
     imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
     roots = {name.split(".")[0] for name in imported}
-    assert roots <= {"torch", "transformers", "safetensors", "oracle"} | set(sys.stdlib_module_names)
+    assert roots <= {"torch", "transformers", "safetensors", "peft", "bitsandbytes", "oracle"} | set(
+        sys.stdlib_module_names
+    )
 
 
 @pytest.mark.parametrize(

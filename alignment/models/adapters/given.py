@@ -58,25 +58,38 @@ def equip(
         left the base as it was, which is measured layer by layer; otherwise with a frozen copy of them.
 
     Raises:
-        OptionError: weights of the base are trained with the adapters, so that both ways would follow the training.
+        OptionError: weights are trained that would not be saved; or weights of the base are trained with the adapters,
+            so that both ways would follow the training.
     """
-    new = adapters.are_new
-    before = _answers(model, adapters.layers, dtype) if keep and new else {}
+    there = dict(model.named_modules())
+    measured = tuple(name for name in adapters.layers if name in there) if keep and adapters.are_new else ()
+    before = _answers(model, measured, dtype)
     inject(model, adapters, ds_config=ds_config, dtype=dtype, seed=seed)
+    _check_saved(model, adapters)
     if not keep:
         return None
     if adapters.reference is not None:
         return Given(adapters.reference)
     _check_base_frozen(model, adapters)
-    if _changes_nothing(model, adapters, before, _ROUNDING.get(dtype, 1e-5) if new else 0.0, dtype):
+    rounds = adapters.are_new and (getattr(adapters.config, "use_dora", False) or adapters.kind == "OFT")
+    if _changes_nothing(model, adapters, before, _ROUNDING.get(dtype, 1e-5) if rounds else 0.0, dtype):
         return Given(None)
     return Given(keep_given(model, adapters, ds_config=ds_config, dtype=dtype))
 
 
-def _check_base_frozen(model: PreTrainedModel, adapters: Adapters) -> None:
-    own = adapter_tensors(model, adapters.name, {name: name for name, _ in model.named_parameters()})
+def _check_saved(model: PreTrainedModel, adapters: Adapters) -> None:
+    own = set(adapter_tensors(model, adapters.name, {name: name for name, _ in model.named_parameters()}).values())
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and (name not in own.values() or f".{adapters.name}." not in f"{name}."):
+        if parameter.requires_grad and name not in own:
+            raise OptionError(
+                f"model: {name} requires a gradient and is no part of the adapters, so that it would be trained and "
+                "not saved; freeze it, or name its module in modules_to_save"
+            )
+
+
+def _check_base_frozen(model: PreTrainedModel, adapters: Adapters) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and f".{adapters.name}." not in f"{name}.":
             shown, bias = name.replace(".base_layer", ""), getattr(adapters.config, "bias", None)
             raise OptionError(
                 f"ref_placement: adapter: {shown} of the base is trained as well (bias={bias!r}), so that the policy "
@@ -93,9 +106,9 @@ def _answers(model: nn.Module, names: tuple[str, ...], dtype: torch.dtype) -> di
         for name in names:
             layer = cast("Any", model.get_submodule(name))
             divided = [parameter for parameter in layer.parameters() if is_partitioned(parameter)]
-            rows = _rows_for(layer, dtype)
-            if rows is not None:
-                with torch.no_grad(), deepspeed.zero.GatheredParameters(divided, enabled=bool(divided)):
+            with torch.no_grad(), deepspeed.zero.GatheredParameters(divided, enabled=bool(divided)):
+                rows = _rows_for(layer, dtype)
+                if rows is not None:
                     found[name] = layer(rows).cpu()
     finally:
         model.train(training)
@@ -116,21 +129,26 @@ def _rows_for(layer: Any, dtype: torch.dtype) -> Tensor | None:
 
 
 def _changes_nothing(
-    model: nn.Module, adapters: Adapters, before: dict[str, Tensor], rounding: float, dtype: torch.dtype
+    model: PreTrainedModel, adapters: Adapters, before: dict[str, Tensor], rounding: float, dtype: torch.dtype
 ) -> bool:
-    """Whether every layer answers the same with its adapter as without it, and without it as ``before``."""
+    """Whether every layer answers the same with its adapter as without it, and without it as ``before``.
+
+    Every rank makes all comparisons, for they gather weights, and all ranks agree.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = tuple(name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
     with computing_with(model, None):
         without = _answers(model, layers, dtype)
-    if set(without) != set(layers) or any(not torch.equal(without[name], before[name]) for name in before):
-        return False
+    same = set(without) == set(layers) and all(torch.equal(without[name], before[name]) for name in before)
     for name, answer in _answers(model, layers, dtype).items():
         plain = without[name].float()
-        if not torch.allclose(answer.float(), plain, rtol=0, atol=rounding * float(plain.abs().max())):
-            return False
-    return all(_is_copy(module, adapters.name) for module in model.modules())
+        same &= torch.allclose(answer.float(), plain, rtol=0, atol=rounding * float(plain.abs().max()))
+    for module in model.modules():
+        same &= _is_copy(module, adapters.name)
+    verdict = torch.tensor(int(same), device=model.device)
+    torch.distributed.all_reduce(verdict, torch.distributed.ReduceOp.MIN)
+    return bool(verdict)
 
 
 def _is_copy(module: Any, name: str) -> bool:
@@ -139,8 +157,9 @@ def _is_copy(module: Any, name: str) -> bool:
     if not isinstance(copies, nn.ModuleDict) or name not in copies:
         return True
     pairs = zip(module.original_module.parameters(), copies[name].parameters())
+    same = True
     for original, copied in pairs:
-        with deepspeed.zero.GatheredParameters(original, enabled=is_partitioned(original)):
-            if not torch.equal(original.to(copied.dtype), copied):
-                return False
-    return True
+        divided = [parameter for parameter in (original, copied) if is_partitioned(parameter)]
+        with deepspeed.zero.GatheredParameters(divided, enabled=bool(divided)):
+            same &= torch.equal(original.to(copied.dtype), copied)
+    return same

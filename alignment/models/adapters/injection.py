@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import deepspeed
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -24,7 +25,7 @@ from alignment.models.adapters.record import Adapters, adapter_weights
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-REFERENCE = "reference"  # the frozen copy of adapters that training began with
+REFERENCE = "policy_as_given"  # the frozen copy of adapters that training began with
 
 
 def inject(
@@ -44,7 +45,8 @@ def inject(
 @contextlib.contextmanager
 def _initial(ds_config: dict[str, Any] | None, seed: int) -> Iterator[None]:
     """Random numbers of their own, and transformers' DeepSpeed flag, by which PEFT gathers what it reads (DoRA)."""
-    with loading(ds_config), torch.random.fork_rng(devices=[]):
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with loading(ds_config), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         yield
 
@@ -85,14 +87,18 @@ def keep_given(model: PreTrainedModel, adapters: Adapters, *, ds_config: dict[st
     train_adapter(model, adapters.name)
     for module in model.modules():
         if isinstance(module, (nn.ModuleDict, nn.ParameterDict)) and {adapters.name, REFERENCE} <= set(module.keys()):
-            copied: Any = module[REFERENCE]
-            source: Any = module[adapters.name]
-            if isinstance(copied, nn.Module):
-                copied.load_state_dict(source.state_dict())
-            else:
-                copied.data = source.detach().clone()
+            _copy(module[adapters.name], module[REFERENCE])
     for name, parameter in model.named_parameters():
         if f".{REFERENCE}." in f"{name}.":
             parameter.requires_grad_(False)
     _settle(model, REFERENCE, dtype)
     return REFERENCE
+
+
+def _copy(source: Any, target: Any) -> None:
+    """Fill a parameter, or all those of a module, from another; either may be divided from an earlier run."""
+    parameters = [list(one.parameters()) if isinstance(one, nn.Module) else [one] for one in (source, target)]
+    for given, copied in zip(*parameters, strict=True):
+        divided = [parameter for parameter in (given, copied) if is_partitioned(parameter)]
+        with deepspeed.zero.GatheredParameters(divided, modifier_rank=0, enabled=bool(divided)):
+            copied.data.copy_(given.data)

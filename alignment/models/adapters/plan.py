@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from transformers import AutoConfig
 
 from alignment.config.errors import ModelError, OptionError, first_line, setting
 from alignment.config.options import AlignmentConfig
+from alignment.config.options_model import changed_lora
 from alignment.models.adapters.kinds import check_kind, check_score, check_variant, classifies
 from alignment.models.adapters.record import Adapters, is_adapter_config
-from alignment.models.adapters.skeleton import tried
+from alignment.models.adapters.skeleton import has_grown, tried
 from alignment.models.quantization import Quantization
 from alignment.models.source import ModelSource
 
@@ -54,6 +54,7 @@ def plan_adapters(
         raise OptionError(f"{given[1]}: {given[0]} was given as well, and both say what to train; leave one out")
     if live is None:
         _refuse_names(options)
+        _refuse_injected(source)
     if not given:
         if quantization is not None:
             raise OptionError(
@@ -66,11 +67,7 @@ def plan_adapters(
                 "out, the whole model is saved in output_dir"
             )
         return None
-    if options.merged_output_dir is not None and source.path is None:
-        raise OptionError(
-            f"{setting('merged_output_dir', options.merged_output_dir)}: the base is a live model, whose weights may "
-            "be in no folder; pass its path, or call merge_and_unload() of the PeftModel"
-        )
+    _check_folders(options, source)
     if live is not None:
         return _of_live(options, live, source)
     if path is not None:
@@ -78,6 +75,11 @@ def plan_adapters(
     elif peft_config is not None:
         if not is_adapter_config(peft_config):
             raise OptionError(f"peft_config: {type(peft_config).__name__} is not a configuration of PEFT")
+        changed = changed_lora(options)
+        if changed is not None:
+            raise OptionError(
+                f"{setting(changed, getattr(options, changed))}: has no effect with peft_config; set it there"
+            )
         config = copy.deepcopy(peft_config)
     else:
         config = _lora(options)
@@ -88,6 +90,29 @@ def plan_adapters(
     return tried(config, path, source, quantization, options.trust_remote_code)
 
 
+def _check_folders(options: AlignmentConfig, source: ModelSource) -> None:
+    """Adapters replace no base, and what they are merged into is another folder than theirs."""
+    out, base = Path(options.output_dir or "").resolve(), source.name
+    if Path(base).is_dir() and Path(base).resolve() == out:
+        raise OptionError(
+            f"{setting('output_dir', options.output_dir)}: it holds the base, which adapters need and would replace; "
+            "choose another folder"
+        )
+    if options.merged_output_dir is None:
+        return
+    merged, named = Path(options.merged_output_dir).resolve(), setting("merged_output_dir", options.merged_output_dir)
+    if source.path is None:
+        raise OptionError(
+            f"{named}: the base is a live model, whose weights may be in no folder; pass its path, or call "
+            "merge_and_unload() of the PeftModel"
+        )
+    if merged == out or merged in out.parents:
+        raise OptionError(f"{named}: the adapters go to {options.output_dir}; choose a folder of its own")
+    further = sorted(set(source.init_kwargs) & {"subfolder", "cache_dir", "token"})
+    if further:
+        raise OptionError(f"{named}: the base is loaded with {further[0]}, which merging does not know; leave one out")
+
+
 def _refuse_names(options: AlignmentConfig) -> None:
     for name in ("model_adapter_name", "ref_adapter_name"):
         if getattr(options, name) is not None:
@@ -95,6 +120,16 @@ def _refuse_names(options: AlignmentConfig) -> None:
                 f"{setting(name, getattr(options, name))}: names an adapter of a live PeftModel with several; pass "
                 "such a model, or leave it out"
             )
+
+
+def _refuse_injected(source: ModelSource) -> None:
+    """A transformers model that has adapters inside, and comes without the ``PeftModel`` that tells about them."""
+    there = list(getattr(source.live, "peft_config", None) or ())
+    if there:
+        raise OptionError(
+            f"model: it has adapters inside already ({', '.join(there)}), from an earlier run or from transformers; "
+            "pass it as a PeftModel to train them further, or load the base anew"
+        )
 
 
 def _lora(options: AlignmentConfig) -> LoraConfig:
@@ -149,7 +184,7 @@ def _of_live(options: AlignmentConfig, live: PeftModel, source: ModelSource) -> 
     for module in live.modules():
         if isinstance(module, BaseTunerLayer) and module.merged:
             raise OptionError("model: its adapters are merged into the base; call unmerge_adapter() before")
-    config = live.peft_config[name]
+    config = copy.deepcopy(live.peft_config[name])
     check_kind(config, "model")
     check_score(config, source, "model")
     if config.task_type is None:
@@ -163,14 +198,5 @@ def _of_live(options: AlignmentConfig, live: PeftModel, source: ModelSource) -> 
         reference=options.ref_adapter_name,
         trained=trained,
         total=total,
-        embeddings=_has_grown(source),
+        embeddings=has_grown(source),
     )
-
-
-def _has_grown(source: ModelSource) -> bool:
-    """Whether a live model has embeddings of another size than the checkpoint that it came from."""
-    try:
-        before = AutoConfig.from_pretrained(source.config.name_or_path, local_files_only=True)
-    except (OSError, ValueError):
-        return False
-    return bool(before.get_text_config().vocab_size != source.config.get_text_config().vocab_size)

@@ -42,13 +42,18 @@ class Adapters:
     embeddings: bool = False
 
     @property
+    def kind(self) -> str:
+        """PEFT's name of their type, such as ``LORA``."""
+        return str(self.config.peft_type.value)
+
+    @property
     def are_new(self) -> bool:
         """Whether they begin with this run."""
         return self.path is None and self.live is None
 
     def describe(self) -> str:
         """What trains, and how much of the whole that is."""
-        kind = str(self.config.peft_type.value)
+        kind = self.kind
         rank = f" r={self.config.r}" if getattr(self.config, "r", None) else ""
         source = f" from {self.path}" if self.path else ""
         return f"{kind}{rank} adapters{source}: {self.trained:,} of {self.total:,} parameters train"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from alignment.config.errors import ModelError, OptionError, did_you_mean, first_line
@@ -71,6 +71,8 @@ def tried(
     added = sum(parameter.numel() for parameter in model.parameters()) - total
     layers = tuple(name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
     adapters = Adapters(config, path=path, layers=layers, trained=trained, total=total + added)
+    if source.live is not None:
+        adapters = replace(adapters, embeddings=has_grown(source))
     return replace(adapters, notes=tuple(_notes(config, model, experts, quantization)))
 
 
@@ -133,18 +135,20 @@ def _check_shapes(path: str, shapes: dict[str, tuple[int, ...]], source: ModelSo
                 f"adapter_name_or_path: {path!r} was not made for {source.name}: its {name} is "
                 f"{tuple(value.shape)}, and this model's would be {expected}; set model_name_or_path to its own base"
             )
-    missing = sorted(set(shapes) - set(state))
-    if missing and not any(name in shapes for name in state):
+    embeddings = sorted(name for name in set(state) - set(shapes) if "embed" in name)
+    if embeddings:
         raise ModelError(
-            f"adapter_name_or_path: {path!r} was not made for {source.name}: it has no {missing[0]}; set "
-            "model_name_or_path to its own base"
+            f"adapter_name_or_path: {path!r} has {embeddings[0]} of its own, of {state[embeddings[0]].shape[0]} "
+            "tokens: merge it into its base (deepspeed-alignment export) and start from that"
         )
-    extra = sorted(name for name in set(state) - set(shapes) if "embed" in name)
-    if extra:
-        raise ModelError(
-            f"adapter_name_or_path: {path!r} has {extra[0]} of its own, of {state[extra[0]].shape[0]} tokens: merge "
-            "it into its base (deepspeed-alignment export) and start from that"
-        )
+    if any("experts" in name for name in state):
+        return  # PEFT renames those of an older release's experts while it reads them
+    for what, names in (("has no", set(shapes) - set(state)), ("has, beyond this model,", set(state) - set(shapes))):
+        if names:
+            raise ModelError(
+                f"adapter_name_or_path: {path!r} was not made for {source.name}: it {what} {min(names)}; set "
+                "model_name_or_path to its own base"
+            )
 
 
 def _notes(
@@ -166,3 +170,12 @@ def _notes(
 
 def _is_adapted(name: str, config: Any) -> bool:
     return any(name == one or name.endswith(f".{one}") for one in getattr(config, "target_parameters", None) or ())
+
+
+def has_grown(source: ModelSource) -> bool:
+    """Whether a live model has embeddings of another size than the checkpoint that it came from."""
+    try:
+        before = AutoConfig.from_pretrained(source.config.name_or_path, local_files_only=True)
+    except (OSError, ValueError):
+        return False
+    return bool(before.get_text_config().vocab_size != source.config.get_text_config().vocab_size)
