@@ -1,5 +1,6 @@
 # make test      set up .venv if need be and run the tests (PYTEST_ARGS="-k guard -x" to choose; JOBS=4 workers)
-# make test-ci   the tests in which ranks, launchers and disks fail on purpose, and those under torchrun and srun
+# make test-ci   the tests in which ranks, launchers and disks fail on purpose, those under torchrun and srun, and
+#                the longer proofs: adapters, quantised weights, stored references and exports in many combinations
 # make test-slow the rest, half an hour or more; after an interruption it goes on with what has not passed yet
 # make mutations  apply every mutation of tests/mutations/ to a copy; its test has to fail (MUTATIONS="kto head")
 # make mutants    a random sample of small changes, each against the tests that run its line (MUTANTS="--seed 1")
@@ -61,7 +62,7 @@ test: $(READY)
 	@$(PYTEST) $(WORKERS) --durations=20 $(PYTEST_ARGS)
 
 test-ci: $(READY)
-	@$(PYTEST) $(WORKERS) -m "faults and not slow" --durations=20 $(PYTEST_ARGS)
+	@$(PYTEST) $(WORKERS) -m "(faults or ci) and not slow" --durations=20 $(PYTEST_ARGS)
 
 test-slow: $(READY)
 	@$(PYTEST) $(WORKERS) -m slow --record=$(RECORD) --durations=20 $(PYTEST_ARGS)

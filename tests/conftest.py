@@ -123,6 +123,19 @@ def run_launched(
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+@pytest.fixture
+def library_bars() -> Iterator[None]:
+    """For commands that turn the libraries' progress bars and warnings off; later tests find them as they were."""
+    from datasets import enable_progress_bars
+    from transformers.utils import logging as transformers_logging
+
+    verbosity = transformers_logging.get_verbosity()
+    yield
+    transformers_logging.set_verbosity(verbosity)
+    enable_progress_bars()
+    transformers_logging.enable_progress_bar()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def curves_left_out() -> Iterator[None]:
     """Training runs draw no curves, which takes 0.5 s each; engine/test_run_report.py puts the function back."""

@@ -107,9 +107,10 @@ class ReferenceStores:
         if any(one.missing for one in opened):
             named = next(one.data.where for one in opened if one.missing)
             if from_first_rank(self._changed):
+                source = self.plan.source.name
                 raise OptionError(
-                    f"{named}: its reference log-probs are not in the cache, and the files of "
-                    f"{self.plan.source.name} or of its adapters have changed since the run began; pass it to the constructor as eval_dataset"
+                    f"{named}: its reference log-probs are not in the cache, and the files of {source} or of its "
+                    "adapters have changed since the run began; pass it to the constructor as eval_dataset"
                 )
             if not loadable:
                 raise OptionError(
@@ -162,7 +163,7 @@ class ReferenceStores:
                 store = LogpStore(_folder(), self.key(data), partners, self._width)
                 for fault in store.read():
                     self.context.tell(fault)
-                if prepare and store.missing:
+                if prepare and store.missing and not self._changed:
                     store.prepare()
                 seen = store.folder, len(store.parts), store.missing
             folder, parts, missing = from_first_rank(seen)

@@ -30,6 +30,8 @@ CLOSE = 1e-5
 _SAMPLED = "test_every_step_is_that_of_peft_in_float64"
 OPTIONS = {"KTO": KTOOptions, "CPO": CPOOptions, "DPO": DPOOptions, "OnlineDPO": DPOOptions}
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:

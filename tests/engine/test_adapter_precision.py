@@ -17,6 +17,8 @@ from alignment.engines.scoring import PolicyEngine
 
 RATE = 1e-6
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:

@@ -25,6 +25,8 @@ from alignment.models.quantization import Quantization
 # Backend, and whether weights are gathered for the whole rollout.
 WAYS = [("generate", True), ("continuous", True), ("generate", False)]
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:

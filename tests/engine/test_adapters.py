@@ -87,7 +87,12 @@ KINDS = {
 COPIED = {"random", "pissa"}  # which change the model before any training
 
 
-@pytest.mark.parametrize("kind", KINDS)
+LONGER = {"dora", "rslora", "pissa", "head", "loha", "lokr", "oft"}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.ci) if kind in LONGER else kind for kind in KINDS]
+)
 def test_what_is_saved_is_what_was_trained(kind: str, base: str, tmp_path: Path) -> None:
     """PEFT reads it onto the base, and the reference was the policy as given: every loss of the first step is 0.5."""
     trainer = trained(base, tmp_path, KINDS[kind])
@@ -120,6 +125,7 @@ def test_the_saved_folder(base: str, tmp_path: Path) -> None:
     assert isinstance(peft.AutoPeftModelForCausalLM.from_pretrained(trainer.output_dir), PeftModel)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("stage", ["stage0", "stage3"])
 def test_training_goes_on_from_a_folder(stage: str, base: str, tmp_path: Path) -> None:
     """Adapters with nonzero A and B: the reference is a frozen copy of them, and equals a model of its own."""
@@ -184,6 +190,7 @@ def test_a_live_model_with_adapters(base: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(loaded), found, rtol=0, atol=1e-5)
 
 
+@pytest.mark.ci
 def test_two_live_adapters(base: str, tmp_path: Path) -> None:
     """One is trained against the other; with the same adapter as the reference's model that is the same run."""
     first, second = (trained(base, tmp_path / name, LoraConfig(r=2), seed=n).output_dir for n, name in enumerate("ab"))
@@ -237,6 +244,7 @@ def test_a_reward_model_trains_and_saves_its_score(base: str, tmp_path: Path) ->
     assert "base_model.model.score.weight" in peft.load_peft_weights(str(trainer.output_dir), device="cpu")
 
 
+@pytest.mark.ci
 def test_packed_checkpoints_and_live_packed_models(base: str, tmp_path: Path) -> None:
     """Stored as bytes they train as they are, and at stage 3 packed anew: the same numbers as packed on loading."""
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
@@ -311,6 +319,7 @@ def test_two_references_are_one_too_many(base: str, tmp_path: Path) -> None:
         DPOTrainer(model, args=args, train_dataset=paired_rows(2), optimizers=(optimizer, None))
 
 
+@pytest.mark.ci
 def test_a_second_round_at_stage_3_has_its_own_reference(base: str, tmp_path: Path) -> None:
     """The weights of a live model stay divided after a run; the next run's reference is the policy as it is then."""
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, init_lora_weights=False))

@@ -161,6 +161,7 @@ def test_a_precomputed_reference_trains_as_a_live_one(
         )
 
 
+@pytest.mark.ci
 def test_dropout_is_the_same_in_a_run_that_finds_its_store(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +279,8 @@ def test_other_weights_are_another_store(
     trainer.precompute()
     second = stored(stores)
     assert built == ["reference", "released"] * 2
+    first.pop("file-hashes.json", None)
+    second.pop("file-hashes.json", None)
     assert len(second) == 2 * len(first) and first.items() <= second.items()
 
 
@@ -323,6 +326,7 @@ def _end() -> None:
     raise Killed
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("where", ["before a write", "in a write", "after a write"])
 def test_an_interrupted_pass_goes_on(
     where: str, models: dict[str, str], tmp_path: Path, stores: Path, monkeypatch: pytest.MonkeyPatch

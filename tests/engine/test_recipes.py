@@ -23,6 +23,8 @@ TWO_STEPS = (
     *("--max_length", str(POSITIONS)),
 )
 
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("library_bars")]
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:

@@ -8,16 +8,13 @@ import math
 import os
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT, Launch
-from datasets import enable_progress_bars
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification, set_seed
-from transformers.utils import logging as transformers_logging
 
 from alignment.config.errors import OutputError
 from examples.demo import data, grammar, report
@@ -368,16 +365,6 @@ def test_a_kept_model_is_used_only_for_what_it_was_made_from(tmp_path: Path) -> 
 
 
 # The program ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def library_bars() -> Iterator[None]:
-    """The demo turns the libraries' progress bars and warnings off; later tests find them as they were."""
-    verbosity = transformers_logging.get_verbosity()
-    yield
-    transformers_logging.set_verbosity(verbosity)
-    enable_progress_bars()
-    transformers_logging.enable_progress_bar()
 
 
 def test_the_whole_program(

@@ -43,6 +43,7 @@ def check_result(folder: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
+@pytest.mark.ci
 def test_the_main_job_under_deepspeed(
     arguments: list[str], tmp_path: Path, launch: Callable[..., Any], ranks: RankServer
 ) -> None:

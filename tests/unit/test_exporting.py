@@ -94,6 +94,7 @@ ENDS: dict[str, tuple[str, dict[str, Any], bool]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("ends", ENDS)
 def test_a_tied_base_with_a_trained_embedding_or_head(ends: str, bases: dict[str, str], tmp_path: Path) -> None:
     base, more, tied = ENDS[ends]
@@ -113,6 +114,7 @@ def test_an_adapted_embedding_that_was_saved_without_its_base(bases: dict[str, s
     assert (logps(ours) - logps(model)).abs().max() < 1e-5 and not ours.config.tie_word_embeddings
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("saved", [["embed_tokens", "lm_head"], None], ids=["trained", "resized only"])
 def test_new_tokens(saved: list[str] | None, bases: dict[str, str], tmp_path: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(bases["tied"])
@@ -124,6 +126,7 @@ def test_new_tokens(saved: list[str] | None, bases: dict[str, str], tmp_path: Pa
     assert (logps(ours, 90) - logps(model, 90)).abs().max() < 1e-5
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("start", ["causal", "classifier"])
 def test_a_classifier_keeps_its_trained_score(start: str, bases: dict[str, str], tmp_path: Path) -> None:
     base = bases["tied"] if start == "causal" else make_classifier(tmp_path / "base")
@@ -142,6 +145,7 @@ def test_a_classifier_keeps_its_trained_score(start: str, bases: dict[str, str],
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("method", "recorded"),
     [(FOUR_BITS, True), (FOUR_BITS, False), ({"load_in_8bit": True}, True)],
@@ -254,6 +258,7 @@ def test_an_export_in_bf16_rounds_once_and_says_what_is_lost(tmp_path: Path) -> 
     assert "a cosine of 0.9" in "\n".join(report.lines())
 
 
+@pytest.mark.ci
 def test_bf16_experts_are_rounded_once(bases: dict[str, str], tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(bases["moe"], dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
     config = lora(r=2, target_modules=["q_proj"], target_parameters=EXPERTS)
