@@ -28,6 +28,8 @@ from tools.ranks import RankServer
 STARTS = ("new", "continued")
 PLACEMENTS = ("adapter", "replica", "sharded", "offload")
 
+pytestmark = pytest.mark.ci
+
 
 def case_of(kind: str, stage: str, start: str, ranks: int = 1) -> Combination:
     """A case of KTO as ``adapter_grid`` has them."""

@@ -358,6 +358,7 @@ def test_the_names_of_integrations_are_transformers() -> None:
     assert set(INTEGRATIONS) == set(INTEGRATION_TO_CALLBACK) - {"trackio"}
 
 
+@pytest.mark.ci
 def test_two_ranks_answer_as_one(model: str, ranks: RankServer, tmp_path: Path) -> None:
     """What a callback asks for on one rank, in whatever event, all do; and the best weights come back on both."""
     (tmp_path / "run.json").write_text(json.dumps({"model": model, "out": str(tmp_path / "run")}))

@@ -29,6 +29,7 @@ def test_the_store_serves_as_long_as_it_is_held(ranks: RankServer) -> None:
     assert "rank 0 was given a word" in done.stdout and "rank 1 was given a word" in done.stdout
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("rank_0_is", "said"), [("patient", "rank 0 waited"), ("impatient", "rank 0 gave up")])
 def test_a_collective_waits_as_long_as_was_set(ranks: RankServer, rank_0_is: str, said: str) -> None:
     done = ranks.run(DRIVERS / "process_group.py", rank_0_is, timeout=60, check=False)

@@ -99,6 +99,7 @@ def test_states_have_the_bits_of_the_name(optim: str) -> None:
     assert made.state[layer.weight]["state1"].dtype == made.state[layer.weight]["state2"].dtype == wanted
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("stage", ["stage0", "stage2", "stage3", "stage2-offload", "stage3-offload"])
 def test_8bit_adam_learns_as_adam_does(model: str, tmp_path: Path, stage: str) -> None:
     """Quantised moments change a step by percents: the course of the loss is the same, its digits are not."""

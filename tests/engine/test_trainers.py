@@ -219,6 +219,7 @@ def test_a_reference_of_another_size_gets_buffers_of_its_own(paths: dict[str, st
     assert found["wide"] == 4 * found["own"]
 
 
+@pytest.mark.ci
 def test_ten_trainers_one_after_another(paths: dict[str, str], tmp_path: Path) -> None:
     """Every stage, twice, in one process; each starts afresh and gives the same losses."""
     found = []

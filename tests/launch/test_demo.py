@@ -367,6 +367,7 @@ def test_a_kept_model_is_used_only_for_what_it_was_made_from(tmp_path: Path) -> 
 # The program ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_the_whole_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], library_bars: None
 ) -> None:

@@ -114,6 +114,7 @@ def check_message(stderr: str, what: str) -> None:
     assert len(spoken) == 1 and MESSAGES[what] in spoken[0], stderr[-3000:]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("what", MESSAGES)
 def test_rank_1_fails(arguments: list[str], tmp_path: Path, ranks: RankServer, what: str) -> None:
     """Without a launcher that would end the other rank."""

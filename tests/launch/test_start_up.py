@@ -73,6 +73,7 @@ def test_an_answer_about_options_imports_no_library(arguments: list[str], code: 
     pytest.fail(f"CPU seconds of three runs: {seconds}")
 
 
+@pytest.mark.ci
 def test_a_run_of_kto_imports_what_it_needs(tmp_path: Path, launch: Launch) -> None:
     make_model(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in unpaired_rows(8)))
