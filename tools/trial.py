@@ -18,7 +18,7 @@ from tools.ranks import RankServer, RanksFailed
 from tools.ranks.client import ADDRESS, ROOT
 
 _RUN_PYTEST = ROOT / "tools" / "ranks" / "run_pytest.py"
-_CHOOSABLE = "not slow and not faults"
+CHOOSABLE = "not slow and not faults"
 _TESTS_FAILED, _NO_TESTS = 1, 5  # pytest's exit codes
 
 
@@ -82,7 +82,7 @@ class Tree:
             timeout: seconds.
         """
         own = RankServer(self.folder, address=server.address)
-        arguments = ["-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-m", _CHOOSABLE, *chosen]
+        arguments = ["-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-m", CHOOSABLE, *chosen]
         variables = {ADDRESS: server.address, "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             done = own.run(

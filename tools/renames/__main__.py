@@ -32,7 +32,7 @@ from tools.ranks.client import ADDRESS, ROOT, environment
 from tools.renames.copies import renamed_copy
 from tools.renames.failures import FAILURES
 from tools.renames.table import INTERNALS, TABLE, Rename, load
-from tools.trial import Verdict, workspace
+from tools.trial import CHOOSABLE, Verdict, workspace
 from tools.workers import share_out
 
 _TIMEOUT_S = 240.0
@@ -58,7 +58,18 @@ def attempt(rename: Rename, place: Path) -> Verdict:
     variables = environment(PYTHONPATH=paths, PYTHONDONTWRITEBYTECODE="1", **{FAILURES: str(failures)})
     variables.pop(ADDRESS, None)  # a rank server that runs has imported the real library
     plugins = ["-p", "no:cacheprovider", "-p", "tools.renames.failures"]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", *plugins, *shlex.split(rename.test)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "--tb=no",
+        "-m",
+        CHOOSABLE,
+        *plugins,
+        *shlex.split(rename.test),
+    ]
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
