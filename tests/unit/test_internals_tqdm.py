@@ -9,10 +9,18 @@ from weakref import WeakSet
 
 import pytest
 import tqdm.auto
+from datasets import enable_progress_bars
 from datasets.utils import tqdm as datasets_tqdm
 from transformers.utils import logging as transformers_logging
 
 from alignment.internals.tqdm import open_bars
+
+
+@pytest.fixture(autouse=True)
+def bars_are_on(library_bars: None) -> None:
+    """Whatever ran before."""
+    enable_progress_bars()
+    transformers_logging.enable_progress_bar()
 
 
 class Apart(tqdm.tqdm):  # type: ignore[type-arg]
