@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import continuing
@@ -121,6 +122,26 @@ def run_launched(
             f"{' '.join(command)} did not end within {timeout} s\nstdout: {out[-2000:]}\nstderr: {err[-4000:]}"
         )
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def selected_cases(request: pytest.FixtureRequest, test: str) -> list[Any]:
+    """The parameter ``case`` of each item of a test that this session runs: what a fixture has to compute."""
+    own = [item for item in request.session.items if item.name.startswith(f"{test}[")]
+    return [item.callspec.params["case"] for item in own if isinstance(item, pytest.Function)]
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The models that runs of adapters start from."""
+    from adapter_grid import make_bases
+
+    return make_bases(tmp_path_factory.mktemp("bases"), layers=1)
+
+
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for adapters to go on with."""
+    return tmp_path_factory.mktemp("starts")
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from alignment.config.errors import ModelError, OptionError, OutputError, first_
 from alignment.engines.export_check import Samples, compare, dataset_samples, default_samples
 from alignment.engines.export_check import outputs as measured
 from alignment.engines.export_report import MergeReport, advice
-from alignment.engines.saving import move_into
+from alignment.engines.saving import move_into, no_progress_bar, share_with_others
 from alignment.internals.transformers import loading
 from alignment.models.adapters.folder import AdapterFolder, read_adapter, task_name
 from alignment.models.adapters.merge_base import base_config, check_match, load_base, trained_dtype
@@ -170,9 +170,7 @@ def _save(model: PreTrainedModel, tokenizer: Any, folder: Path, max_shard_size: 
             tokenizer.save_pretrained(folder)
     except (ValueError, SafetensorError) as error:  # a generation config that contradicts itself, for one
         raise OutputError(f"the merged model cannot be written: {first_line(error)}") from error
-    mode = (folder / "config.json").stat().st_mode
-    for file in folder.glob("*.safetensors"):
-        file.chmod(mode)  # safetensors makes its files readable by their owner only
+    share_with_others(folder)
 
 
 @contextlib.contextmanager
@@ -245,14 +243,11 @@ def _name(dtype: torch.dtype) -> str:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without the libraries' bars and remarks on loading, dequantising and untying, which are reported here."""
-    shown, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
-    transformers_logging.disable_progress_bar()
+    verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        with warnings.catch_warnings():
+        with no_progress_bar(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         transformers_logging.set_verbosity(verbosity)
-        if shown:
-            transformers_logging.enable_progress_bar()

@@ -20,11 +20,11 @@ from transformers.utils import logging as transformers_logging
 
 from alignment.config.errors import OutputError
 from alignment.internals.deepspeed_zero3 import is_partitioned
-from alignment.models.adapters.record import Adapters, adapter_tensors, adapter_weights
+from alignment.models.adapters.record import TRAINING_BASE, Adapters, adapter_tensors, adapter_weights
 from alignment.models.source import ModelSource
 
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "adapter_model*")
-_BESIDE_WEIGHTS = ("config.json", "generation_config.json", "adapter_config.json", "training_base.json")
+_BESIDE_WEIGHTS = ("config.json", "generation_config.json", "adapter_config.json", TRAINING_BASE)
 
 
 def gathered_state_dict(model: PreTrainedModel, keep: bool, only: Collection[str] | None = None) -> dict[str, Tensor]:
@@ -129,11 +129,11 @@ def _write(folder: Path, tokenizer: Any, save: Callable[[Path], None]) -> None:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        with _no_progress_bar():
+        with no_progress_bar():
             save(partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
-        _share_with_others(partial)
+        share_with_others(partial)
         move_into(partial, folder)
     except (OSError, SafetensorError) as error:
         raise OutputError(f"output_dir: could not write the model to {folder}: {error}") from error
@@ -149,7 +149,7 @@ def load_weights(model: PreTrainedModel, folder: Path, *, first_rank: bool) -> N
     """
     state: dict[str, Tensor] = {}
     if first_rank:
-        with _no_progress_bar():
+        with no_progress_bar():
             state = type(model).from_pretrained(folder, dtype=model.dtype).state_dict()
     for name, parameter in model.named_parameters():
         _fill(parameter, state.get(name))
@@ -166,7 +166,7 @@ def _fill(parameter: nn.Parameter, value: Tensor | None) -> None:
 
 
 @contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
     """transformers' bar for the shards would break the run's own."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
@@ -177,7 +177,7 @@ def _no_progress_bar() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _share_with_others(folder: Path) -> None:
+def share_with_others(folder: Path) -> None:
     """Give weights the mode of the files beside them: safetensors makes its own readable by their owner only."""
     mode = next(folder.glob("*.json")).stat().st_mode
     for file in folder.glob("*.safetensors"):

@@ -23,6 +23,7 @@ from alignment.engines.launch_env import init_distributed, local_rank, rank
 from alignment.engines.optimizers import check_optimization
 from alignment.engines.phases import Phases
 from alignment.models.adapters.record import unwrapped
+from alignment.planning.engines import plan_engines
 from alignment.references.engine import ReferencePlan
 from alignment.reporting.log import JsonlLog, strict
 from alignment.training.arguments import (
@@ -43,7 +44,7 @@ from alignment.training.data import PreparedData, prepare_data, total_steps, win
 from alignment.training.evaluation import evaluate, evaluation_windows
 from alignment.training.loop import TrainingLoop
 from alignment.training.method import AnyMethod
-from alignment.training.run_engines import RunEngines, plan_engines
+from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import RunState
 from alignment.training.summary import write_report
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_grid import BITS, FACTORS, Combination, adapter_run, make_bases, name_of, part, reference_of, sampled
-from conftest import DRIVERS
+from conftest import DRIVERS, selected_cases
 from oracle.adapters import AdapterStep, Task, dense_base, steps_of
 from oracle.dense import CPOOptions, DPOOptions, KTOOptions
 from oracle.pairs import pairs_of
@@ -31,16 +31,6 @@ _SAMPLED = "test_every_step_is_that_of_peft_in_float64"
 OPTIONS = {"KTO": KTOOptions, "CPO": CPOOptions, "DPO": DPOOptions, "OnlineDPO": DPOOptions}
 
 pytestmark = pytest.mark.ci
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return make_bases(tmp_path_factory.mktemp("bases"), layers=1)
-
-
-@pytest.fixture(scope="module")
-def starts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("starts")
 
 
 class Oracle:
@@ -157,9 +147,7 @@ def found(
     request: pytest.FixtureRequest,
 ) -> Results:
     """The runs of the tests that were selected, and no others."""
-    own = [item for item in request.session.items if item.name.startswith(f"{_SAMPLED}[")]
-    cases = [item.callspec.params["case"] for item in own if isinstance(item, pytest.Function)]
-    return outcomes(cases, bases, starts, tmp_path_factory.mktemp("sampled"), ranks)
+    return outcomes(selected_cases(request, _SAMPLED), bases, starts, tmp_path_factory.mktemp("sampled"), ranks)
 
 
 @pytest.mark.parametrize("case", sampled(), ids=name_of)

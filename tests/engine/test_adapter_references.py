@@ -10,7 +10,7 @@ from typing import Any
 import bitsandbytes
 import pytest
 import torch
-from adapter_grid import BITS, Combination, adapter_run, make_bases
+from adapter_grid import BITS, Combination, adapter_run
 from conftest import DRIVERS
 from oracle.adapters import adapted, completion_logps, dense_base
 from peft import PeftModel
@@ -35,16 +35,6 @@ def case_of(kind: str, stage: str, start: str, ranks: int = 1) -> Combination:
     """A case of KTO as ``adapter_grid`` has them."""
     case = {"method": "KTO", "kind": kind, "stage": stage, "ranks": ranks, "start": start}
     return case | {"checkpointing": "unchecked"}
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return make_bases(tmp_path_factory.mktemp("bases"), layers=1)
-
-
-@pytest.fixture(scope="module")
-def starts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("starts")
 
 
 @pytest.fixture

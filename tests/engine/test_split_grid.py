@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import selected_cases
 from helpers import STAGES, make_classifier, make_model
 from safetensors.torch import load_file
 from split_grid import FACTORS, Combination, grid_run, name_of, part, reference_of, sampled
@@ -79,9 +80,7 @@ def found(
     request: pytest.FixtureRequest,
 ) -> Results:
     """The runs of the tests that were selected, and no others."""
-    own = [item for item in request.session.items if item.name.startswith(f"{_SAMPLED}[")]
-    cases = [item.callspec.params["case"] for item in own if isinstance(item, pytest.Function)]
-    return outcomes(cases, models, tmp_path_factory.mktemp("sampled"), ranks)
+    return outcomes(selected_cases(request, _SAMPLED), models, tmp_path_factory.mktemp("sampled"), ranks)
 
 
 @pytest.mark.parametrize("case", sampled(), ids=name_of)

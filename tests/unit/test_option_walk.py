@@ -98,7 +98,7 @@ def produced(options: AlignmentConfig) -> tuple[Any, ...]:
     from helpers import tiny_config
 
     from alignment.models.source import ModelSource
-    from alignment.training.run_engines import plan_engines
+    from alignment.planning.engines import plan_engines
 
     model = ModelSource("model", None, tiny_config("tied"), {})
     plan = plan_engines(options, model, model if options.method in WITH_REFERENCE else None)

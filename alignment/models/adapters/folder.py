@@ -16,10 +16,11 @@ from peft import PeftConfig, PeftType, TaskType
 from safetensors import SafetensorError, safe_open
 
 from alignment.config.errors import ModelError, first_line, listing
+from alignment.models.adapters.kinds import KINDS
+from alignment.models.adapters.record import TRAINING_BASE
 from alignment.models.tasks import CAUSAL_LM, REWARD_MODEL, Task
 
-TRAINING_BASE = "training_base.json"
-MERGEABLE = (PeftType.LORA, PeftType.IA3, PeftType.LOHA, PeftType.LOKR, PeftType.OFT)
+MERGEABLE = tuple(map(PeftType, KINDS))
 _CONFIG, _WEIGHTS, _PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 _WRAPPED = re.compile(r"\.(original_module|modules_to_save)\.")
 _TASKS: dict[str, Task] = {"causal_lm": CAUSAL_LM, "classifier": REWARD_MODEL}

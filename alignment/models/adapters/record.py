@@ -13,6 +13,8 @@ from alignment.config.errors import ModelError
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
+TRAINING_BASE = "training_base.json"  # beside saved adapters: what they were trained on, of which PEFT records a part
+
 
 @dataclass(frozen=True)
 class Adapters:

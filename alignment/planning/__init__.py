@@ -1,0 +1,1 @@
+"""What a run will be made of, decided before anything is loaded."""
