@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from alignment.config.errors import AlignmentError
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
@@ -39,6 +42,25 @@ def from_first_rank(value: Any) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def on_first_rank(compute: Callable[[], Any]) -> Any:
+    """What ``compute`` gives on the first rank, on every rank; what it raises for the user, every rank raises.
+
+    Raises:
+        AlignmentError: that of the first rank.
+    """
+    result: Any = None
+    failed: AlignmentError | None = None
+    if dist.get_rank() == 0:
+        try:
+            result = compute()
+        except AlignmentError as error:
+            failed = error
+    result, failed = from_first_rank((result, failed))
+    if failed is not None:
+        raise failed
+    return result
 
 
 def barrier() -> None:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.distributed import Store
 
 
@@ -43,6 +43,14 @@ def is_dropout(module: nn.Module) -> TypeGuard[nn.Dropout]:
     from torch import nn
 
     return isinstance(module, nn.modules.dropout._DropoutNd)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written into.
+
+    Autograd counts it, to notice what it had saved for the backward pass being overwritten. Seen with torch 2.13.
+    """
+    return int(tensor._version)
 
 
 @contextlib.contextmanager
