@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alignment.config.errors import OptionError, OutputError, did_you_mean, setting
+from alignment.engines.checkpoints.lock import LOCK
+from alignment.reporting.durable import replace_text
 
 if TYPE_CHECKING:
     from transformers import TrainerState
@@ -31,7 +33,7 @@ def check_output_folder(folder: Path, overwrite: bool, option: str = "output_dir
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
         if not existing.is_dir():
             raise OutputError(f"{option}: {existing} is not a folder; choose another {option}")
-        if existing == folder and any(folder.iterdir()) and not overwrite:
+        if existing == folder and _in_use(folder) and not overwrite:
             raise OutputError(
                 f"{option}: {folder} is not empty; choose another folder"
                 + (" or set overwrite_output_dir: true" if option == "output_dir" else "")
@@ -43,15 +45,20 @@ def check_output_folder(folder: Path, overwrite: bool, option: str = "output_dir
         raise OutputError(f"{option}: {folder} cannot be written: {reason}; choose another {option}") from error
 
 
+def _in_use(folder: Path) -> bool:
+    """Whether there is anything but a lock: of this run, or of one that was killed before it wrote."""
+    return any(not path.name.startswith(LOCK) for path in folder.iterdir())
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write readable JSON, making the folder.
+    """Write readable JSON, making the folder; a file that is there is replaced whole.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: it cannot be written; a file that was there is as it was.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+        replace_text(path, json.dumps(content, indent=2, default=str) + "\n")
     except OSError as error:
         raise OutputError(f"output_dir: could not write {path}: {error}") from error
 

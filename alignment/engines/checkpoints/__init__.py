@@ -1,0 +1,1 @@
+"""Checkpoints of a run, and the output folder that they are in."""
