@@ -64,8 +64,12 @@ def on_first_rank(compute: Callable[[], Any]) -> Any:
 
 
 def barrier() -> None:
-    """Wait for every rank."""
-    dist.all_reduce(torch.zeros((), device=device()))
+    """Return when every rank has called this; the host waits, on NCCL too.
+
+    An all-reduce would not do: on NCCL it orders what the GPU computes, and returns at once.
+    """
+    here = device()
+    dist.barrier(device_ids=[here.index] if here.type == "cuda" else None)
 
 
 def device() -> torch.device:
