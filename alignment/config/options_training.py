@@ -87,7 +87,8 @@ class SavingOptions:
     TITLE: ClassVar[str] = "Saving and the hub"
 
     overwrite_output_dir: bool = option(
-        False, "Write into an output folder that is not empty; checkpoints and logs in it are moved to `previous-1` ….",
+        False,
+        "Write into an output folder that is not empty; checkpoints and logs in it are moved to `previous-1` ….",
     )
     save_strategy: Strategy = option(Strategy.STEPS, "When to save the model: `no`, `steps` or `epoch`.")
     save_steps: int = option(500, "Optimizer steps between saves.")

@@ -89,7 +89,6 @@ class Phases:
         """Restore what :meth:`state_dict` gave."""
         self.records = {_NAMES.get(name, name): PhaseRecord(**record) for name, record in state["records"].items()}
 
-
     def redistributed(self, states: Sequence[Any], rank: int) -> Any:
         """For another number of ranks: the first one takes over every rank's tokens."""
         records = over_ranks([state["records"] for state in states])

@@ -37,12 +37,12 @@ from alignment.rewards.judges import Judge
 from alignment.rewards.reward_model import ClassifierReward
 from alignment.rewards.samples import RewardSource
 from alignment.training.checkpointing.fingerprints import code_fingerprint, model_fingerprint
+from alignment.training.checkpointing.output_folder import COMPLETIONS
 from alignment.training.context import Resources, RunContext
 from alignment.training.data import PreparedData
 from alignment.training.method import Models
 from alignment.training.window import WindowPass
 
-COMPLETIONS = "completions.jsonl"
 Function: TypeAlias = Callable[..., Any] | PreTrainedModel | str
 
 

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel, enable_full_determinism, set_seed
 
 from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
-from alignment.engines.collectives import device
-from alignment.engines.optimizers import build_optimizer, build_scheduler
 from alignment.engines.checkpoints.engine_state import EngineState
 from alignment.engines.checkpoints.frozen import FrozenTensors
+from alignment.engines.collectives import device
+from alignment.engines.optimizers import build_optimizer, build_scheduler
 from alignment.engines.saving import (
     load_adapters,
     load_weights,

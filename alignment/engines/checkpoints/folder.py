@@ -29,8 +29,8 @@ def checkpoint_step(path: Path) -> int | None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Checkpoint folders, the oldest step first."""
-    found = [(step, path) for path in folder.glob(f"{CHECKPOINT_PREFIX}*") if (step := checkpoint_step(path)) is not None]
-    return [path for _, path in sorted(found)]
+    found = ((checkpoint_step(path), path) for path in folder.glob(f"{CHECKPOINT_PREFIX}*"))
+    return [path for _, path in sorted((step, path) for step, path in found if step is not None)]
 
 
 def partial_of(target: Path) -> Path:

@@ -27,8 +27,8 @@ from alignment.models.source import ModelSource
 from alignment.planning.engines import EnginePlan
 from alignment.training.context import RunContext
 
-# Options that leave the numbers of a run alone, or move them by rounding only (where and how fast things are computed),
-# or that fingerprints stand for (what is read), or that say how long the run is. All others have to stay the same.
+# Options that leave the numbers of a run alone or move them by rounding only (where and how fast things are computed),
+# that fingerprints stand for (what is read), or that say how long the run is. All others have to stay the same.
 MAY_CHANGE = frozenset(
     words(
         """

@@ -56,7 +56,7 @@ def _ways_out(folder: Path, option: str) -> str:
 
 def _content(folder: Path) -> Iterator[Path]:
     """What is in the folder beside what a run holds it by."""
-    return (path for path in folder.iterdir() if path.name != LOCK)
+    return (path for path in folder.iterdir() if not path.name.startswith(LOCK))
 
 
 def holds_run(folder: Path) -> bool:

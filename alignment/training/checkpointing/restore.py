@@ -85,7 +85,7 @@ def _follow_schedule(checkpoint: Checkpoint, context: RunContext, engines: RunEn
             group["lr"] = value
         scheduler._last_lr = rates
     context.tell(
-        f"resume_from_checkpoint: the run has {total_steps} steps now and had {checkpoint.manifest.total_steps}; its "
-        f"schedule is drawn out over them, so the learning rate goes on at {scheduler.get_last_lr()[0]:.4g} instead of "
+        f"resume_from_checkpoint: the run has {total_steps} steps now and had {checkpoint.manifest.total_steps}; the "
+        f"schedule spans all of them, so the learning rate goes on at {scheduler.get_last_lr()[0]:.4g} instead of "
         f"{before[0]:.4g}"
     )

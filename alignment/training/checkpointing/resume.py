@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from alignment.config.errors import CheckpointError, OptionError, did_you_mean, show
-from alignment.engines.checkpoints.folder import checkpoint_step, checkpoints
+from alignment.engines.checkpoints.folder import checkpoints
+from alignment.engines.checkpoints.fragments import check_fragments
 from alignment.engines.checkpoints.manifest import Manifest
-from alignment.engines.checkpoints.optimizer_state import check_fragments
 from alignment.engines.collectives import gathered, on_first_rank
 from alignment.engines.launch_env import rank, world_size
 from alignment.training.checkpointing.output_folder import LOG, check_output_folder, holds_model, holds_run
@@ -76,8 +76,8 @@ def _named(output_dir: Path, asked: str) -> Path:
         raise CheckpointError(f"{_OPTION}={asked!r}: there is no such folder{near or f'; set {LATEST}, or a folder'}")
     if not (folder / "manifest.json").exists() and checkpoints(folder):
         raise CheckpointError(
-            f"{_OPTION}={asked!r}: it holds checkpoints and is none; set {_OPTION}: {LATEST} with output_dir: {asked}, "
-            f"or one of {', '.join(path.name for path in checkpoints(folder))}"
+            f"{_OPTION}={asked!r}: it holds checkpoints and is none; set {_OPTION}: {LATEST} with output_dir: "
+            f"{asked}, or one of {', '.join(path.name for path in checkpoints(folder))}"
         )
     return folder
 
@@ -132,14 +132,14 @@ def _usable(folder: Path, method: str) -> Manifest:
     if not manifest.resumable:
         raise CheckpointError(f"{folder}: it holds the model only (save_only_model), so no run can go on from it")
     manifest.check_files(folder)
-    check_fragments(folder, manifest.world_size)
+    check_fragments(folder)
     return manifest
 
 
 def _none_usable(output_dir: Path, problems: Sequence[str]) -> CheckpointError:
     return CheckpointError(
-        f"{_OPTION}: {output_dir} has checkpoints and none to go on from: {'; '.join(problems)}. To begin anew, choose "
-        "another output_dir"
+        f"{_OPTION}: {output_dir} has checkpoints and none to go on from: {'; '.join(problems)}. To begin anew, "
+        "choose another output_dir"
     )
 
 
@@ -234,8 +234,8 @@ def check_same_run(checkpoint: Checkpoint, present: Present, *, anyway: bool, te
     differences = list(_differences(manifest, present))
     if differences and not anyway:
         raise OptionError(
-            f"{_OPTION}: {checkpoint.folder.name} is of a run with other numbers: {'; '.join(differences)}. Set them as "
-            "they were, or resume_anyway: true to go on with the new ones"
+            f"{_OPTION}: {checkpoint.folder.name} is of a run with other numbers: {'; '.join(differences)}. Set them "
+            "as they were, or resume_anyway: true to go on with the new ones"
         )
     for difference in differences:
         tell(f"resume_anyway: {difference}")
@@ -244,27 +244,26 @@ def check_same_run(checkpoint: Checkpoint, present: Present, *, anyway: bool, te
 def _check_window(before: int, present: Present) -> None:
     if before == present.window:
         return
-    rows = present.micro_batch * world_size()
-    fitting = f"gradient_accumulation_steps: {before // rows}"
-    if before % rows:
-        micro = next(size for size in range(present.micro_batch, 0, -1) if before % (size * world_size()) == 0 or size == 1)
-        fitting = f"per_device_train_batch_size: {micro} and gradient_accumulation_steps: {before // (micro * world_size())}"
-        if before % (micro * world_size()):
-            fitting = f"a number of ranks that divides {before}"
     raise OptionError(
         f"{_OPTION}: a step of this run takes {present.window} rows on {world_size()} rank(s), and took {before}; set "
-        f"{fitting}"
+        f"{_fitting(before, present.micro_batch, world_size())}"
     )
 
 
+def _fitting(window: int, micro_batch: int, ranks: int) -> str:
+    """The batch and the accumulation that make up a window, with the largest micro-batch up to the present one."""
+    if window % ranks:
+        return f"a number of ranks that divides {window}"
+    micro = next(size for size in range(micro_batch, 0, -1) if window % (size * ranks) == 0)
+    batch = "" if micro == micro_batch else f"per_device_train_batch_size: {micro} and "
+    return f"{batch}gradient_accumulation_steps: {window // (micro * ranks)}"
+
+
 def _differences(manifest: Manifest, present: Present) -> Iterator[str]:
-    for kind, was, now in (
-        ("", manifest.options, present.options),
-        ("", manifest.fingerprints, present.fingerprints),
-    ):
+    for was, now in ((manifest.options, present.options), (manifest.fingerprints, present.fingerprints)):
         for name in sorted(was.keys() | now.keys()):
             if was.get(name) != now.get(name):
-                yield f"{kind}{name} was {_shown(was, name)}, is {_shown(now, name)}"
+                yield f"{name} was {_shown(was, name)}, is {_shown(now, name)}"
     if present.total_steps < manifest.total_steps:
         yield f"the steps of the run were {manifest.total_steps}, are {present.total_steps}"
 

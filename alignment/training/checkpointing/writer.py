@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from safetensors import SafetensorError
 import alignment
 from alignment.config.errors import AlignmentError, CheckpointError, OutputError, one_line
 from alignment.engines.checkpoints.folder import checkpoint_folder, partial_of, prune_checkpoints, publish
+from alignment.engines.checkpoints.fragments import fragment_file
 from alignment.engines.checkpoints.frozen import frozen_bytes, frozen_file, write_frozen
 from alignment.engines.checkpoints.manifest import Manifest, files_in
 from alignment.engines.checkpoints.optimizer_state import (
+    ExportedTensor,
     fragment_bytes,
-    fragment_file,
+    fragment_ranks,
     write_fragments,
     writes_fragments,
 )
@@ -117,8 +119,8 @@ class CheckpointWriter:
             self.failure = self._written(target)
         if self.failure is not None:
             self.context.tell(
-                f"checkpoint-{step}: not written, {self.failure}; those from before are kept, the run goes on and tries "
-                "again at the next save"
+                f"checkpoint-{step}: not written, {self.failure}; those from before are kept, and the run goes on and "
+                "tries again at the next save"
             )
             return False
         self.newest = step
@@ -131,7 +133,7 @@ class CheckpointWriter:
         partial = partial_of(target)
         model, state = self._bytes()
         failed = self._agreed(lambda: self._prepare(partial, model + state))
-        exported: dict[str, tuple[str, str]] = {}
+        exported: dict[str, ExportedTensor] = {}
         if failed is None:
             failed = self._agreed(lambda: self.engines.write(partial))
         if failed is None and self.resumable:
@@ -164,18 +166,20 @@ class CheckpointWriter:
         if free < size + _SPARE:
             raise OutputError(f"it takes {_size(size + _SPARE)}, and {_size(free)} are free in {partial.parent}")
 
-    def _exported(self, partial: Path) -> dict[str, tuple[str, str]]:
+    def _exported(self, partial: Path) -> dict[str, ExportedTensor]:
         """Where the model's own files have the weights that train in fp32 already; the first rank looks."""
-        return exported_tensors(partial, self.engines.exported_names()) if self.context.is_first else {}
+        names = self.engines.exported_names()
+        found = exported_tensors(partial, names) if self.context.is_first else {}
+        return {name: ExportedTensor(*place) for name, place in found.items()}
 
-    def _own_files(self, partial: Path, exported: Mapping[str, tuple[str, str]]) -> dict[str, FileRecord]:
+    def _own_files(self, partial: Path, exported: Mapping[str, ExportedTensor]) -> dict[str, FileRecord]:
         """Write what this rank holds; sizes and checksums by name."""
         if not self.resumable:
             return {}
         records = {}
         policy, frozen = self.engines.policy, self.engines.frozen
         if writes_fragments(policy):
-            name = fragment_file(rank(), world_size())
+            name = fragment_file(rank(), fragment_ranks(policy))
             records[name] = write_fragments(policy, partial / name, exported)
         if frozen.changed:
             name = frozen_file(rank(), world_size())
