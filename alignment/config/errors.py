@@ -38,6 +38,8 @@ class OutputError(AlignmentError):
 
 class LastCheckpointError(OutputError):
     """Training is done, and its last checkpoint could not be written."""
+
+
 class CheckpointError(AlignmentError):
     """A checkpoint that cannot be written, read or continued from."""
 
