@@ -1,4 +1,4 @@
-"""DeepSpeed's wrapped optimizers: which tensors they step on, what those stand for, and where loss scale and counters are.
+"""DeepSpeed's wrapped optimizers: the tensors that they step on, what those stand for, the loss scale, and counters.
 
 None of it is public: ``engine.save_checkpoint`` is the only documented way to the state, and pickles all of it. The
 wrappers are told apart by their class. Seen with DeepSpeed 0.19.8, all of it.
@@ -196,7 +196,7 @@ def _laid_out(parameters: list[Any], begin: int, length: int, offsets: list[int]
 
 
 def _zero12_units(optimizer: Any) -> Iterator[Unit]:
-    """Stages 1 and 2: each group is flattened, in round-robin order if so configured, and cut into equal partitions."""
+    """Stages 1 and 2: each group is flattened, in round-robin order if configured, and cut into equal partitions."""
     from deepspeed import comm
 
     for group, master in enumerate(optimizer.single_partition_of_fp32_groups):

@@ -147,6 +147,12 @@ class RunEngines:
         """The policy's ZeRO stage."""
         return int(self.plan.policy["zero_optimization"]["stage"])
 
+    @property
+    def trains_fp32(self) -> bool:
+        """Whether the weights that train are kept in fp32, and need no masters beside them."""
+        trained = (p for p in self.policy.scorer.model.parameters() if p.requires_grad)
+        return all(parameter.dtype == torch.float32 for parameter in trained)
+
     def trained_bytes(self) -> int:
         """The size of what :meth:`write` writes."""
         return written_bytes(self.policy.scorer.model, self.plan.adapters)

@@ -95,7 +95,9 @@ class CheckpointWriter:
         if not self.resumable:
             return model, 0
         policy = self.engines.policy
-        own = (fragment_bytes(policy) if writes_fragments(policy) else 0) + frozen_bytes(self.engines.frozen)
+        # Those that train in fp32 are expected in the model's files; where they are renamed, it takes a little more.
+        exported = self.engines.exported_names() if self.engines.trains_fp32 else ()
+        own = fragment_bytes(policy, exported) + frozen_bytes(self.engines.frozen)
         return model, sum(gathered(own))
 
     def write(self, keep: Path | None) -> bool:
