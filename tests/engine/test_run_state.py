@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,7 @@ def resumed(
     done: Path,
     folder: Path,
     step: int,
-    stop: list[Any] | None = None,
+    stop: Sequence[Any] = (),
     **more: Any,
 ) -> AlignmentTrainer:
     """A fresh trainer that has gone on to its end from a step, with the logs that were written beyond it."""
@@ -148,7 +148,7 @@ def resumed(
         if path.name != f"checkpoint-{step}":
             shutil.rmtree(path)
     trainer = make(method, models, folder, **more)
-    for callback in stop or ():
+    for callback in stop:
         trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint="latest")
     trainer.close()
@@ -209,11 +209,14 @@ def test_a_checkpoint_is_what_a_step_ends_with(models: dict[str, str], tmp_path:
 
 # Everything that changes is restored -------------------------------------------------------------------------------
 
+_PAIR = ("", ".0", ".1", ".len")
 # Attributes that a step changes and that no restart needs, each with the reason.
 EXCUSED = {
     "loop._started": "a clock of this process; the seconds before are in totals",
     "loop._before": "the seconds before this process began, which totals hold",
     "loop.decision.0": "whether to stop is decided between any two steps; the last step does",
+    **{f"loop.best._before{part}": "of the newest evaluation, until its checkpoint is written" for part in _PAIR},
+    "trainer.identity.attempt": "counts how often a state was loaded",
     "loop.progress._tokens": "of the progress bar, whose rate is that of this process",
     "trainer.sampler._order.0": "the rows of an epoch in order are a function of seed and epoch, made when asked for",
     "trainer.sampler._order.1": "the same",
