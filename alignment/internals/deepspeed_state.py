@@ -1,4 +1,4 @@
-"""DeepSpeed's wrapped optimizers: which tensors they step on, what those stand for, and where loss scale and counters are.
+"""DeepSpeed's wrapped optimizers: the tensors that they step on, what those stand for, the loss scale, and counters.
 
 None of it is public: ``engine.save_checkpoint`` is the only documented way to the state, and pickles all of it. The
 wrappers are told apart by their class. Seen with DeepSpeed 0.19.8, all of it.
@@ -152,7 +152,7 @@ def replay_cpu_adam(optimizer: Any, steps: int) -> None:
     them by ``pow``, which differs in the last bits, and so would every further step.
 
     Args:
-        optimizer: an inner optimizer whose groups have the same betas.
+        optimizer: an inner optimizer.
         steps: the number of steps that its states say.
     """
     update = getattr(getattr(optimizer, "ds_opt_adam", None), "adam_update", None)
@@ -160,11 +160,11 @@ def replay_cpu_adam(optimizer: Any, steps: int) -> None:
         return
     import torch
 
-    group = optimizer.param_groups[0]
-    settings = (*group["betas"], group["eps"], group["weight_decay"], group["bias_correction"])
+    names = ("eps", "weight_decay", "bias_correction")
+    settings = [(g["lr"], *g["betas"], *(g[name] for name in names)) for g in optimizer.param_groups]
     zeros = [torch.zeros(1) for _ in range(4)]
-    for step in range(1, steps + 1):
-        update(optimizer.opt_id, step, group["lr"], *settings, *zeros)
+    for step, of_group in itertools.product(range(1, steps + 1), settings):
+        update(optimizer.opt_id, step, *of_group, *zeros)
 
 
 def _wrapper(engine: Any) -> str | None:
@@ -196,7 +196,7 @@ def _laid_out(parameters: list[Any], begin: int, length: int, offsets: list[int]
 
 
 def _zero12_units(optimizer: Any) -> Iterator[Unit]:
-    """Stages 1 and 2: each group is flattened, in round-robin order if so configured, and cut into equal partitions."""
+    """Stages 1 and 2: each group is flattened, in round-robin order if configured, and cut into equal partitions."""
     from deepspeed import comm
 
     for group, master in enumerate(optimizer.single_partition_of_fp32_groups):

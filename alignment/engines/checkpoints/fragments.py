@@ -28,7 +28,7 @@ _NAME = re.compile(r"optimizer-(\d{5,})-of-(\d{5,})\.safetensors")
 
 
 class SavedPiece(NamedTuple):
-    """``numel`` elements of the flattened parameter ``name`` from ``start`` on, at ``offset`` of the flattened unit."""
+    """``numel`` elements of the flattened parameter ``name`` from ``start`` on, at ``offset`` of the unit."""
 
     name: str
     start: int

@@ -31,7 +31,7 @@ from alignment.engines.checkpoints.fragments import (
     describe_split,
     state_key,
 )
-from alignment.engines.checkpoints.tensors import FileRecord, write_tensors
+from alignment.engines.checkpoints.tensors import FileRecord, file_bytes, write_tensors
 from alignment.engines.collectives import gathered
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.deepspeed_state import (
@@ -44,6 +44,9 @@ from alignment.internals.deepspeed_state import (
     whole_shape,
     zero_stage,
 )
+from alignment.internals.torch import first_states
+
+_SMALL = 8192  # elements; 8-bit optimizers treat tensors below 4096 as others do
 
 
 def trained_names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -79,8 +82,8 @@ def restore_group_settings(policy: PolicyEngine, settings: Sequence[Mapping[str,
     groups = inner_optimizer(policy.engine).param_groups
     if len(groups) != len(settings):
         raise CheckpointError(
-            f"the checkpoint has {len(settings)} parameter groups, the optimizer {len(groups)}; continue with the same "
-            "model and optimizer"
+            f"the checkpoint has {len(settings)} parameter groups, but the optimizer has {len(groups)}; continue with "
+            "the same model and optimizer"
         )
     for group, saved in zip(groups, settings, strict=True):
         for name, value in saved.items():
@@ -150,6 +153,41 @@ def read_fragments(
     refresh_weights(policy.engine)
 
 
+def fragment_bytes(policy: PolicyEngine, exported: Collection[str] = ()) -> int:
+    """The size of this rank's fragment file; 0 where it writes none.
+
+    Before the first step there are no states: their size is that of the states which the optimizer makes for small
+    tensors, extended to the size of the masters.
+
+    Args:
+        policy: at any time.
+        exported: names of the parameters that the model's files will hold in fp32.
+    """
+    if not writes_fragments(policy):
+        return 0
+    optimizer = inner_optimizer(policy.engine)
+    index, tensors = _contents(policy, exported)
+    absent = [unit for unit in state_units(policy.engine) if not optimizer.state.get(unit.master)]
+    known: dict[tuple[object, ...], int] = {}
+
+    def first_bytes(unit: Unit, numel: int) -> int:
+        key = (unit.group, unit.master.dtype, numel)
+        if key not in known:
+            states = first_states(optimizer, unit.group, unit.master.new_zeros(numel))
+            known[key] = sum(value.nbytes for value in states.values() if isinstance(value, Tensor))
+        return known[key]
+
+    size = file_bytes(tensors.values(), index.metadata())
+    for unit in absent:
+        numel = unit.master.numel()
+        if numel <= 2 * _SMALL:
+            size += first_bytes(unit, numel)
+        else:
+            less, more = first_bytes(unit, _SMALL), first_bytes(unit, 2 * _SMALL)
+            size += less + (more - less) * (numel - _SMALL) // _SMALL
+    return size
+
+
 @contextlib.contextmanager
 def _together() -> Iterator[None]:
     """Raise the first rank's :class:`CheckpointError` on every rank, so that none waits for it; collective."""
@@ -160,7 +198,7 @@ def _together() -> Iterator[None]:
         message = str(error)
     found = next((text for text in gathered(message) if text is not None), None)
     if found is not None:
-        raise CheckpointError(found)
+        raise CheckpointError(found) from None
 
 
 def _check_same(policy: PolicyEngine, fragments: Fragments, shapes: Collection[str]) -> None:

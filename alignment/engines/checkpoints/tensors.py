@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -79,7 +80,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     size = 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
-        for part in (header, *(chunk for _, tensor in ordered for chunk in _chunks(tensor))):
+        for part in itertools.chain([memoryview(header)], *(_chunks(tensor) for _, tensor in ordered)):
             digest.update(part)
             _write_all(descriptor, part)
             size += len(part)
@@ -312,11 +313,11 @@ def _chunks(tensor: Tensor) -> Iterator[memoryview]:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
-def _write_all(descriptor: int, part: bytes | memoryview) -> None:
-    view = memoryview(part)
+def _write_all(descriptor: int, view: memoryview) -> None:
     while len(view):
         view = view[os.write(descriptor, view) :]
 
