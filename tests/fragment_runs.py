@@ -23,11 +23,11 @@ from alignment.data.batching import collate
 from alignment.engines.checkpoints.fragment_reading import ExportedTensor
 from alignment.engines.checkpoints.fragments import fragment_file
 from alignment.engines.checkpoints.optimizer_state import (
-    trained_names,
     fragment_ranks,
     group_settings,
     read_fragments,
     restore_group_settings,
+    trained_names,
     write_fragments,
     writes_fragments,
 )
