@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from alignment.cli.commands import main
 from alignment.config.errors import AlignmentError, OptionError, OutputError
-from alignment.engines.export_check import OutputChange, dataset_samples, default_samples
-from alignment.engines.export_report import advice
-from alignment.engines.exporting import REPORT, merge_adapter
+from alignment.engines.exporting.adapter import merge_adapter
+from alignment.engines.exporting.check import OutputChange, dataset_samples, default_samples
+from alignment.engines.exporting.folder import REPORT
+from alignment.engines.exporting.report import advice
 from alignment.models.adapters.folder import TRAINING_BASE, read_adapter, write_training_base
 from alignment.models.adapters.survival import SurvivalMeter
 from alignment.models.tasks import CAUSAL_LM, REWARD_MODEL
@@ -388,7 +389,7 @@ def test_output_that_cannot_be_written(adapter: Path, tmp_path: Path) -> None:
 def test_a_folder_that_is_no_adapter(bases: dict[str, str], adapter: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert "no such folder" in refused(tmp_path / "nowhere", out)
-    assert "a full model" in refused(Path(bases["tied"]), out) and "needs no export" in refused(
+    assert "holds a full model (config.json, no adapter_config.json) and no adapter" in refused(
         Path(bases["tied"]), out
     )
     assert f"it has adapters in: {adapter.name}" in refused(adapter.parent, out)
