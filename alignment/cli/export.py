@@ -97,7 +97,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add(
         "--base", metavar="MODEL",
         help="folder or hub name of the base model: of an adapter, if not the one that it names; of a full model, "
-        "the one before training, to measure what training changed (default: the one in the run's options, if it is a folder)",
+        "the one before training, to measure what training changed (default: that of the run's options, if a folder)",
     )  # fmt: skip
     add("--revision", help="revision of the base model on the hub")
     bits = parser.add_mutually_exclusive_group()

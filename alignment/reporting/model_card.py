@@ -97,18 +97,15 @@ class ModelCard:
         noun = "reward model (a sequence classifier with one score)" if self.is_classifier else "language model"
         start = "" if self.base_model is None else f", trained from {_named(self.base_model, self.base_id)}"
         method = self.method_title or self.method
-        how = "" if method is None else f" with {escaped(method)}"
+        how = "" if method is None else f" with {escaped(public(method))}"
         if how and not start:
             how = f", trained{how}"
-        lines = [f"A {noun}{start}{how}.", *(escaped(public(line), longest=1000) for line in self.export)]
-        return "\n\n".join(lines)
+        lines = "\n".join(f"- {escaped(public(line), longest=1000)}" for line in self.export)
+        return f"A {noun}{start}{how}.\n\n{lines}".rstrip()
 
     def _training(self) -> list[str]:
-        parts = []
-        if self.papers:
-            parts.append("\n".join(f"- [{escaped(title)}]({url})" for title, url in self.papers))
-        if self.training:
-            parts.append(_facts(self.training))
+        papers = "\n".join(f"- method: [{escaped(title)}]({url})" for title, url in self.papers)
+        parts = [text for text in ("\n".join(filter(None, (papers, _facts(self.training)))),) if text]
         shown = {name: value for name, value in self.options.items() if not is_secret(name)}
         if shown:
             rows = [(escaped(name), escaped(public(value))) for name, value in shown.items()]
@@ -131,8 +128,7 @@ def escaped(text: object, longest: int = _LONGEST) -> str:
     line = " ".join(str(text).split())
     line = line if len(line) <= longest else line[: longest - 1] + "…"
     line = "".join(character for character in line if character.isprintable())
-    line = _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", line)
-    return re.sub(r"^([-+=>]|\d+(?=[.)]))", lambda found: "".join(f"&#{ord(one)};" for one in found[0]), line)
+    return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", line)
 
 
 def is_secret(name: str) -> bool:
@@ -176,7 +172,7 @@ def _last(path: str) -> str:
 def _named(name: str, on_hub: str | None) -> str:
     if on_hub is not None:
         return f"[{escaped(on_hub)}](https://huggingface.co/{on_hub})"
-    return f"{escaped(_last(name))} (a local folder)"
+    return f"{escaped(_last(name))} (a local folder)" if is_local(name) or "/" in name else escaped(name)
 
 
 def _is_tag(text: str) -> bool:

@@ -33,7 +33,7 @@ from alignment.engines.exporting.folder import (
 )
 from alignment.engines.exporting.masters import Masters, no_masters, put_masters
 from alignment.engines.exporting.report import MergeReport, advice
-from alignment.engines.exporting.source import check_manifest, file_dtype
+from alignment.engines.exporting.source import check_manifest, check_optimizer, file_dtype
 from alignment.internals.transformers import loading
 from alignment.models.adapters.folder import AdapterFolder, read_adapter, task_name
 from alignment.models.adapters.merge_base import base_config, check_match, load_base, trained_dtype
@@ -81,6 +81,7 @@ def merge_adapter(
         DataError: the dataset of the samples cannot be used.
     """
     shard_bytes = check_options(dtype, sample_count, max_shard_size, out)
+    manifest = check_manifest(adapter)
     folder = read_adapter(adapter, base, revision)
     if quantization is not None:
         folder = replace(folder, quantization=quantization)
@@ -90,7 +91,8 @@ def merge_adapter(
     target = DTYPES[dtype] if dtype != "auto" else trained_dtype(folder) or _dtype_of(config)
     stored = file_dtype(folder.weights)
     wide = target == torch.float32 and stored != torch.float32
-    manifest = check_manifest(adapter, with_optimizer=wide)
+    if wide:
+        check_optimizer(adapter, manifest)
     rows = sample_rows(samples, sample_count, tokenizer, config)
     method = _method(folder, config)
     tell(f"base: {folder.base}, {folder.task.noun}; export in {dtype_name(target)}")

@@ -138,8 +138,8 @@ def write_card(
 
 def _origin(merged: bool) -> str:
     if merged:
-        return "The adapter that was trained is merged into the weights."
-    return "All weights are here; no adapter is needed."
+        return "the adapter that was trained is merged into the weights"
+    return "all weights are here; no adapter is needed"
 
 
 def _papers(papers: Mapping[str, tuple[str, str]], loss_type: Any) -> list[tuple[str, str]]:

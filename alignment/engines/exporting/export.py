@@ -34,6 +34,6 @@ def export(
     if quantization is not None:
         bits = 4 if quantization.get("load_in_4bit") else 8
         raise OptionError(
-            f"load_in_{bits}bit: {source} is a full model, and the option is about the base of an adapter; leave it out"
+            f"load_in_{bits}bit: {source} is a full model, and the option is for an adapter's base; leave it out"
         )
     return export_model(source, out, **options)

@@ -36,12 +36,12 @@ from alignment.engines.exporting.folder import (
 )
 from alignment.engines.exporting.masters import Masters, no_masters, put_masters
 from alignment.engines.exporting.report import ModelReport, advice
-from alignment.engines.exporting.source import WeightFiles, check_manifest, weight_files
+from alignment.engines.exporting.source import WeightFiles, check_manifest, check_optimizer, weight_files
 from alignment.internals.transformers import loading
 from alignment.models.adapters.folder import task_name
 from alignment.models.adapters.survival import SurvivalMeter
 from alignment.models.source import read_config
-from alignment.models.tasks import CAUSAL_LM, CLASSIFIER, Task, is_classifier
+from alignment.models.tasks import CAUSAL_LM, CLASSIFIER, REWARD_MODEL, Task, is_classifier
 
 Outputs = list[float] | None
 
@@ -83,14 +83,16 @@ def export_model(
         DataError: the dataset of the samples cannot be used.
     """
     shard_bytes = check_options(dtype, sample_count, max_shard_size, out)
+    manifest = check_manifest(source)
     files, task = weight_files(source), _task(source)
     target = files.dtype if dtype == "auto" else DTYPES[dtype]
-    wide = target == torch.float32 != files.dtype
-    manifest = check_manifest(source, with_optimizer=wide)
     config = _config(source, task, trust_remote_code)
     tokenizer = load_tokenizer(str(source), None, trust_remote_code, needed=False)
     model = Source(source, task, files, target, trust_remote_code, tell)
     rows = sample_rows(samples, sample_count, tokenizer, config)
+    wide = target == torch.float32 != files.dtype
+    if wide:
+        check_optimizer(source, manifest)
     tell(f"{source}: {task.noun} in {dtype_name(files.dtype)}; export in {dtype_name(target)}")
     with quiet():
         start = _start(model, base, revision, recorded_base(source, manifest), rows)
@@ -219,8 +221,9 @@ def _start(
         return Start(name)
     try:
         arguments: dict[str, Any] = {"revision": revision} if revision else {}
+        task = REWARD_MODEL if source.task is CLASSIFIER else source.task  # its base need not have a head
         config = read_config(
-            name, key="base", trust_remote_code=source.trust_remote_code, init_kwargs=arguments, task=source.task
+            name, key="base", trust_remote_code=source.trust_remote_code, init_kwargs=arguments, task=task
         )
         outputs = None
         if rows is not None and _comparable(config, source.task, rows):

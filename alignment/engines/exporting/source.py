@@ -17,7 +17,7 @@ from torch import Tensor
 from alignment.config.errors import ModelError, first_line, listing
 
 MANIFEST = "manifest.json"
-OPTIMIZER = "optimizer-*.safetensors"
+_OPTIMIZER = "optimizer-*.safetensors"
 _ADAPTER, _INDEX, _WEIGHTS = "adapter_config.json", "model.safetensors.index.json", "model.safetensors"
 _DEEPSPEED = ("zero_to_fp32.py", "global_step*", "*_model_states.pt", "*_optim_states.pt")
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -49,9 +49,23 @@ class WeightFiles:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint's manifest says; empty for a folder that has none."""
+    """What a checkpoint's manifest says, and the checksums in it; empty for a folder that has none."""
 
     content: Mapping[str, Any] = field(default_factory=dict)
+    checksums: Mapping[str, str] = field(default_factory=dict)
+
+    def check(self, path: Path, names: Iterable[str]) -> None:
+        """Read files and compare their checksums.
+
+        Raises:
+            ModelError: one is not what was written.
+        """
+        for name in names:
+            if _checksum(path / name) != self.checksums[name]:
+                raise ModelError(
+                    f"{path / name} is not what was written ({MANIFEST} has another checksum): the checkpoint is "
+                    "damaged; give another"
+                )
 
     def section(self, name: str) -> Mapping[str, Any]:
         """One of its mappings, such as ``options``."""
@@ -96,37 +110,39 @@ def _neither(path: Path) -> str:
     return f"{path} is neither a model (config.json, {_WEIGHTS}) nor an adapter ({_ADAPTER})"
 
 
-def check_manifest(path: Path, *, with_optimizer: bool) -> Manifest:
+def check_manifest(path: Path) -> Manifest:
     """Compare a checkpoint's files with its manifest; a folder without one is not compared.
 
-    Sizes are those of all files. Checksums are those of the files that an export reads.
-
-    Args:
-        path: the folder.
-        with_optimizer: whether the optimizer's files, which hold the fp32 master weights, are read as well.
+    Sizes are those of all files. Checksums are those of the files that every export reads; the optimizer's, which are
+    several times as large, are left to :func:`check_optimizer`.
 
     Raises:
         ModelError: a file is missing or is not what was written.
     """
     file = path / MANIFEST
     if not file.is_file():
-        if next(path.glob(OPTIMIZER), None):
+        if next(path.glob(_OPTIMIZER), None):
             raise ModelError(f"{file} is missing beside optimizer files, so the checkpoint is not whole; give another")
         return Manifest()
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        files = {str(name): (int(one["size"]), str(one["checksum"])) for name, one in content["files"].items()}
+        sizes = {str(name): int(one["size"]) for name, one in content["files"].items()}
+        checksums = {str(name): str(one["checksum"]) for name, one in content["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{file} cannot be read ({first_line(error)}): the checkpoint is damaged") from error
-    for name, (size, _) in files.items():
+    for name, size in sizes.items():
         found = (path / name).stat().st_size if (path / name).is_file() else None
         if found != size:
             state = "missing" if found is None else f"{found} bytes long"
             raise ModelError(f"{path / name} is {state}, and {MANIFEST} has it with {size}: the checkpoint is damaged")
-    for name, (_, checksum) in files.items():
-        if (with_optimizer or not Path(name).match(OPTIMIZER)) and _checksum(path / name) != checksum:
-            raise ModelError(f"{path / name} is not what was written ({MANIFEST} has another checksum): damaged")
-    return Manifest(content)
+    manifest = Manifest(content, checksums)
+    manifest.check(path, [name for name in checksums if not Path(name).match(_OPTIMIZER)])
+    return manifest
+
+
+def check_optimizer(path: Path, manifest: Manifest) -> None:
+    """Compare the optimizer's files, which hold the fp32 master weights, with the manifest; errors as above."""
+    manifest.check(path, [name for name in manifest.checksums if Path(name).match(_OPTIMIZER)])
 
 
 def _checksum(file: Path) -> str:
