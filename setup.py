@@ -29,6 +29,7 @@ REQUIRED = [
     "pyyaml>=6.0,<7",
     "tqdm>=4.66.3,<5",
     "psutil>=5.9",
+    "xxhash>=3.0,<5",
     "matplotlib>=3.8,<4",
 ]
 

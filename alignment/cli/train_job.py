@@ -7,6 +7,7 @@ from transformers.utils import logging as transformers_logging
 
 from alignment.cli.dry_run import print_dry_run
 from alignment.config.checks import check_command_line
+from alignment.config.errors import LastCheckpointError
 from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
 from alignment.training.data import evaluation_data, training_data
@@ -42,7 +43,11 @@ def run(options: AlignmentConfig, *, precompute: bool = False) -> None:
         trainer.precompute()
         trainer.tell("train with ref_placement: precomputed to use them")
         return
-    trainer.train()
+    unsaved: LastCheckpointError | None = None
+    try:
+        trainer.train()
+    except LastCheckpointError as error:
+        unsaved = error  # the model itself may still find room
     if trainer.eval_data and options.eval_strategy == "no":
         trainer.evaluate()
     trainer.save_model()
@@ -50,3 +55,5 @@ def run(options: AlignmentConfig, *, precompute: bool = False) -> None:
     trainer.write_report(show=False)  # once more, with that evaluation
     trainer.tell(f"model, tokenizer, log.jsonl, {REPORT} and more: {trainer.output_dir}")
     trainer.close()
+    if unsaved is not None:
+        raise unsaved

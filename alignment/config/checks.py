@@ -267,6 +267,11 @@ def check_output(options: Any) -> None:
         raise OptionError(
             "load_best_model_at_end=True: there are no evaluations to choose by; set eval_strategy to steps or epoch"
         )
+    if options.overwrite_output_dir and options.resume_from_checkpoint:
+        raise OptionError(
+            f"{setting('resume_from_checkpoint', options.resume_from_checkpoint)}: with overwrite_output_dir: true "
+            "each restart would move its own checkpoints away; leave one of them out"
+        )
     chosen_by = options.metric_for_best_model or options.load_best_model_at_end
     if options.greater_is_better is not None and not chosen_by:
         raise OptionError(

@@ -36,6 +36,14 @@ class OutputError(AlignmentError):
     """A folder or file that cannot be written."""
 
 
+class LastCheckpointError(OutputError):
+    """Training is done, and its last checkpoint could not be written."""
+
+
+class CheckpointError(AlignmentError):
+    """A checkpoint that cannot be written, read or continued from."""
+
+
 class TrainingError(AlignmentError):
     """A run that had to stop: the loss became non-finite, or a step could not be taken."""
 

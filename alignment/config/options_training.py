@@ -86,11 +86,16 @@ class SavingOptions:
 
     TITLE: ClassVar[str] = "Saving and the hub"
 
-    overwrite_output_dir: bool = option(False, "Write into an output folder that is not empty.")
+    overwrite_output_dir: bool = option(
+        False,
+        "Write into an output folder that is not empty; checkpoints and logs in it are moved to `previous-1` ….",
+    )
     save_strategy: Strategy = option(Strategy.STEPS, "When to save the model: `no`, `steps` or `epoch`.")
     save_steps: int = option(500, "Optimizer steps between saves.")
     save_total_limit: int | None = option(None, "Keep only the newest so many checkpoint folders.")
-    save_only_model: bool = option(True, "Save the model without the optimizer's state.")
+    save_only_model: bool = option(
+        False, "Save the model without what a run needs to go on from it: smaller, and no run can be resumed from it."
+    )
     load_best_model_at_end: bool = option(
         False, "End with the weights that evaluated best; each new best is saved, whatever `save_strategy` says."
     )
@@ -100,7 +105,12 @@ class SavingOptions:
     greater_is_better: bool | None = option(
         None, "Whether a greater metric is better; unset: unless its name ends with `loss`."
     )
-    resume_from_checkpoint: str | bool | None = option(None, "Checkpoint folder to go on from.")
+    resume_from_checkpoint: str | bool | None = option(
+        None,
+        "Checkpoint folder to go on from; `latest` (or `true`): the newest whole one in `output_dir`, and where there "
+        "is none, begin.",
+    )
+    resume_anyway: bool = option(False, "Go on although data, models or options differ; the differences are listed.")
     push_to_hub: bool = option(False, "Upload the model to the Hugging Face hub.")
     hub_model_id: str | None = option(None, "Repository to upload to.")
     hub_token: str | None = option(None, "Token for the hub; never logged or saved.")

@@ -71,10 +71,6 @@ NOT_YET: dict[str, NotYet] = {
         "set auto, continuous or generate",
         partial=True,
     ),
-    "save_only_model": NotYet((True,), "resumable checkpoints are not supported yet", "leave it out"),
-    "resume_from_checkpoint": NotYet(
-        (None, False), "resuming is not supported yet", "give the checkpoint folder as model_name_or_path"
-    ),
     "push_to_hub": NotYet((False,), _HUB, _UPLOAD),
     "hub_model_id": NotYet((None,), _HUB, _UPLOAD),
     "hub_token": NotYet((None,), _HUB, "leave it out; `hf auth login` gives access to gated models"),

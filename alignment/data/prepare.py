@@ -52,7 +52,7 @@ def cache_name(dataset: Dataset, kind: Kind, tokenizer: Any, limits: Limits, ext
     """
     digest = hashlib.blake2b(digest_size=16)
     settings: dict[str, Any] = {"version": FORMAT_VERSION, "kind": kind, "limits": asdict(limits)}
-    settings |= {"tokenizer": _describe(tokenizer)} | ({"extra": list(extra)} if extra else {})
+    settings |= {"tokenizer": describe_tokenizer(tokenizer)} | ({"extra": list(extra)} if extra else {})
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     columns = [name for name in dict.fromkeys([*COLUMNS, *MAPPED_COLUMNS, *extra]) if name in dataset.column_names]
     arrow = dataset.select_columns(columns).with_format("arrow")
@@ -69,7 +69,7 @@ def _table_bytes(table: pa.Table) -> memoryview:
     return memoryview(sink.getvalue())
 
 
-def _describe(tokenizer: Any) -> dict[str, Any]:
+def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
     """What decides how a tokenizer turns text into ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from alignment.config.errors import AlignmentError
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
@@ -41,9 +44,32 @@ def from_first_rank(value: Any) -> Any:
     return box[0]
 
 
+def on_first_rank(compute: Callable[[], Any]) -> Any:
+    """What ``compute`` gives on the first rank, on every rank; what it raises for the user, every rank raises.
+
+    Raises:
+        AlignmentError: that of the first rank.
+    """
+    result: Any = None
+    failed: AlignmentError | None = None
+    if dist.get_rank() == 0:
+        try:
+            result = compute()
+        except AlignmentError as error:
+            failed = error
+    result, failed = from_first_rank((result, failed))
+    if failed is not None:
+        raise failed
+    return result
+
+
 def barrier() -> None:
-    """Wait for every rank."""
-    dist.all_reduce(torch.zeros((), device=device()))
+    """Return when every rank has called this; the host waits, on NCCL too.
+
+    An all-reduce would not do: on NCCL it orders what the GPU computes, and returns at once.
+    """
+    here = device()
+    dist.barrier(device_ids=[here.index] if here.type == "cuda" else None)
 
 
 def device() -> torch.device:

@@ -89,6 +89,13 @@ class Phases:
         """Restore what :meth:`state_dict` gave."""
         self.records = {_NAMES.get(name, name): PhaseRecord(**record) for name, record in state["records"].items()}
 
+    def redistributed(self, states: Sequence[Any], rank: int) -> Any:
+        """For another number of ranks: the first one takes over every rank's tokens."""
+        records = over_ranks([state["records"] for state in states])
+        if rank:
+            records = {name: {**record, "tokens": 0} for name, record in records.items()}
+        return {"records": records}
+
 
 def over_ranks(summaries: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
     """One summary of several ranks' ones: tokens added up, of everything else the largest."""

@@ -20,11 +20,16 @@ def seeded(seed: int) -> Iterator[None]:
     python, array = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices):
-            set_seed(seed % 2**32)  # NumPy's limit
+            seed_streams(seed)
             yield
     finally:
         random.setstate(python)
         np.random.set_state(array)
+
+
+def seed_streams(seed: int) -> None:
+    """Seed Python, NumPy and torch, on every device."""
+    set_seed(seed % 2**32)  # NumPy's limit
 
 
 class RandomStreams:

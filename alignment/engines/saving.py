@@ -6,20 +6,20 @@ import contextlib
 import copy
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from alignment.config.errors import OutputError
-from alignment.internals.deepspeed_zero3 import is_partitioned
+from alignment.internals.deepspeed_zero3 import is_partitioned, whole_bytes
 from alignment.models.adapters.record import TRAINING_BASE, Adapters, adapter_tensors, adapter_weights
 from alignment.models.source import ModelSource
 
@@ -139,6 +139,44 @@ def _write(folder: Path, tokenizer: Any, save: Callable[[Path], None]) -> None:
         raise OutputError(f"output_dir: could not write the model to {folder}: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def exported_tensors(folder: Path, names: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Which parameters the model files of a folder hold in fp32, as they are: their file and key by name.
+
+    Args:
+        folder: that :func:`write_model` or :func:`write_adapters` wrote.
+        names: the key that each parameter would have, by its name; a model may be saved under other keys than its own.
+    """
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            keys = set(opened.keys())
+            for name, key in names.items():
+                if key in keys and opened.get_slice(key).get_dtype() == "F32":
+                    found[name] = (file.name, key)
+    return found
+
+
+def trained_keys(model: PreTrainedModel, adapters: Adapters | None) -> dict[str, str]:
+    """The keys under which trainable parameters are saved, by their names, where no conversion renames them."""
+    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if adapters is None:
+        return {name: name for name in trainable}
+    keys = {name: f"base_model.model.{saved}" for saved, name in _adapter_names(model, adapters).items()}
+    return {name: keys[name] for name in trainable if name in keys}
+
+
+def written_bytes(model: PreTrainedModel, adapters: Adapters | None) -> int:
+    """The size of the tensors that :func:`write_model` or :func:`write_adapters` writes."""
+    wanted = model.state_dict().keys() if adapters is None else set(_adapter_names(model, adapters).values())
+    seen: set[int] = set()
+    total = 0
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in wanted and id(tensor) not in seen:
+            seen.add(id(tensor))
+            total += whole_bytes(tensor) if is_partitioned(tensor) else tensor.numel() * tensor.element_size()
+    return total
 
 
 def load_weights(model: PreTrainedModel, folder: Path, *, first_rank: bool) -> None:

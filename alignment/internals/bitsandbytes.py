@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 def hush_missing_kernel() -> None:
@@ -36,3 +40,20 @@ def compute_as_in_training(layer: Any) -> None:
         module.train()
 
     layer.register_forward_pre_hook(before)
+
+
+def state_buffer(optimizer: Any, master: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros for a state of the shape of ``master``, as the optimizer itself would allocate them at its first step.
+
+    A paged optimizer has memory that the GPU and the host share; its kernels find it by marks on the tensor. The
+    method has no documentation. Any other optimizer gets plain memory beside the master. Seen with bitsandbytes 0.50.
+    """
+    import torch
+
+    make = getattr(optimizer, "get_state_buffer", None)
+    if make is None:
+        return torch.zeros_like(master, dtype=dtype)
+    buffer: Tensor = make(master, dtype=dtype)
+    if getattr(buffer, "is_paged", False):
+        torch.cuda.synchronize()  # zeros are written by a kernel, into memory that the host is about to write to
+    return buffer

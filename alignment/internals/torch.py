@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.distributed import Store
+    from torch.optim import Optimizer
 
 
 def default_store() -> Store:
@@ -43,6 +46,14 @@ def is_dropout(module: nn.Module) -> TypeGuard[nn.Dropout]:
     from torch import nn
 
     return isinstance(module, nn.modules.dropout._DropoutNd)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written into.
+
+    Autograd counts it, to notice what it had saved for the backward pass being overwritten. Seen with torch 2.13.
+    """
+    return int(tensor._version)
 
 
 @contextlib.contextmanager
@@ -95,3 +106,32 @@ def hush_deprecated_collectives() -> None:
     DeepSpeed 0.19.8.
     """
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+
+
+def first_states(optimizer: Optimizer, group: int, example: Tensor) -> dict[str, Any]:
+    """The states that an optimizer makes for a tensor at its first step, without changing the optimizer.
+
+    There is no other way to ask: optimizers allocate while they step. Its attributes, states and groups among them,
+    are put aside meanwhile, and the step is taken from under the wrappers that torch puts around it (hooks, the
+    profiler), so that no hook of the user's runs and no schedule counts it. Seen with torch 2.13.
+
+    Args:
+        optimizer: any.
+        group: number of the parameter group whose settings count.
+        example: stepped on, with a gradient of zero.
+    """
+    import torch
+
+    attributes = dict(vars(optimizer))
+    example.grad = torch.zeros_like(example)
+    optimizer.state, optimizer.param_groups = (
+        defaultdict(dict),
+        [{**optimizer.param_groups[group], "params": [example]}],
+    )
+    try:
+        with torch.no_grad():
+            inspect.unwrap(type(optimizer).step)(optimizer)
+        return dict(optimizer.state[example])
+    finally:
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)

@@ -36,12 +36,13 @@ from alignment.rewards.functions import FunctionReward
 from alignment.rewards.judges import Judge
 from alignment.rewards.reward_model import ClassifierReward
 from alignment.rewards.samples import RewardSource
+from alignment.training.checkpointing.fingerprints import code_fingerprint, model_fingerprint
+from alignment.training.checkpointing.output_folder import COMPLETIONS
 from alignment.training.context import Resources, RunContext
 from alignment.training.data import PreparedData
 from alignment.training.method import Models
 from alignment.training.window import WindowPass
 
-COMPLETIONS = "completions.jsonl"
 Function: TypeAlias = Callable[..., Any] | PreTrainedModel | str
 
 
@@ -159,7 +160,7 @@ class OnlineResources(Resources):
         window_pass = OnlineWindowPass(
             context.method, models, context.phases, aux_coefficient, self.options, online, self.beta
         )
-        return register("online", window_pass)
+        return context.run_state.register_on_each_rank("online", window_pass)
 
     def _online(self, policy: ScoringEngine, context: RunContext) -> Online:
         """What makes pairs with this policy."""
@@ -207,6 +208,17 @@ class OnlineResources(Resources):
         for classifier in self.classifiers:
             classifier.build()
         return [classifier.describe() for classifier in self.classifiers]
+
+    def fingerprints(self) -> dict[str, str]:
+        """Of a classifier what stands for its content, of a function or a judge its name and a hash of its source."""
+        if isinstance(self.ranker, JudgeRanker):
+            return {self.ranker.judge.name: code_fingerprint(self.ranker.judge.code)}
+        assert isinstance(self.ranker, RewardRanker)
+        rewards = self.ranker.rewards
+        return {
+            name: code_fingerprint(one.function) if isinstance(one, FunctionReward) else model_fingerprint(one.source)
+            for name, one in zip(rewards.names, rewards.sources, strict=True)
+        }
 
     def settings(self) -> dict[str, Any]:
         """The DeepSpeed JSON of the reward models, by file name."""

@@ -91,7 +91,7 @@ class OnlineWindowPass(WindowPass):
         self.options, self.online, self.beta = options, online, beta
         self._epoch = 0
         # Of the start policy, for every prompt of an evaluation set, on this rank; by the set's key.
-        self._starts: dict[str, list[FirstAnswer]] = {}
+        self._starts: dict[str, dict[int, FirstAnswer]] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -104,12 +104,22 @@ class OnlineWindowPass(WindowPass):
 
     def state_dict(self) -> dict[str, Any]:
         """The newest epoch, and the start policy's answers."""
-        return {"epoch": self._epoch, "starts": {key: list(map(list, each)) for key, each in self._starts.items()}}
+        return {"epoch": self._epoch, "starts": {key: _listed(each) for key, each in self._starts.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave."""
         self._epoch = state["epoch"]
-        self._starts = {key: [FirstAnswer(*each) for each in answers] for key, answers in state["starts"].items()}
+        self._starts = {
+            key: {row: FirstAnswer(*answer) for row, *answer in answers} for key, answers in state["starts"].items()
+        }
+
+    def redistributed(self, states: Sequence[Any], rank: int) -> Any:
+        """For another number of ranks: every rank has all answers, and uses those to the prompts that it is dealt."""
+        starts: dict[str, list[Any]] = {}
+        for state in states:
+            for key, answers in state["starts"].items():
+                starts.setdefault(key, []).extend(answers)
+        return {"epoch": states[0]["epoch"], "starts": starts}
 
     def dataset_of(self, data: PreparedData) -> str:
         return ""
@@ -119,7 +129,8 @@ class OnlineWindowPass(WindowPass):
         with self.phases.of_evaluation():
             for plan, batches, data in evaluation:
                 groups, rankings = self._answered(plan, batches, data, None, count=1, train=False)
-                self._starts[data.key] = first_answers(groups, rankings)
+                answers = first_answers(groups, rankings)
+                self._starts[data.key] = {g.row: answer for g, answer in zip(groups, answers, strict=True)}
 
     def logged(self, step: int) -> None:
         """Write the newest window's completions, if it is their turn."""
@@ -197,6 +208,11 @@ class OnlineWindowPass(WindowPass):
             return
         seeds = window_seeds(self.options.seed, plan, rank(), train=False)
         with self.phases("score"), seeded(seeds.code):
-            points = self.online.ranker.wins(groups, rankings, self._starts[data.key], seeds.order)
+            starts = [self._starts[data.key][group.row] for group in groups]
+            points = self.online.ranker.wins(groups, rankings, starts, seeds.order)
         known = [point for point in points if point is not None]
         sums.add("win_rate", sum(known), len(known))
+
+
+def _listed(answers: Mapping[int, FirstAnswer]) -> list[list[Any]]:
+    return [[row, *answer] for row, answer in answers.items()]

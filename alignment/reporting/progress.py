@@ -27,10 +27,10 @@ def memory_gib(device: torch.device) -> float:
 
 
 class Progress:
-    """A bar over optimizer steps (or evaluation batches); silent where ``enabled`` is False."""
+    """A bar over optimizer steps (or evaluation batches), of which some may be ``done``; silent unless ``enabled``."""
 
-    def __init__(self, total: int, description: str, enabled: bool, device: torch.device) -> None:
-        self._bar = tqdm(total=total, desc=description, disable=not enabled, dynamic_ncols=True)
+    def __init__(self, total: int, description: str, enabled: bool, device: torch.device, done: int = 0) -> None:
+        self._bar = tqdm(total=total, initial=done, desc=description, disable=not enabled, dynamic_ncols=True)
         self._device, self._tokens, self._start = device, 0, time.monotonic()
 
     def advance(self, metrics: Mapping[str, float] | None = None, tokens: int = 0) -> None:

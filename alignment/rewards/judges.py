@@ -33,6 +33,7 @@ class Judge:
     def __init__(self, judge: Any, name: str | None = None) -> None:
         self.name = name or name_of(judge)
         self.who = f"judge {self.name!r}"
+        self.code = judge
         self._call = getattr(judge, "judge", judge)
         if isinstance(judge, type) or not callable(self._call):
             raise OptionError(f"{self.who} is {show(judge)}; give a function, or an object with a method 'judge'")

@@ -88,6 +88,10 @@ class Resources:
     def built(self, model: PreTrainedModel) -> None:
         """Called with the policy's model once its engine is there."""
 
+    def fingerprints(self) -> dict[str, str]:
+        """What stands for the sources of rewards, by name."""
+        return {}
+
     def settings(self) -> dict[str, Any]:
         """What it was resolved to, by the names of files in the output folder."""
         return {}

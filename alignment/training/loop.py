@@ -1,5 +1,8 @@
 """The training loop, in the open: window, forward and backward, step, log, evaluate, save.
 
+A step ends with its checkpoint: by then everything that callbacks asked for at this step, and at the end of the epoch,
+has been done, so that a run that goes on from it has nothing to make up for.
+
 When to log, evaluate, save and stop is what transformers' callbacks say: its DefaultFlowCallback reads the options.
 """
 
@@ -9,21 +12,24 @@ import math
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput
 
 from alignment.config.errors import RewardError, TrainingError
 from alignment.data.batching import AnyBatch, EpochWindows
 from alignment.data.windows import WindowPlan, WindowSampler
-from alignment.engines.collectives import barrier, from_first_rank
+from alignment.engines.checkpoints.folder import checkpoint_folder
+from alignment.engines.collectives import from_first_rank
 from alignment.engines.launch_env import rank, world_size
 from alignment.internals.torch import schedule_may_go_first
 from alignment.reporting.metrics import MetricHistory, means
 from alignment.reporting.progress import Progress
 from alignment.training.callbacks import Decision
-from alignment.training.checkpoints import CHECKPOINT_PREFIX, BestModel, prune_checkpoints
+from alignment.training.checkpointing.best import BestModel
+from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, total_steps
 from alignment.training.run_engines import RunEngines
@@ -41,6 +47,10 @@ class TrainingLoop:
         sampler: its windows.
         evaluate: evaluates, logs and tells the callbacks; its result has every metric by name.
         write_state: writes transformers' state into a folder.
+
+    Attributes:
+        resumed: what the log says of the checkpoint that the run goes on from; None in a run that begins.
+        ignores_end: go on also where a callback had ended the run.
     """
 
     def __init__(
@@ -50,40 +60,48 @@ class TrainingLoop:
         data: PreparedData,
         sampler: WindowSampler,
         evaluate: Callable[[], dict[str, float]],
-        write_state: Callable[[Path], None],
     ) -> None:
         self.context, self.engines, self.data, self.sampler = context, engines, data, sampler
-        self.evaluate, self.write_state = evaluate, write_state
+        self.evaluate = evaluate
         self.args, self.state, self.events = context.args, context.state, context.events
         self.total_steps = total_steps(context.args, sampler)
         self.best = BestModel(context.args, context.state)
         register = context.run_state.register
         self.history, self.totals = register("history", MetricHistory()), register("totals", Totals())
-        self.random = register("random", RandomAtStart())
         self.boundary = register("boundary", Boundary())
+        self.random = context.run_state.register_on_each_rank("random", RandomAtStart(context.args.seed))
         register("data", sampler)
         self.decision = Decision()
+        self.resumed: dict[str, Any] | None = None
+        self.ignores_end = False
 
-    def run(self, evaluation: Iterable[tuple[WindowPlan, Sequence[AnyBatch], PreparedData]]) -> TrainOutput:
+    def run(
+        self,
+        evaluation: Iterable[tuple[WindowPlan, Sequence[AnyBatch], PreparedData]],
+        writer: CheckpointWriter,
+    ) -> TrainOutput:
         """Train to the last step; return transformers' ``TrainOutput``.
 
         Args:
             evaluation: the windows of the sets to evaluate on.
+            writer: writes checkpoints.
         """
-        fresh = self.state.global_step == 0
+        self.writer = writer
+        fresh = self.resumed is None
         self._start(fresh)
         args, state = self.args, self.state
         shown = self.context.is_first and not args.disable_tqdm
-        self.progress = Progress(self.total_steps, args.method, shown, self.engines.window_pass.device)
+        self.progress = Progress(
+            self.total_steps, args.method, shown, self.engines.window_pass.device, done=state.global_step
+        )
         try:
             self.events("on_train_begin")
             if fresh:
                 self.engines.window_pass.begin(evaluation)
                 if args.eval_on_start:
                     self.evaluate()  # not of a checkpoint, so not among those that the best is chosen from
-            elif self.boundary.epoch_ends:
-                self.random.after()
-                self._end_epoch()
+            else:
+                self._go_on()
             for plan, batches in self._windows():
                 if plan.step == 0:
                     self.events("on_epoch_begin")
@@ -91,8 +109,6 @@ class TrainingLoop:
                 self._step(plan, batches)
                 self.events("on_step_end")
                 self._boundary()
-                if self._stops():
-                    break
         except (NonFiniteLoss, RewardError) as error:  # both on every rank, with good weights
             kind = TrainingError if isinstance(error, NonFiniteLoss) else RewardError
             raise kind(f"step {state.global_step + 1}: {error}{self._rescue()}") from error
@@ -100,21 +116,46 @@ class TrainingLoop:
             self.progress.close()
         return self._finish()
 
+    def _go_on(self) -> None:
+        """Do what follows a checkpoint: the callbacks hear of it, and the random streams are those that were saved."""
+        self.random.restore(self.state.global_step, rank())
+        if self.boundary.ends:
+            if self.ignores_end:
+                self.context.tell("resume_anyway: a callback had ended this run here; it goes on")
+                self.boundary.ends = False
+            else:
+                self.context.tell(
+                    f"a callback ended this run at step {self.state.global_step} of {self.total_steps}, so there is "
+                    "nothing left to train; to go on all the same, set resume_anyway: true"
+                )
+        self.events("on_save")
+        self.decision = self.events.decide()
+        self.boundary.ends = self.boundary.ends or self._ended_early()
+
     def _boundary(self) -> None:
         """Everything between two steps; after it, the state of the run is whole."""
-        self.totals.seconds = self._seconds()
+        self.context.run_state.unmark()
         self.decision = self.events.decide()
-        self.boundary.epoch_ends = self.sampler.step == 0 or self._stops(epoch=True)
+        epoch_ends = self.sampler.step == 0 or self._stops(epoch=True)
         self._act()
         # Callbacks that heard of what was done may end the epoch as well.
-        self.boundary.epoch_ends = self.boundary.epoch_ends or self._stops(epoch=True)
-        if self.boundary.epoch_ends:
+        if epoch_ends or self._stops(epoch=True):
             self._end_epoch()
         self.totals.seconds = self._seconds()
+        if self.decision.save:
+            self.events.control.should_save = False  # in what is saved it has happened
+            self.boundary.ends = self._ended_early()
+            if self._save():
+                self.events("on_save")
+                self.decision = self.events.decide()
+        self.boundary.ends = self._ended_early()
+
+    def _ended_early(self) -> bool:
+        """Whether a callback ends the run before its last step; transformers' own asks for a stop at that one too."""
+        return self.decision.stop and self.state.global_step < self.total_steps
 
     def _end_epoch(self) -> None:
         """What an epoch ends with; the rest of one that a callback ended is left out."""
-        self.boundary.epoch_ends = False
         self.events("on_epoch_end")
         self.decision = self.events.decide()
         if self.decision.end_epoch and self.sampler.step and not self._stops():
@@ -127,17 +168,12 @@ class TrainingLoop:
         return last or (epoch and self.decision.end_epoch)
 
     def _act(self) -> None:
-        """Do what all ranks have decided. They decide anew after each thing done, for callbacks hear of it."""
+        """Log and evaluate as all ranks have decided. They decide anew after each, for callbacks hear of it."""
         if self.decision.log or (self._stops() and self.history):
             self._log()
             self.decision = self.events.decide()
         if self.decision.evaluate:
             self._evaluate()
-            self.decision = self.events.decide()
-        if self.decision.save:
-            self.events.control.should_save = False  # in what is saved it has happened
-            self._save()
-            self.events("on_save")
             self.decision = self.events.decide()
 
     def _seconds(self) -> float:
@@ -153,10 +189,14 @@ class TrainingLoop:
         state.num_train_epochs = math.ceil(self.total_steps / self.sampler.steps_per_epoch)
         state.train_batch_size, state.logging_steps = args.per_device_train_batch_size, args.logging_steps
         state.eval_steps, state.save_steps = args.eval_steps, args.save_steps
+        if self.resumed is not None:
+            self.context.log_file.write({"event": "resume", "step": state.global_step, **self.resumed})
+            return
         report = self.data.report
         self.context.log_file.write(
             {
                 "event": "start",
+                "run": self.writer.identity.name,
                 "run_name": args.run_name or self.context.output_dir.name,
                 "method": args.method,
                 "world_size": world_size(),
@@ -170,7 +210,7 @@ class TrainingLoop:
     def _windows(self) -> Iterator[tuple[WindowPlan, Sequence[AnyBatch]]]:
         """Windows from where the sampler stands to the last; it is moved on before each is handed out."""
         args, sampler = self.args, self.sampler
-        while self.state.global_step < self.total_steps:
+        while self.state.global_step < self.total_steps and not self.boundary.ends:
             left = min(sampler.steps_per_epoch, sampler.step + self.total_steps - self.state.global_step)
             loader = DataLoader(
                 EpochWindows(self.context.method.collate, self.data.dataset, sampler, sampler.epoch, rank()),
@@ -179,15 +219,15 @@ class TrainingLoop:
                 num_workers=args.dataloader_num_workers,
                 # Workers hand over bytes: as shared tensors, a large window would take more files than may be open.
                 collate_fn=pickle.dumps if args.dataloader_num_workers else None,
+                # Its iterator draws once; from the process's generator, what is drawn later would depend on restarts.
+                generator=torch.Generator().manual_seed(args.seed),
             )
-            self.random.before(sampler.step)
-            windows = iter(loader)  # draws from torch's generator
-            self.random.after()
-            for window in windows:
+            for window in loader:
                 plan, batches = pickle.loads(window) if isinstance(window, bytes) else window
+                self.context.run_state.mark("data", "random")
                 sampler.advance()
                 yield plan, batches
-                if sampler.step == 0:
+                if sampler.step == 0 or self.boundary.ends:
                     break
 
     def _step(self, plan: WindowPlan, batches: Sequence[AnyBatch]) -> None:
@@ -255,16 +295,13 @@ class TrainingLoop:
         shown = {name: round(value, 4) for name, value in metrics.items() if name.endswith(("loss", "margins"))}
         self.progress.note(f"step {self.state.global_step}: {shown}")
 
-    def _save(self) -> None:
-        context, first = self.context, self.context.is_first
-        folder = context.output_dir / f"{CHECKPOINT_PREFIX}{self.state.global_step}"
-        with context.phases("save"):
-            self.engines.write(folder)
-            self.best.saved(folder)
-            self.write_state(folder)
-            if first:
-                prune_checkpoints(context.output_dir, self.args.save_total_limit, keep=self.best.folder)
-            barrier()
+    def _save(self) -> bool:
+        """Write a checkpoint, unless that fails; whether it is there."""
+        self.best.saved(checkpoint_folder(self.context.output_dir, self.state.global_step))
+        if self.writer.write(keep=self.best.folder):
+            return True
+        self.best.lost()
+        return False
 
     def _return_to_best(self) -> None:
         """Put the weights of the best evaluation back into the policy."""
@@ -279,10 +316,10 @@ class TrainingLoop:
 
     def _rescue(self) -> str:
         """Save the weights that the last good step left, on every rank, unless the run saves nothing; say where."""
-        if self.args.save_strategy == "no" or self.state.global_step == 0:
+        if self.args.save_strategy == "no" or self.state.global_step == 0 or not self._save():
             return ""
-        self._save()
-        return f". The weights of step {self.state.global_step} are in {CHECKPOINT_PREFIX}{self.state.global_step}"
+        name = checkpoint_folder(self.context.output_dir, self.state.global_step).name
+        return f". The weights of step {self.state.global_step} are in {name}"
 
     def _finish(self) -> TrainOutput:
         if self.args.load_best_model_at_end:
@@ -301,5 +338,5 @@ class TrainingLoop:
         self.context.log(metrics)
         self.context.log_file.write({"event": "end", "phases": self.context.phases.summary()})
         self.events("on_train_end")
-        self.write_state(self.context.output_dir)
+        self.writer.write_state(self.context.output_dir)
         return TrainOutput(steps, metrics["train_loss"], {**metrics, "epoch": self.state.epoch or 0.0})

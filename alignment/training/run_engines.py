@@ -12,9 +12,18 @@ from transformers import PreTrainedModel, enable_full_determinism, set_seed
 
 from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
+from alignment.engines.checkpoints.engine_state import EngineState
+from alignment.engines.checkpoints.frozen import FrozenTensors
 from alignment.engines.collectives import device
 from alignment.engines.optimizers import build_optimizer, build_scheduler
-from alignment.engines.saving import load_adapters, load_weights, write_adapters, write_model
+from alignment.engines.saving import (
+    load_adapters,
+    load_weights,
+    trained_keys,
+    write_adapters,
+    write_model,
+    written_bytes,
+)
 from alignment.engines.scoring import FrozenEngine, PolicyEngine, ScoringEngine, checked
 from alignment.models.adapters.given import Given, equip
 from alignment.models.adapters.injection import REFERENCE
@@ -97,6 +106,7 @@ class RunEngines:
         if isinstance(asked, ReferencePlan) and asked.precomputed:
             self.stores = ReferenceStores(context, asked)
         self.trained = False
+        self._frozen: FrozenTensors | None = None
         self._pass: WindowPass | None = None
         self._given: Given | None = None
         self._trainable = False
@@ -126,6 +136,31 @@ class RunEngines:
         assert isinstance(policy, PolicyEngine)
         return policy
 
+    @property
+    def frozen(self) -> FrozenTensors:
+        """What of the policy does not train, and whether it has changed since the engine was built."""
+        assert self._frozen is not None
+        return self._frozen
+
+    @property
+    def stage(self) -> int:
+        """The policy's ZeRO stage."""
+        return int(self.plan.policy["zero_optimization"]["stage"])
+
+    @property
+    def trains_fp32(self) -> bool:
+        """Whether the weights that train are kept in fp32, and need no masters beside them."""
+        trained = (p for p in self.policy.scorer.model.parameters() if p.requires_grad)
+        return all(parameter.dtype == torch.float32 for parameter in trained)
+
+    def trained_bytes(self) -> int:
+        """The size of what :meth:`write` writes."""
+        return written_bytes(self.policy.scorer.model, self.plan.adapters)
+
+    def exported_names(self) -> dict[str, str]:
+        """The keys of trainable parameters in the files that :meth:`write` writes, by their names."""
+        return trained_keys(self.policy.scorer.model, self.plan.adapters)
+
     def build(self, training_steps: int | None) -> None:
         """Build the engines, unless those that there are will do; collective.
 
@@ -154,6 +189,8 @@ class RunEngines:
         self._trainable = training_steps is not None
         if isinstance(policy, PolicyEngine):
             context.run_state.register("schedule", policy.scheduler)
+            context.run_state.register("engine", EngineState(policy))
+        self._frozen = FrozenTensors(policy.scorer.model)
         self._pass = self.resources.window_pass(context, self.models, self.aux_coefficient)
         context.tell(self.plan.describe(self._given))
         self.resources.built(policy.scorer.model)
@@ -245,7 +282,7 @@ class RunEngines:
         adapters = self.plan.adapters
         if adapters is not None and adapters.live is not None and REFERENCE in adapters.live.peft_config:
             adapters.live.delete_adapter(REFERENCE)  # ours, and no part of what the user saves
-        self.models = self._pass = None
+        self.models = self._pass = self._frozen = None
         self._trainable = False
         handler = self.context.events.handler
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, None, None

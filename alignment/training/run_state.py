@@ -6,30 +6,54 @@ every attribute that a step changes and fails on one that is neither registered 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol, TypeVar
 
-from alignment.engines.rng import RandomStreams
+import numpy as np
+
+from alignment.engines.rng import RandomStreams, seed_streams
 
 
 class Stateful(Protocol):
-    """A part of the state of a run on this rank; what it gives is made of what JSON knows."""
+    """A part of the state of a run; what it gives is made of what JSON knows."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Any, /) -> None: ...
 
 
+class StatefulOnEachRank(Stateful, Protocol):
+    """A part whose state differs from rank to rank."""
+
+    def redistributed(self, states: Sequence[Any], rank: int) -> Any:
+        """The state of ``rank`` in a run that goes on with another number of ranks.
+
+        Args:
+            states: those of the ranks that there were.
+            rank: of those that there are now.
+        """
+        ...
+
+
 Part = TypeVar("Part", bound=Stateful)
+EachPart = TypeVar("EachPart", bound=StatefulOnEachRank)
 
 
 class RunState:
-    """The parts of a run's state by name."""
+    """The parts of a run's state by name.
+
+    Most parts are the same on every rank, and the first rank's state stands for all. The others are registered as
+    such, and each rank's state is kept.
+    """
 
     def __init__(self) -> None:
         self.parts: dict[str, Stateful] = {}
+        self.on_each_rank: dict[str, StatefulOnEachRank] = {}
         self._waiting: dict[str, Any] = {}
+        self._waiting_ranks: tuple[Sequence[Mapping[str, Any]], int, bool] = ((), 0, True)
+        self._marks: dict[str, Any] = {}
 
     def register(self, name: str, part: Part) -> Part:
         """Make ``part`` belong to the state; it gets what was loaded for it, if it was made after that."""
@@ -38,20 +62,86 @@ class RunState:
             part.load_state_dict(self._waiting.pop(name))
         return part
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of every part."""
-        return {name: part.state_dict() for name, part in self.parts.items()}
+    def register_on_each_rank(self, name: str, part: EachPart) -> EachPart:
+        """The same for a part whose state differs from rank to rank."""
+        self.on_each_rank[name] = part
+        self._load_own(name)
+        return part
+
+    def mark(self, *names: str) -> None:
+        """Remember the state of these parts: until :meth:`unmark` it is what :meth:`state_dict` gives of them.
+
+        A step that fails half-way has moved them; what is saved then is the state from before it.
+        """
+        everyone = self.parts | self.on_each_rank
+        self._marks = {name: everyone[name].state_dict() for name in names}
+
+    def unmark(self) -> None:
+        """Forget what :meth:`mark` remembered: the step was completed."""
+        self._marks = {}
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """The state of every part: under ``shared`` those that are the same everywhere, under ``own`` this rank's."""
+        return {"shared": self._states(self.parts), "own": self._states(self.on_each_rank)}
+
+    def _states(self, parts: Mapping[str, Stateful]) -> dict[str, Any]:
+        return {n: self._marks[n] if n in self._marks else part.state_dict() for n, part in parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave, of parts that will be registered later once they are."""
-        self._waiting = dict(state)
+        """Restore what :meth:`state_dict` gave on this rank."""
+        self.load(state["shared"], [state["own"]], 0, same_ranks=True)
+
+    def load(
+        self, shared: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], rank: int, *, same_ranks: bool
+    ) -> None:
+        """Restore a state, of parts that will be registered later once they are.
+
+        Args:
+            shared: of the parts that are the same on every rank.
+            ranks: of the others, by rank.
+            rank: this one.
+            same_ranks: whether there are as many ranks as there were.
+        """
+        self._waiting, self._waiting_ranks = dict(shared), (ranks, rank, same_ranks)
+        self._marks = {}
         for name in [name for name in self.parts if name in self._waiting]:
             self.parts[name].load_state_dict(self._waiting.pop(name))
+        for name in self.on_each_rank:
+            self._load_own(name)
+
+    def _load_own(self, name: str) -> None:
+        ranks, rank, same_ranks = self._waiting_ranks
+        states = [state[name] for state in ranks if name in state]
+        if states:
+            part = self.on_each_rank[name]
+            part.load_state_dict(states[rank] if same_ranks else part.redistributed(states, rank))
 
     @property
     def missing(self) -> list[str]:
         """What was loaded for parts that nobody has registered."""
-        return list(self._waiting)
+        ranks, _, _ = self._waiting_ranks
+        return [*self._waiting, *sorted({name for state in ranks for name in state} - self.on_each_rank.keys())]
+
+
+@dataclass
+class Identity:
+    """Which run this is, through all of its restarts.
+
+    Attributes:
+        name: drawn at random when it began.
+        attempt: how often it was started, this time included.
+    """
+
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    attempt: int = 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Both."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave; this is one more attempt."""
+        self.name, self.attempt = state["name"], state["attempt"] + 1
 
 
 @dataclass
@@ -87,44 +177,50 @@ class Totals:
 
 @dataclass
 class Boundary:
-    """How far a run is between two steps, where its state is saved in the midst of it.
+    """What was decided between two steps when the state was saved.
 
     Attributes:
-        epoch_ends: what an epoch ends with is still to be done.
+        ends: the run ends here, because a callback asked for it or because this was its last step.
     """
 
-    epoch_ends: bool = False
+    ends: bool = False
 
     def state_dict(self) -> dict[str, Any]:
         """Its only field."""
-        return {"epoch_ends": self.epoch_ends}
+        return {"ends": self.ends}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave."""
-        self.epoch_ends = bool(state["epoch_ends"])
+        self.ends = bool(state["ends"])
 
 
 class RandomAtStart(RandomStreams):
     """Random streams that are restored where the run goes on, not where its state is loaded.
 
-    Between the two a DataLoader's iterator draws once from torch's generator, as it did before the restart if that was
-    within an epoch; at the end of one, the draw is still to come.
+    What happens between the two, such as a callback's ``on_train_begin``, happened before the streams were saved.
+
+    Args:
+        seed: of the run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
         self._loaded: Mapping[str, Any] | None = None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep it until the run goes on."""
         self._loaded = state
 
-    def before(self, step: int) -> None:
-        """Called before the iterator of an epoch is made, of which ``step`` windows are done."""
-        if step == 0:
-            self.after()
+    def redistributed(self, states: Sequence[Any], rank: int) -> Any:
+        """Another number of ranks has no streams of its own: they begin anew at :meth:`restore`."""
+        return {}
 
-    def after(self) -> None:
-        """Called when it has been made."""
-        if self._loaded is not None:
+    def restore(self, step: int, rank: int) -> None:
+        """The run goes on after ``step``; streams that there were none of are seeded by seed, step and rank."""
+        if self._loaded is None:
+            return
+        if self._loaded:
             super().load_state_dict(self._loaded)
-            self._loaded = None
+        else:
+            seed_streams(int(np.random.SeedSequence([self.seed, step, rank]).generate_state(1)[0]))
+        self._loaded = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from alignment.engines.collectives import gathered
 from alignment.engines.launch_env import world_size
 from alignment.engines.phases import over_ranks
+from alignment.reporting.durable import replace_text
 from alignment.reporting.progress import memory_gib
 from alignment.reporting.report import RunReport, draw_history, duration
 from alignment.training.context import RunContext
@@ -44,7 +45,7 @@ def _write(
         advice=context.advice,
         plots={"curves": CURVES} if drawn else None,
     )
-    (context.output_dir / REPORT).write_text(report.markdown(), encoding="utf-8")
+    replace_text(context.output_dir / REPORT, report.markdown())
     if show:
         context.tell(f"\n{report.terminal()}")
 

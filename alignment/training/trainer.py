@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_utils import TrainOutput
 
-from alignment.config.errors import AlignmentError, OptionError, setting
+from alignment.config.errors import AlignmentError, LastCheckpointError, OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.data.prepare import check_vocabulary
 from alignment.data.windows import WindowSampler
 from alignment.engines.collectives import barrier, device
-from alignment.engines.launch_env import init_distributed, local_rank, rank
+from alignment.engines.launch_env import init_distributed, local_rank, rank, world_size
 from alignment.engines.optimizers import check_optimization
 from alignment.engines.phases import Phases
 from alignment.models.adapters.record import unwrapped
@@ -38,14 +38,20 @@ from alignment.training.arguments import (
     with_adapter_names,
 )
 from alignment.training.callbacks import Events, check_callbacks, check_early_stopping
-from alignment.training.checkpoints import check_best_metric, check_output_folder, write_json
+from alignment.training.checkpointing.best import BestModel, check_best_metric
+from alignment.training.checkpointing.fingerprints import compared_options, fingerprints
+from alignment.training.checkpointing.output_folder import LOG, write_json
+from alignment.training.checkpointing.restore import restore
+from alignment.training.checkpointing.resume import Checkpoint, Present
+from alignment.training.checkpointing.run_folder import RunFolder
+from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import Resources, RunContext
 from alignment.training.data import PreparedData, prepare_data, total_steps, window_sampler
 from alignment.training.evaluation import evaluate, evaluation_windows
 from alignment.training.loop import TrainingLoop
 from alignment.training.method import AnyMethod
 from alignment.training.run_engines import RunEngines
-from alignment.training.run_state import RunState
+from alignment.training.run_state import Identity, RunState
 from alignment.training.summary import write_report
 
 
@@ -101,18 +107,18 @@ class AlignmentTrainer:
         self.state = TrainerState(is_world_process_zero=rank() == 0, is_local_process_zero=local_rank() == 0)
         self.method = self.method_class(self.args)
         self.output_dir = Path(self.args.output_dir or "")
-        if train_dataset is not None and rank() == 0:
-            check_output_folder(self.output_dir, self.args.overwrite_output_dir)
-            if self.args.merged_output_dir is not None:
-                check_output_folder(Path(self.args.merged_output_dir), False, "merged_output_dir")
+        self.folder = RunFolder(self.output_dir, self.args, self.tell)
+        if train_dataset is not None:
+            self.folder.check()
         self._prepare_models(model, ref_model, optimizers, peft_config, adapted)
         self.processing_class = load_tokenizer(processing_class, tokenizer, self.policy_source, self.args)
         for source in (self.policy_source, self.reference_source):
             check_vocabulary(self.processing_class, source.config.get_text_config().vocab_size, source.name)
         self._prepare_datasets(train_dataset, eval_dataset)
         self.events = Events(self.args, self.state, callbacks, self.processing_class)
+        self.identity = Identity()
         self.phases = Phases(device())
-        self.log_file = JsonlLog(self.output_dir / "log.jsonl" if rank() == 0 else None)
+        self.log_file = JsonlLog(self.output_dir / LOG if rank() == 0 else None)
         self.context = self._context()
         self.engines = RunEngines(
             self.context, self.engine_plan, self.optimizers, self.aux_coefficient, self.resources
@@ -122,8 +128,9 @@ class AlignmentTrainer:
 
     def _context(self) -> RunContext:
         run_state = RunState()
+        run_state.register("run", self.identity)
         run_state.register("trainer", self.events)
-        run_state.register("phases", self.phases)
+        run_state.register_on_each_rank("phases", self.phases)
         run_state.register("log", self.log_file)
         return RunContext(
             args=self.args,
@@ -158,6 +165,7 @@ class AlignmentTrainer:
         checkpointing, and a head that also answers with log-probs.
         """
         self.engines.close()
+        self.folder.release()
 
     def _prepare_models(
         self,
@@ -231,18 +239,18 @@ class AlignmentTrainer:
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train to the end of the schedule.
 
+        Args:
+            resume_from_checkpoint: ``latest`` (or True) or a folder to go on from; None: as the option says.
+
         Returns:
             transformers' ``TrainOutput``: steps, mean loss, and metrics.
 
         Raises:
-            OptionError: there is no training data, or a resume is asked for.
+            OptionError: there is no training data, or the checkpoint is of another run.
+            CheckpointError: a checkpoint that cannot be gone on from.
             TrainingError: the loss became non-finite; no update was made with it.
+            LastCheckpointError: all is done, but for the last checkpoint.
         """
-        if resume_from_checkpoint:
-            raise OptionError(
-                f"resume_from_checkpoint={resume_from_checkpoint!r}: resuming is not supported yet; start from a "
-                "saved folder with model_name_or_path"
-            )
         if self.train_data is None or self.sampler is None:
             named = " (dataset_name is read by the command; pass load_dataset(...) in Python)"
             said = named if self.args.dataset_name or self.args.dataset_mixture else ""
@@ -250,17 +258,59 @@ class AlignmentTrainer:
         if self.engines.trained:
             raise OptionError("train: this trainer has trained already; save the model and make another one")
         check_early_stopping(self.args, self.events.handler.callbacks)
-        loop = TrainingLoop(
-            self.context, self.engines, self.train_data, self.sampler, lambda: self.evaluate(), self.write_state
-        )
+        present = self._present(self.sampler)
+        asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        checkpoint = self.folder.enter(asked, present)
+        loop = TrainingLoop(self.context, self.engines, self.train_data, self.sampler, lambda: self.evaluate())
         self.engines.build(loop.total_steps)
+        if checkpoint is not None:
+            self._go_on(checkpoint, loop)
+        writer = CheckpointWriter(
+            self.context, self.engines, self.identity, present, self.write_state, self.folder.lock.check
+        )
+        writer.newest = None if checkpoint is None else checkpoint.step
+        if self.args.save_strategy != "no":
+            self.tell(writer.describe())
         self._write_settings()
         self.engines.trained = True
-        result = loop.run(evaluation_windows(self.context))
+        result = loop.run(evaluation_windows(self.context), writer)
         self.write_report(show=True)
         if self.args.merged_output_dir is not None:
             self._write_merged(Path(self.args.merged_output_dir))
+        if writer.failure is not None:
+            raise LastCheckpointError(f"output_dir: the last checkpoint could not be written: {writer.failure}")
         return result
+
+    def _present(self, sampler: WindowSampler) -> Present:
+        """What the numbers of the run come from."""
+        reference = self.reference_source if self.method.needs_reference else None
+        return Present(
+            method=self.args.method,
+            window=sampler.window,
+            micro_batch=self.args.per_device_train_batch_size,
+            total_steps=total_steps(self.args, sampler),
+            fingerprints=fingerprints(
+                self.context,
+                self.engine_plan,
+                None if reference is self.policy_source else reference,
+                self.resources.fingerprints(),
+            ),
+            options=compared_options(self.args),
+        )
+
+    def _go_on(self, checkpoint: Checkpoint, loop: TrainingLoop) -> None:
+        """Restore a run into the engines, and let the loop go on from there."""
+        restore(checkpoint, self.context, self.engines, loop.total_steps)
+        BestModel(self.args, self.state).moved_to(self.output_dir)
+        loop.resumed = {
+            "run": self.identity.name,
+            "attempt": self.identity.attempt,
+            "checkpoint": checkpoint.folder.name,
+            "world_size": world_size(),
+            "stage": self.engines.stage,
+        }
+        loop.ignores_end = self.args.resume_anyway
+        self.tell(f"resume_from_checkpoint: {checkpoint.folder}, after step {checkpoint.step} of {loop.total_steps}")
 
     def precompute(self) -> None:
         """Compute what a precomputed reference says of the training and evaluation sets, and keep it; load no policy.

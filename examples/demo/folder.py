@@ -15,7 +15,7 @@ from pathlib import Path
 
 from alignment import __version__
 from alignment.config.errors import OutputError
-from alignment.training.checkpoints import check_output_folder, write_json
+from alignment.training.checkpointing.output_folder import check_output_folder, write_json
 from examples.demo.data import Row
 
 _MARK = "made_by_demo.json"

@@ -1,76 +1,18 @@
-"""The output folder, its checkpoints, and which of them is the best."""
+"""Which checkpoint is the best, by what evaluation says."""
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from alignment.config.errors import OptionError, OutputError, did_you_mean, setting
+from alignment.config.errors import OptionError, did_you_mean, setting
 
 if TYPE_CHECKING:
     from transformers import TrainerState
 
     from alignment.config.options import AlignmentConfig
-
-
-CHECKPOINT_PREFIX = "checkpoint-"
-
-
-def check_output_folder(folder: Path, overwrite: bool, option: str = "output_dir") -> None:
-    """Refuse a folder that cannot be used, leaving nothing behind.
-
-    Raises:
-        OutputError: it is a file, cannot be written, or is not empty (unless ``overwrite``).
-    """
-    try:
-        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
-        if not existing.is_dir():
-            raise OutputError(f"{option}: {existing} is not a folder; choose another {option}")
-        if existing == folder and any(folder.iterdir()) and not overwrite:
-            raise OutputError(
-                f"{option}: {folder} is not empty; choose another folder"
-                + (" or set overwrite_output_dir: true" if option == "output_dir" else "")
-            )
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        reason = error.strerror or error
-        raise OutputError(f"{option}: {folder} cannot be written: {reason}; choose another {option}") from error
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write readable JSON, making the folder.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"output_dir: could not write {path}: {error}") from error
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Checkpoint folders, the oldest step first."""
-    found = [p for p in folder.glob(f"{CHECKPOINT_PREFIX}*") if p.name.removeprefix(CHECKPOINT_PREFIX).isdigit()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix(CHECKPOINT_PREFIX)))
-
-
-def prune_checkpoints(folder: Path, limit: int | None, keep: Path | None = None) -> None:
-    """Remove the oldest checkpoints until ``limit`` are left. The newest and ``keep`` stay in any case."""
-    found = checkpoints(folder)
-    if limit is None or not found:
-        return
-    dear = [found[-1], *([keep] if keep in found[:-1] else [])]
-    ordered = [*dear, *(path for path in reversed(found) if path not in dear)]
-    for old in ordered[max(limit, len(dear)) :]:
-        shutil.rmtree(old)
 
 
 def check_best_metric(args: AlignmentConfig, measured: Iterable[str], eval_names: Iterable[str]) -> None:
@@ -104,6 +46,8 @@ class BestModel:
 
     def __init__(self, args: AlignmentConfig, state: TrainerState) -> None:
         self.args, self.state = args, state
+        self._before: tuple[Any, Any] | None = None
+        self._folder_before: str | None = None
 
     def improved(self, metrics: Mapping[str, float]) -> bool:
         """Take note of an evaluation; whether it is the best so far. One that is not finite never is."""
@@ -116,15 +60,30 @@ class BestModel:
         best = self.state.best_metric
         if best is not None and not (value > best if self.args.greater_is_better else value < best):
             return False
+        self._before = best, self.state.best_global_step
         self.state.best_metric, self.state.best_global_step = value, self.state.global_step
         return True
 
     def saved(self, folder: Path) -> None:
         """Take note of a checkpoint of the current step."""
+        self._folder_before = self.state.best_model_checkpoint
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(folder)
+
+    def lost(self) -> None:
+        """That checkpoint could not be written: what was the best before is so again, where its weights are wanted."""
+        if self.state.best_global_step != self.state.global_step:
+            return
+        self.state.best_model_checkpoint = self._folder_before
+        if self.args.load_best_model_at_end and self._before is not None:
+            self.state.best_metric, self.state.best_global_step = self._before
 
     @property
     def folder(self) -> Path | None:
         """The best checkpoint's folder, once there is one."""
         return None if self.state.best_model_checkpoint is None else Path(self.state.best_model_checkpoint)
+
+    def moved_to(self, output_dir: Path) -> None:
+        """The checkpoints are in this folder now, by the names that they had."""
+        if self.folder is not None:
+            self.state.best_model_checkpoint = str(output_dir / self.folder.name)

@@ -1,0 +1,74 @@
+"""What training changes without training it: buffers, and frozen parameters that a module writes into."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from alignment.engines.checkpoints.tensors import FileRecord, TensorFile, write_tensors
+from alignment.internals.deepspeed_zero3 import is_partitioned
+from alignment.internals.torch import version_of
+
+
+class FrozenTensors:
+    """The buffers and frozen parameters of a model, watched from when this is made.
+
+    Partitioned parameters are left out: ZeRO-3 discards what a module writes into a gathered one.
+
+    Args:
+        model: inside its engine.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._before = {name: (tensor, version_of(tensor)) for name, tensor in self._tensors().items()}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        frozen = {n: p for n, p in self.model.named_parameters() if not p.requires_grad and not is_partitioned(p)}
+        return frozen | dict(self.model.named_buffers())
+
+    @property
+    def changed(self) -> dict[str, Tensor]:
+        """Those that were written into, or replaced by another tensor, by name."""
+        found = {}
+        for name, tensor in self._tensors().items():
+            before, version = self._before.get(name, (None, 0))
+            if before is not tensor or version_of(tensor) != version:
+                found[name] = tensor.detach()
+        return found
+
+    @torch.no_grad()
+    def restore(self, file: TensorFile) -> None:
+        """Put back what :func:`write_frozen` wrote.
+
+        Raises:
+            CheckpointError: the file holds a tensor that the model does not have.
+        """
+        present = self._tensors()
+        for key in file.keys():
+            value = torch.empty(file.shape(key), dtype=file.dtype(key))
+            file.read_into(key, value)
+            tensor = present.get(key)
+            if tensor is not None and tensor.shape == value.shape and tensor.dtype == value.dtype:
+                tensor.copy_(value)
+                continue
+            owner, _, name = key.rpartition(".")
+            where = value if tensor is None else value.to(tensor.device)
+            self.model.get_submodule(owner).register_buffer(name, where, persistent=False)
+
+
+def frozen_file(rank: int, ranks: int) -> str:
+    """The file of one rank; there only where something has changed."""
+    return f"frozen-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+
+
+def write_frozen(frozen: FrozenTensors, path: Path) -> FileRecord:
+    """Write what has changed."""
+    return write_tensors(path, frozen.changed, {"format": "pt"})
+
+
+def frozen_bytes(frozen: FrozenTensors) -> int:
+    """How much that is."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in frozen.changed.values())

@@ -1,0 +1,77 @@
+"""Moving an earlier run out of the way, where ``overwrite_output_dir`` lets a new one use its folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from alignment.config.errors import OutputError
+from alignment.reporting.durable import sync_folder
+
+PREVIOUS = "previous-"
+_MOVING = f".{PREVIOUS}partial"
+_CHECKPOINTS = ("checkpoint-*", ".checkpoint-*")
+_FILES = (
+    *("log.jsonl", "completions.jsonl", "trainer_state.json"),
+    *("options.json", "report.md", "report.png"),
+)
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Move checkpoints, logs and reports of an earlier run into ``previous-N`` inside ``folder``, N the next free one.
+
+    Only names change, so it takes no time and no space. Model files in ``folder`` stay until they are replaced. A call
+    that was interrupted is finished by the next one. The caller holds the lock of the folder.
+
+    Returns:
+        Where they are; None if there was nothing to move.
+
+    Raises:
+        OutputError: something could not be moved; what was is found by the next call.
+    """
+    moving, last = folder / _MOVING, folder
+    try:
+        found = _left_by_earlier_run(folder)
+        if any((moving / path.name).exists() for path in found):
+            _publish(folder)  # a run has written since the interrupted call: these are two earlier runs
+        if not found and not moving.exists():
+            return None
+        moving.mkdir(exist_ok=True)
+        for last in found:
+            os.rename(last, moving / last.name)
+        sync_folder(moving)
+        last = moving
+        return _publish(folder)
+    except OSError as error:
+        raise OutputError(
+            f"output_dir: could not move {last} of the earlier run aside: {error.strerror or error}; move it away, or "
+            "choose another output_dir"
+        ) from error
+
+
+def _left_by_earlier_run(folder: Path) -> list[Path]:
+    """Its files: checkpoints from the oldest to the newest, for as long as any is there, the newest is; then the rest.
+
+    A resume between an interrupted call and the next one goes on from the newest or from nothing.
+    """
+    checkpoints = {path for pattern in _CHECKPOINTS for path in folder.glob(pattern)}
+    files = [folder / name for name in _FILES if (folder / name).exists()]
+    return [*sorted(checkpoints, key=_step), *files]
+
+
+def _step(path: Path) -> tuple[int, str]:
+    digits = path.name.partition("checkpoint-")[2].partition(".")[0]
+    return (int(digits) if digits.isdecimal() else -1, path.name)
+
+
+def _publish(folder: Path) -> Path | None:
+    """Give what has been moved its final name; None if that is nothing."""
+    moving = folder / _MOVING
+    if not any(moving.iterdir()):
+        moving.rmdir()
+        return None
+    numbers = [path.name.removeprefix(PREVIOUS) for path in folder.glob(f"{PREVIOUS}*")]
+    target = folder / f"{PREVIOUS}{max((int(n) for n in numbers if n.isdecimal()), default=0) + 1}"
+    os.rename(moving, target)
+    sync_folder(folder)
+    return target

@@ -1,0 +1,161 @@
+"""What a run's numbers come from, as short texts that are compared when a run goes on: data, models, rewards.
+
+A model is sampled, not read as a whole: its configuration, the size of every weight file and pieces of each. That
+tells any two models apart that were trained differently; it does not look for damage.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from transformers import PreTrainedModel
+
+from alignment.config.fields import words
+from alignment.config.options import AlignmentConfig
+from alignment.data.prepare import describe_tokenizer
+from alignment.internals.deepspeed_zero3 import is_partitioned
+from alignment.models.adapters.record import Adapters
+from alignment.models.source import ModelSource
+from alignment.planning.engines import EnginePlan
+from alignment.training.context import RunContext
+
+# Options that leave the numbers of a run alone or move them by rounding only (where and how fast things are computed),
+# that fingerprints stand for (what is read), or that say how long the run is. All others have to stay the same.
+MAY_CHANGE = frozenset(
+    words(
+        """
+        adapter_name_or_path bf16 column_map dataset_config dataset_mixture dataset_name dataset_test_split
+        dataset_train_split dtype fp16 judge max_eval_samples max_train_samples model_name_or_path
+        ref_model_name_or_path reward_funcs reward_model_path strict_data trust_remote_code
+        activation_offloading auto_find_batch_size dataloader_num_workers dataset_num_proc deepspeed
+        ds3_gather_for_generation gradient_accumulation_steps gradient_checkpointing gradient_checkpointing_kwargs
+        max_tokens_per_batch per_device_eval_batch_size per_device_train_batch_size precompute_ref_batch_size
+        ref_deepspeed ref_placement reward_batch_size reward_deepspeed reward_placement use_cpu
+        max_steps num_train_epochs
+        disable_tqdm dry_run eval_on_start eval_steps eval_strategy include_num_input_tokens_seen
+        include_tokens_per_second log_completions logging_first_step logging_steps num_completions_to_log report_to
+        run_name
+        hub_model_id hub_private_repo hub_revision hub_strategy hub_token load_best_model_at_end merged_output_dir
+        output_dir overwrite_output_dir push_to_hub resume_anyway resume_from_checkpoint save_only_model save_steps
+        save_strategy save_total_limit
+        """
+    )
+)
+_WEIGHTS = ("*.safetensors", "*.bin")
+_PIECES, _PIECE = 16, 1 << 16  # of a weight file, evenly spread, and bytes of each
+_ELEMENTS = 1024  # of a live parameter, at its beginning
+
+
+def fingerprints(
+    context: RunContext, plan: EnginePlan, reference: ModelSource | None, rewards: Mapping[str, str]
+) -> dict[str, str]:
+    """What stands for everything that a run is made of, by name; collective where a live model is partitioned.
+
+    Args:
+        context: the run.
+        plan: its models.
+        reference: the reference's model; None where there is none, or where it is the policy as given.
+        rewards: what stands for reward sources, by name.
+    """
+    assert context.train_data is not None
+    found = {"data": f"{len(context.train_data.table)} rows, {context.train_data.key}"}
+    for name, data in context.eval_data.items():
+        found[f"evaluation data {name}".rstrip()] = f"{len(data.table)} rows, {data.key}"
+    found["tokenizer"] = _short(describe_tokenizer(context.processing_class))
+    found["model"] = model_fingerprint(plan.source)
+    found["computing dtype"] = plan.dtypes.compute
+    if plan.adapters is not None:
+        found["adapters"] = _adapters(plan.adapters)
+    if reference is not None:
+        found["reference"] = model_fingerprint(reference)
+    return found | {f"reward source {name}": text for name, text in rewards.items()}
+
+
+def compared_options(args: AlignmentConfig) -> dict[str, Any]:
+    """The options that have to be the same for a run to go on."""
+    return plain({name: value for name, value in args.to_dict().items() if name not in MAY_CHANGE})
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON gives it back."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def _short(content: Any) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+
+
+def model_fingerprint(source: ModelSource) -> str:
+    """What stands for a model's content, wherever it lies; collective where it is live and partitioned."""
+    if source.live is not None:
+        return _short({"config": _configuration(source), "parameters": _live(source.live)})
+    return _short({"config": _configuration(source), "content": _stored(str(source.path), source.init_kwargs)})
+
+
+def code_fingerprint(code: Any) -> str:
+    """What stands for a user's function or object: its name, and a hash of its source where there is one."""
+    while isinstance(code, functools.partial):
+        code = code.func
+    named = code if hasattr(code, "__qualname__") else type(code)
+    try:
+        source = inspect.getsource(named)
+    except (OSError, TypeError):
+        return str(named.__qualname__)
+    return f"{named.__qualname__} {_short(source)}"
+
+
+def _configuration(source: ModelSource) -> dict[str, Any]:
+    """The configuration, without what only says where it came from, and which release wrote it."""
+    content = source.config.to_dict()
+    return {name: value for name, value in content.items() if name not in ("_name_or_path", "transformers_version")}
+
+
+def _adapters(adapters: Adapters) -> str:
+    config = {name: value for name, value in adapters.config.to_dict().items() if name != "base_model_name_or_path"}
+    config = {n: sorted(map(str, v)) if isinstance(v, (set, list)) else v for n, v in config.items()}
+    return _short({"config": config, "content": None if adapters.path is None else _stored(adapters.path, {})})
+
+
+def _stored(path: str, kwargs: Mapping[str, Any]) -> Any:
+    """Samples of the weight files of a folder; the name of a hub model, and its revision."""
+    folder = Path(path) / kwargs.get("subfolder", "")
+    if not folder.is_dir():
+        return [path, kwargs.get("revision")]
+    files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)})
+    return {file.name: [file.stat().st_size, _sampled(_pieces(file))] for file in files}
+
+
+def _pieces(file: Path) -> Iterator[bytes]:
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        for number in range(_PIECES):
+            opened.seek(max(0, size - _PIECE) * number // (_PIECES - 1))
+            yield opened.read(_PIECE)
+
+
+def _live(model: PreTrainedModel) -> str:
+    """Samples of a live model's parameters, each gathered where it is partitioned."""
+
+    def pieces() -> Iterator[bytes]:
+        for name, parameter in model.named_parameters():
+            yield f"{name} {parameter.dtype}".encode()
+            with deepspeed.zero.GatheredParameters(parameter, enabled=is_partitioned(parameter)):
+                flat = parameter.detach().reshape(-1)[:_ELEMENTS].contiguous()
+                yield flat.view(torch.uint8).cpu().numpy().tobytes()
+
+    return _sampled(pieces())
+
+
+def _sampled(pieces: Iterable[bytes]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()

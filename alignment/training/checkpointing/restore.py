@@ -1,0 +1,91 @@
+"""Puts a checkpoint back into a run whose engines have been built as at its beginning."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch.optim.lr_scheduler import LambdaLR
+
+from alignment.config.errors import CheckpointError
+from alignment.engines.checkpoints.fragments import describe_split
+from alignment.engines.checkpoints.frozen import frozen_file
+from alignment.engines.checkpoints.optimizer_state import ExportedTensor, read_fragments
+from alignment.engines.checkpoints.tensors import TensorFile
+from alignment.engines.launch_env import rank, world_size
+from alignment.training.checkpointing.resume import Checkpoint
+from alignment.training.checkpointing.writer import STATE, own_state_file
+from alignment.training.context import RunContext
+from alignment.training.run_engines import RunEngines
+
+
+def restore(checkpoint: Checkpoint, context: RunContext, engines: RunEngines, total_steps: int) -> None:
+    """Restore weights, optimizer and run state; collective.
+
+    Args:
+        checkpoint: whole, and of this run.
+        context: the run; every part of its state has been registered.
+        engines: built for training.
+        total_steps: of the run as it is now.
+
+    Raises:
+        CheckpointError: it holds what this run does not have, or fits its own ranks and ZeRO stage only.
+    """
+    folder, manifest = checkpoint.folder, checkpoint.manifest
+    shared = _read(folder / STATE)
+    exported = {name: ExportedTensor(*place) for name, place in shared.pop("exported").items()}
+    same_ranks = manifest.world_size == world_size()
+    read_fragments(engines.policy, folder, exported=exported)
+    _restore_frozen(checkpoint, engines, same_ranks)
+    if not same_ranks or manifest.stage != engines.stage:
+        _tell_split(checkpoint, context, engines, same_ranks)
+        shared.pop("rollout", None)  # how much fits is another question now
+    ranks = [_read(folder / own_state_file(number)) for number in range(manifest.world_size)]
+    context.run_state.load(shared, ranks, rank(), same_ranks=same_ranks)
+    if context.run_state.missing:
+        raise CheckpointError(
+            f"{folder}: it has a state of {', '.join(context.run_state.missing)}, which this run does not know; go on "
+            "with the release and the options that wrote it"
+        )
+    if total_steps != manifest.total_steps:
+        _follow_schedule(checkpoint, context, engines, total_steps)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: it cannot be read: {error}") from error
+    return content
+
+
+def _restore_frozen(checkpoint: Checkpoint, engines: RunEngines, same_ranks: bool) -> None:
+    """This rank's own; with another number of ranks everyone takes the first one's."""
+    name = frozen_file(rank() if same_ranks else 0, checkpoint.manifest.world_size)
+    if name in checkpoint.manifest.files:
+        with TensorFile(checkpoint.folder / name) as file:
+            engines.frozen.restore(file)
+
+
+def _tell_split(checkpoint: Checkpoint, context: RunContext, engines: RunEngines, same_ranks: bool) -> None:
+    before = describe_split(checkpoint.manifest.stage, checkpoint.manifest.world_size)
+    now = describe_split(engines.stage, world_size())
+    random = "" if same_ranks else "; random streams are seeded anew by seed, step and rank"
+    context.tell(f"resume_from_checkpoint: saved on {before}, goes on with {now}: equal up to rounding{random}")
+
+
+def _follow_schedule(checkpoint: Checkpoint, context: RunContext, engines: RunEngines, total_steps: int) -> None:
+    """Take the learning rates of a schedule of another length at the present step."""
+    scheduler = engines.policy.scheduler
+    before = scheduler.get_last_lr()
+    if isinstance(scheduler, LambdaLR):
+        rates = [base * rate(scheduler.last_epoch) for base, rate in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
+        for group, value in zip(scheduler.optimizer.param_groups, rates, strict=True):
+            group["lr"] = value
+        scheduler._last_lr = rates
+    context.tell(
+        f"resume_from_checkpoint: the run has {total_steps} steps now and had {checkpoint.manifest.total_steps}; the "
+        f"schedule spans all of them, so the learning rate goes on at {scheduler.get_last_lr()[0]:.4g} instead of "
+        f"{before[0]:.4g}"
+    )

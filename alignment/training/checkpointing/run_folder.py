@@ -1,0 +1,120 @@
+"""A run's hold on its output folder: it checks it, takes it, makes it ready, and lets go of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from alignment.config.errors import OptionError, setting
+from alignment.config.options import AlignmentConfig
+from alignment.engines.checkpoints.folder import checkpoint_step, checkpoints, clear_leftovers
+from alignment.engines.checkpoints.lock import OutputLock
+from alignment.engines.checkpoints.old_runs import set_aside
+from alignment.engines.checkpoints.probe import check_shared_folder
+from alignment.engines.collectives import on_first_rank
+from alignment.engines.launch_env import rank
+from alignment.training.checkpointing.output_folder import COMPLETIONS, LOG, check_output_folder
+from alignment.training.checkpointing.resume import Checkpoint, Present, check_same_run, choose, find
+
+
+class RunFolder:
+    """The output folder of a run.
+
+    Args:
+        path: the folder, which need not exist.
+        args: the run's options.
+        tell: prints a line on the first rank.
+    """
+
+    def __init__(self, path: Path, args: AlignmentConfig, tell: Callable[[str], None]) -> None:
+        self.path, self.args, self.tell = path, args, tell
+        self.lock = OutputLock(path, tell=tell)
+
+    def check(self) -> None:
+        """Refuse on the first rank, before anything is read, a folder that the run will not be able to use.
+
+        Raises:
+            OutputError: another run has it, it cannot be written, or it holds something else.
+            CheckpointError: there is no checkpoint to go on from.
+        """
+        if rank() != 0:
+            return
+        args, asked = self.args, self.args.resume_from_checkpoint
+        if asked:
+            find(self.path, asked, args.method)
+        else:  # a script may still ask for a resume when it calls train()
+            check_output_folder(self.path, args.overwrite_output_dir, earlier_run=True)
+        self.lock.peek()
+        if args.merged_output_dir is not None:
+            check_output_folder(Path(args.merged_output_dir), False, "merged_output_dir")
+
+    def enter(self, asked: str | bool | None, present: Present) -> Checkpoint | None:
+        """Take the folder and make it ready for the run to begin, or to go on from a checkpoint. Collective.
+
+        Args:
+            asked: ``latest`` or True, or a folder; None or False: the run begins.
+            present: what the run is now.
+
+        Returns:
+            The checkpoint to go on from; None: the run begins.
+
+        Raises:
+            OptionError: the checkpoint is of a run with other numbers.
+            CheckpointError: there is none to go on from.
+            OutputError: the folder cannot be used.
+        """
+        args = self.args
+        if asked and args.overwrite_output_dir:  # an argument of train() is seen by no earlier check
+            raise OptionError(f"{setting('resume_from_checkpoint', asked)}: set overwrite_output_dir: false with it")
+        if not asked:
+            on_first_rank(lambda: check_output_folder(self.path, args.overwrite_output_dir))
+        on_first_rank(self.lock.acquire)
+        try:
+            check_shared_folder(self.path)
+            checkpoint = self._chosen(asked, present)
+            on_first_rank(lambda: self._prepare(checkpoint, bool(asked)))
+        except BaseException:
+            self.release()
+            raise
+        return checkpoint
+
+    def _chosen(self, asked: str | bool | None, present: Present) -> Checkpoint | None:
+        if not asked:
+            return None
+        return choose(
+            self.path,
+            asked,
+            present.method,
+            lambda checkpoint: check_same_run(checkpoint, present, anyway=self.args.resume_anyway, tell=self.tell),
+            self.tell,
+        )
+
+    def _prepare(self, checkpoint: Checkpoint | None, resumes: bool) -> None:
+        """Clear away what a killed process left, and what would be taken for this run's."""
+        clear_leftovers(self.path)
+        if checkpoint is None and self.args.overwrite_output_dir:
+            place = set_aside(self.path)
+            if place is not None:
+                self.tell(f"overwrite_output_dir: checkpoints and logs of the earlier run are in {place}")
+            return
+        if checkpoint is None and resumes:
+            self.tell(f"resume_from_checkpoint: {self.path} has no checkpoint, so the run begins")
+            for name in (LOG, COMPLETIONS):  # of an attempt that came to none
+                with contextlib.suppress(FileNotFoundError):
+                    os.truncate(self.path / name, 0)
+        if checkpoint is not None:
+            self._leave_newer(checkpoint)
+
+    def _leave_newer(self, checkpoint: Checkpoint) -> None:
+        """Move checkpoints of later steps away, damaged ones among them: the run will write those steps again."""
+        newer = [path for path in checkpoints(self.path) if (checkpoint_step(path) or 0) > checkpoint.step]
+        if newer:
+            place = set_aside(self.path, newer)
+            names = ", ".join(path.name for path in newer)
+            self.tell(f"resume_from_checkpoint: {names} of later steps moved to {place}")
+
+    def release(self) -> None:
+        """Let the next run have it."""
+        self.lock.release()

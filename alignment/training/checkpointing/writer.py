@@ -1,0 +1,244 @@
+"""Writes the checkpoints of a run: every rank its part, then the manifest, then one rename that makes them visible.
+
+A checkpoint that cannot be written, because a disk is full, say, costs nothing but itself: those that there are stay,
+the run goes on, and the next one is tried again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+import alignment
+from alignment.config.errors import AlignmentError, CheckpointError, OutputError, one_line
+from alignment.engines.checkpoints.folder import checkpoint_folder, partial_of, prune_checkpoints, publish
+from alignment.engines.checkpoints.fragments import fragment_file
+from alignment.engines.checkpoints.frozen import frozen_bytes, frozen_file, write_frozen
+from alignment.engines.checkpoints.manifest import Manifest, files_in
+from alignment.engines.checkpoints.optimizer_state import (
+    ExportedTensor,
+    fragment_bytes,
+    fragment_ranks,
+    write_fragments,
+    writes_fragments,
+)
+from alignment.engines.checkpoints.tensors import FileRecord, record_of
+from alignment.engines.collectives import from_first_rank, gathered, on_first_rank
+from alignment.engines.launch_env import rank, world_size
+from alignment.engines.saving import exported_tensors
+from alignment.reporting.durable import replace_text, sync
+from alignment.training.checkpointing.resume import Present
+from alignment.training.context import RunContext
+from alignment.training.run_engines import RunEngines
+from alignment.training.run_state import Identity
+
+STATE = "run_state.json"
+_LIBRARIES = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes")
+_SPARE = 1 << 20  # bytes, for the tokenizer, configurations and states
+_FAILURES = (OSError, SafetensorError, OutputError, CheckpointError)
+
+
+def own_state_file(rank: int) -> str:
+    """The file with what the run state holds of one rank."""
+    return f"run_state-{rank:05d}.json"
+
+
+class CheckpointWriter:
+    """Writes checkpoints into the output folder.
+
+    Args:
+        context: the run.
+        engines: its engines, once they are built.
+        identity: which run it is.
+        present: what its numbers come from, for the manifest.
+        write_state: writes transformers' state into a folder, on the first rank.
+        hold: makes sure that the output folder is still this run's; called on the first rank.
+
+    Attributes:
+        failure: why the newest checkpoint could not be written; None where it was.
+        newest: the step of the newest one.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        engines: RunEngines,
+        identity: Identity,
+        present: Present,
+        write_state: Callable[[Path], None],
+        hold: Callable[[], None],
+    ) -> None:
+        self.context, self.engines, self.identity = context, engines, identity
+        self.present = present
+        self.write_state, self.hold = write_state, hold
+        self.resumable = not context.args.save_only_model
+        self.failure: str | None = None
+        self.newest: int | None = None
+
+    def describe(self) -> str:
+        """How large a checkpoint is, of all ranks together; collective."""
+        model, state = self._bytes()
+        if not self.resumable:
+            return f"checkpoints: {_size(model)} each, the model only, so no run can go on from them (save_only_model)"
+        return f"checkpoints: {_size(model + state)} each: model {_size(model)}, state {_size(state)}"
+
+    def _bytes(self) -> tuple[int, int]:
+        """Of the model, and of everything beside it."""
+        model = self.engines.trained_bytes()
+        if not self.resumable:
+            return model, 0
+        policy = self.engines.policy
+        # Those that train in fp32 are expected in the model's files; where they are renamed, it takes a little more.
+        exported = self.engines.exported_names() if self.engines.trains_fp32 else ()
+        own = fragment_bytes(policy, exported) + frozen_bytes(self.engines.frozen)
+        return model, sum(gathered(own))
+
+    def write(self, keep: Path | None) -> bool:
+        """Write the checkpoint of the present step, then remove those beyond ``save_total_limit``; collective.
+
+        Args:
+            keep: a checkpoint that is not to be removed.
+
+        Returns:
+            Whether it is there. Why it could not be written was told, and is in ``failure``.
+
+        Raises:
+            OutputError: the folder is no longer this run's.
+        """
+        step = self.context.state.global_step
+        target = checkpoint_folder(self.context.output_dir, step)
+        if self.newest == step:
+            return True
+        on_first_rank(self.hold)
+        with self.context.phases("save"):
+            self.failure = self._written(target)
+        if self.failure is not None:
+            self.context.tell(
+                f"checkpoint-{step}: not written, {self.failure}; those from before are kept, and the run goes on and "
+                "tries again at the next save"
+            )
+            return False
+        self.newest = step
+        if self.context.is_first:
+            prune_checkpoints(self.context.output_dir, self.context.args.save_total_limit, keep)
+        return True
+
+    def _written(self, target: Path) -> str | None:
+        """Why the checkpoint could not be written; None where it was. All ranks agree after every stage."""
+        partial = partial_of(target)
+        model, state = self._bytes()
+        failed = self._agreed(lambda: self._prepare(partial, model + state))
+        exported: dict[str, ExportedTensor] = {}
+        if failed is None:
+            failed = self._agreed(lambda: self.engines.write(partial))
+        if failed is None and self.resumable:
+            exported = from_first_rank(self._exported(partial))
+        records: dict[str, FileRecord] = {}
+        if failed is None:
+            failed = self._agreed(lambda: records.update(self._own_files(partial, exported)))
+        if failed is None:
+            everyone = {name: one for part in gathered(records) for name, one in part.items()}
+            failed = self._agreed(lambda: self._publish(partial, target, everyone))
+        if failed is not None and self.context.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+        return failed
+
+    def _agreed(self, act: Callable[[], Any]) -> str | None:
+        """Do a part on this rank; what went wrong on any."""
+        failed: str | None = None
+        try:
+            act()
+        except _FAILURES as error:
+            failed = _reason(error)
+        return next((one for one in gathered(failed) if one is not None), None)
+
+    def _prepare(self, partial: Path, size: int) -> None:
+        if not self.context.is_first:
+            return
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        free = shutil.disk_usage(partial).free
+        if free < size + _SPARE:
+            raise OutputError(f"it takes {_size(size + _SPARE)}, and {_size(free)} are free in {partial.parent}")
+
+    def _exported(self, partial: Path) -> dict[str, ExportedTensor]:
+        """Where the model's own files have the weights that train in fp32 already; the first rank looks."""
+        names = self.engines.exported_names()
+        found = exported_tensors(partial, names) if self.context.is_first else {}
+        return {name: ExportedTensor(*place) for name, place in found.items()}
+
+    def _own_files(self, partial: Path, exported: Mapping[str, ExportedTensor]) -> dict[str, FileRecord]:
+        """Write what this rank holds; sizes and checksums by name."""
+        if not self.resumable:
+            return {}
+        records = {}
+        policy, frozen = self.engines.policy, self.engines.frozen
+        if writes_fragments(policy):
+            name = fragment_file(rank(), fragment_ranks(policy))
+            records[name] = write_fragments(policy, partial / name, exported)
+        if frozen.changed:
+            name = frozen_file(rank(), world_size())
+            records[name] = write_frozen(frozen, partial / name)
+        state = self.context.run_state.state_dict()
+        records |= _text_file(partial / own_state_file(rank()), state["own"])
+        if self.context.is_first:
+            records |= _text_file(partial / STATE, {**state["shared"], "exported": dict(exported)})
+        return records
+
+    def _publish(self, partial: Path, target: Path, records: dict[str, FileRecord]) -> None:
+        """On the first rank: record the files that others have not, write the manifest, and rename."""
+        if not self.context.is_first:
+            return
+        self.write_state(partial)
+        for name in files_in(partial):
+            if name not in records:
+                sync(partial / name)
+                records[name] = record_of(partial / name)
+        Manifest(
+            run=self.identity.name,
+            step=self.context.state.global_step,
+            method=self.context.args.method,
+            world_size=world_size(),
+            stage=self.engines.stage,
+            window=self.present.window,
+            total_steps=self.present.total_steps,
+            resumable=self.resumable,
+            versions=library_versions(),
+            fingerprints=dict(self.present.fingerprints),
+            options=dict(self.present.options),
+            files=records,
+        ).write(partial)
+        publish(partial, target)
+
+
+def library_versions() -> dict[str, str]:
+    """The versions of what computes, by name."""
+    installed = (name for name in _LIBRARIES if find_spec(name.replace("-", "_")) is not None)
+    return {name: version(name) for name in installed} | {"deepspeed-alignment": alignment.__version__}
+
+
+def _text_file(path: Path, content: Mapping[str, Any]) -> dict[str, FileRecord]:
+    replace_text(path, json.dumps(content))
+    return {path.name: record_of(path)}
+
+
+def _size(count: float) -> str:
+    """Bytes in the largest unit of which there is at least one."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.4g} GB"
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+    return str(error) if isinstance(error, AlignmentError) else one_line(error)

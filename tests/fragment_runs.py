@@ -1,0 +1,201 @@
+"""Training engines around a tiny model, whose steps depend on seeds alone: on one rank, on two, and after a restart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from helpers import POSITIONS, zero
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from alignment import CPOConfig
+from alignment.config.deepspeed import policy_config
+from alignment.config.dtypes import plan_dtypes
+from alignment.data.batching import collate
+from alignment.engines.checkpoints.fragment_reading import ExportedTensor
+from alignment.engines.checkpoints.fragments import fragment_file
+from alignment.engines.checkpoints.optimizer_state import (
+    fragment_ranks,
+    group_settings,
+    read_fragments,
+    restore_group_settings,
+    write_fragments,
+    writes_fragments,
+)
+from alignment.engines.optimizers import build_optimizer
+from alignment.engines.scoring import PolicyEngine
+from alignment.internals.deepspeed_state import (
+    counters,
+    inner_optimizer,
+    loss_scale_state,
+    set_counters,
+    set_loss_scale_state,
+    state_units,
+)
+from alignment.models.tasks import CAUSAL_LM
+
+LAYERS = {
+    "stage0": zero(0),
+    "stage1": zero(1),
+    "stage2": zero(2),
+    "stage3": zero(3),
+    "stage2-offload": zero(2, optimizer=True),
+    "stage3-offload": zero(3, optimizer=True, parameters=True),
+    "stage2-round-robin": zero(2),
+    "stage3-sub-groups": zero(3),
+}
+LAYERS["stage2-round-robin"]["zero_optimization"]["round_robin_gradients"] = True
+LAYERS["stage3-sub-groups"]["zero_optimization"]["sub_group_size"] = 3000
+
+
+class Case(NamedTuple):
+    """One engine: a key of ``LAYERS``, ``fp32``/``bf16``/``fp16``, an optimizer, and what is frozen or exported."""
+
+    layout: str = "stage2"
+    dtype: str = "fp32"
+    optim: str = "adamw_torch"
+    frozen: bool = False
+    exported: bool = False
+
+    @classmethod
+    def of(cls, text: str) -> Case:
+        """``stage2/bf16/adamw_8bit`` and, after that, ``frozen`` or ``exported``."""
+        layout, dtype, optim, *more = text.split("/")
+        return cls(layout, dtype, optim, "frozen" in more, "exported" in more)
+
+
+def config(case: Case, out: Path) -> tuple[CPOConfig, dict[str, Any], torch.dtype]:
+    """Options, the engine's JSON, and the dtype of the weights."""
+    name, _, arguments = case.optim.partition(":")
+    options = CPOConfig(
+        output_dir=str(out),
+        optim=name,
+        optim_args=arguments or None,
+        learning_rate=0.05 if name == "sgd" else 3e-3,
+        weight_decay=0.1,
+        bf16=case.dtype == "bf16",
+        fp16=case.dtype == "fp16",
+    )
+    base = LAYERS[case.layout]
+    dtypes = plan_dtypes(options, base)
+    made = policy_config(options, base, dtypes, torch.distributed.get_world_size(), 32)
+    if case.dtype == "fp16":
+        made["fp16"] |= {"initial_scale_power": 12, "loss_scale_window": 2}
+    return options, made, getattr(torch, dtypes.compute)
+
+
+def tiny_model(seed: int, dtype: torch.dtype, frozen: bool = False) -> Any:
+    """Two layers with sizes that no number of ranks divides evenly; ``frozen``: all but a few weights."""
+    torch.manual_seed(seed)
+    shape = LlamaConfig(
+        vocab_size=53,
+        hidden_size=28,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=14,
+        intermediate_size=45,
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=True,
+        attention_bias=True,
+    )
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn(parameter.shape) * 0.05)
+    model.to(dtype)
+    if frozen:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("q_proj" in name or "input_layernorm" in name)
+    return model
+
+
+def engine(case: Case, out: Path, seed: int = 0, model: Any = None) -> PolicyEngine:
+    """A training engine with two parameter groups, of which one decays, and a rate that rises."""
+    options, ds_config, dtype = config(case, out)
+    model = tiny_model(seed, dtype, case.frozen) if model is None else model
+    scorer = CAUSAL_LM.scorer(model, False)
+    optimizer = build_optimizer(scorer, options)
+    assert len(optimizer.param_groups) == 2
+    return PolicyEngine(scorer, ds_config, optimizer, LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8)))
+
+
+def train(policy: PolicyEngine, first: int, steps: int) -> list[float]:
+    """Steps ``first`` to ``first + steps``, each with its own batch; every rank has an equal share of the loss."""
+    norms = []
+    for number in range(first, first + steps):
+        generator = torch.Generator().manual_seed(number)
+        rows = [torch.randint(2, 53, (9,), generator=generator).tolist() for _ in range(3)]
+        batch = collate([(row[:3], row[3:]) for row in rows], 20)
+        scores = policy.forward(batch).scores
+        policy.backward(-scores.sum() / (18 * policy.world_size), last=True)
+        norms.append(policy.step())
+    return norms
+
+
+def save(policy: PolicyEngine, folder: Path, exported: bool = False) -> dict[str, Any]:
+    """Write the fragments, and give back what JSON would hold beside them."""
+    places = export(policy, folder) if exported else {}
+    if writes_fragments(policy):
+        rank = torch.distributed.get_rank()
+        write_fragments(policy, folder / fragment_file(rank, fragment_ranks(policy)), places)
+    torch.distributed.barrier()
+    return {
+        "groups": group_settings(policy),
+        "scale": loss_scale_state(policy.engine),
+        "counters": counters(policy.engine),
+        "schedule": policy.scheduler.state_dict(),
+        "exported": {name: tuple(place) for name, place in places.items()},
+    }
+
+
+def export(policy: PolicyEngine, folder: Path) -> dict[str, ExportedTensor]:
+    """Write the model as it is computed with; the parameters that are in fp32 there."""
+    from safetensors.torch import save_file
+
+    from alignment.engines.saving import gathered_state_dict
+
+    state = gathered_state_dict(policy.scorer.model, keep=True)
+    if torch.distributed.get_rank() == 0:
+        save_file({f"saved.{name}": tensor for name, tensor in state.items()}, folder / "model.safetensors")
+    names = [name for name, tensor in state.items() if tensor.dtype == torch.float32]
+    return {name: ExportedTensor("model.safetensors", f"saved.{name}") for name in names}
+
+
+def restore(policy: PolicyEngine, folder: Path, beside: dict[str, Any]) -> None:
+    """Continue from what :func:`save` wrote."""
+    places = {name: ExportedTensor(*place) for name, place in beside["exported"].items()}
+    read_fragments(policy, folder, exported=places)
+    restore_group_settings(policy, beside["groups"])
+    set_loss_scale_state(policy.engine, beside["scale"])
+    set_counters(policy.engine, beside["counters"])
+    policy.scheduler.load_state_dict(beside["schedule"])
+
+
+def everything(policy: PolicyEngine) -> dict[str, Tensor]:
+    """Copies of what a rank holds: masters, states, and the whole weights."""
+    from alignment.engines.saving import gathered_state_dict
+
+    found = {}
+    optimizer = inner_optimizer(policy.engine)
+    for number, unit in enumerate(state_units(policy.engine)):
+        for offset, numel in [(piece.offset, piece.numel) for piece in unit.pieces]:
+            found[f"{number}.master.{offset}"] = unit.master.detach().reshape(-1)[offset : offset + numel].clone()
+        for name, value in optimizer.state.get(unit.master, {}).items():
+            found[f"{number}.{name}"] = value.clone() if isinstance(value, Tensor) else torch.tensor(float(value))
+    weights = gathered_state_dict(policy.scorer.model, keep=True)
+    return found | {f"weight.{name}": tensor for name, tensor in weights.items()}
+
+
+def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
+    """Names of the tensors that are not the same to the bit."""
+    return [
+        *(set(found) ^ set(wanted)),
+        *(
+            name
+            for name in set(found) & set(wanted)
+            if found[name].dtype != wanted[name].dtype or not torch.equal(found[name], wanted[name])
+        ),
+    ]
