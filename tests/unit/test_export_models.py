@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-import xxhash
+from exports import FOUR_BITS, command, gap, mean_logp
 from helpers import make_classifier, make_model
 from safetensors.torch import load_file, save_file
-from test_exporting import FOUR_BITS, command, gap, mean_logp
 from tiny_adapters import logps, lora, make_adapter, moved
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from alignment.config.errors import AlignmentError, ModelError, OptionError
+from alignment.config.errors import AlignmentError, CheckpointError, OptionError
+from alignment.engines.checkpoints.manifest import Manifest, files_in
+from alignment.engines.checkpoints.tensors import record_of
+from alignment.engines.exporting import source as source_module
 from alignment.engines.exporting.check import default_samples
 from alignment.engines.exporting.export import export
 from alignment.engines.exporting.folder import REPORT
@@ -40,13 +42,9 @@ def trained(folder: Path, base: str, size: float, dtype: torch.dtype = torch.bfl
     return masters
 
 
-def add_manifest(folder: Path, **more: Any) -> None:
-    files = {
-        file.name: {"size": file.stat().st_size, "checksum": xxhash.xxh3_128_hexdigest(file.read_bytes())}
-        for file in folder.iterdir()
-    }
-    content = {"format": 1, "step": 4, "world_size": 2, "stage": 3, "files": files, "options": {}, **more}
-    (folder / "manifest.json").write_text(json.dumps(content))
+def add_manifest(folder: Path, **options: Any) -> None:
+    files = {name: record_of(folder / name) for name in files_in(folder)}
+    Manifest("run", 4, "kto", 2, 3, 8, 8, True, {"torch": "2.9"}, {}, options, files).write(folder)
 
 
 @pytest.fixture(scope="module")
@@ -60,17 +58,18 @@ def made(base: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Nam
     folder = tmp_path_factory.mktemp("run") / "checkpoint-4"
     masters = trained(folder, base, 2e-4)
     save_file({"state": torch.zeros(3)}, folder / "optimizer-00001-of-00001.safetensors")
-    add_manifest(folder, options={"method": "kto", "model_name_or_path": base})
+    add_manifest(folder, method="kto", model_name_or_path=base)
     return folder, masters
 
 
-def giving(masters: Named) -> Any:
-    """As the reader of a checkpoint gives them."""
+@pytest.fixture
+def giving(monkeypatch: pytest.MonkeyPatch) -> Callable[[Named], None]:
+    """Lets every checkpoint have these master weights; tests/engine/test_export_runs.py reads those of real ones."""
 
-    def read(folder: Path) -> Iterator[tuple[str, Tensor]]:
-        yield from masters.items()
+    def give(masters: Named) -> None:
+        monkeypatch.setattr(source_module, "master_weights", lambda folder: iter(masters.items()))
 
-    return read
+    return give
 
 
 # What is written -----------------------------------------------------------------------------------------------------
@@ -78,7 +77,7 @@ def giving(masters: Named) -> Any:
 
 def test_an_export_as_it_is(made: tuple[Path, Named], tmp_path: Path) -> None:
     source, _ = made
-    report = export(source, tmp_path / "out", max_shard_size="20KB", masters=lambda folder: pytest.fail("not needed"))
+    report = export(source, tmp_path / "out", max_shard_size="20KB")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     ours, theirs = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path / "out", source))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -92,9 +91,12 @@ def test_an_export_as_it_is(made: tuple[Path, Named], tmp_path: Path) -> None:
     assert str(source.parent) not in stored and str(Path(report.base_model or "none").parent) not in stored
 
 
-def test_an_export_in_fp32_takes_the_master_weights(made: tuple[Path, Named], base: str, tmp_path: Path) -> None:
+def test_an_export_in_fp32_takes_the_master_weights(
+    made: tuple[Path, Named], base: str, giving: Callable[[Named], None], tmp_path: Path
+) -> None:
     source, masters = made
-    report = export_model(source, tmp_path / "out", dtype="float32", masters=giving(masters), sample_count=4)
+    giving(masters)
+    report = export_model(source, tmp_path / "out", dtype="float32", sample_count=4)
     state = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(state[name], masters[name]) for name in masters) and report.masters == len(masters)
     # by hand: the model before training, the 16-bit one of the files, and the fp32 one
@@ -134,7 +136,9 @@ def test_an_fp32_model_is_rounded_once(dtype: str, base: str, tmp_path: Path) ->
 
 
 def test_fp32_without_master_weights_says_so(made: tuple[Path, Named], tmp_path: Path) -> None:
-    source, masters = made
+    """As of a checkpoint that has the model only."""
+    whole, masters = made
+    source = copied(whole, tmp_path / "checkpoint-4", "manifest.json", "optimizer-00001-of-00001.safetensors")
     report = export_model(source, tmp_path / "out", dtype="float32", sample_count=0)
     state = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(state[name], masters[name].bfloat16().float()) for name in masters)
@@ -162,7 +166,9 @@ def test_a_reward_model_is_compared_by_its_scores(base: str, tmp_path: Path) -> 
     assert not (tmp_path / "out" / "generation_config.json").exists()
 
 
-def test_an_adapter_in_fp32_takes_its_master_weights(base: str, tmp_path: Path) -> None:
+def test_an_adapter_in_fp32_takes_its_master_weights(
+    base: str, giving: Callable[[Named], None], tmp_path: Path
+) -> None:
     """Its names in training may be others: of the adapter, and of modules that were saved whole."""
     model = AutoModelForCausalLM.from_pretrained(base)
     injected = moved(peft.get_peft_model(model, lora(modules_to_save=["lm_head"]), adapter_name="policy"))
@@ -177,10 +183,13 @@ def test_an_adapter_in_fp32_takes_its_master_weights(base: str, tmp_path: Path) 
             parameter.data = parameter.data.bfloat16()
     injected.save_pretrained(tmp_path / "all")
     source = tmp_path / "all" / "policy"
-    report = export(source, tmp_path / "out", dtype="float32", base=base, masters=giving(masters), sample_count=2)
+    export(source, tmp_path / "rounded", dtype="float32", base=base, sample_count=0)
+    save_file({"state": torch.zeros(3)}, source / "optimizer-00001-of-00001.safetensors")
+    add_manifest(source)
+    giving(masters)
+    report = export(source, tmp_path / "out", dtype="float32", base=base, sample_count=2)
     assert report.masters == len(masters) and any("modules_to_save" in name for name in masters)
     assert (logps(AutoModelForCausalLM.from_pretrained(tmp_path / "out")) - exact).abs().max() < 1e-5
-    export(source, tmp_path / "rounded", dtype="float32", base=base, sample_count=0)
     assert (logps(AutoModelForCausalLM.from_pretrained(tmp_path / "rounded")) - exact).abs().max() > 1e-4
 
 
@@ -212,23 +221,23 @@ def test_damage(made: tuple[Path, Named], tmp_path: Path) -> None:
         flipped = bytearray(whole)
         flipped[len(whole) - 3] ^= 4
         (source / name).write_bytes(flipped)
-        with pytest.raises(ModelError, match=name):
+        with pytest.raises(CheckpointError, match=name):
             check_manifest(source)
         (source / name).write_bytes(whole[:-1])
-        with pytest.raises(ModelError, match=name):
+        with pytest.raises(CheckpointError, match=name):
             check_manifest(source)
         (source / name).unlink()
-        with pytest.raises(ModelError, match=f"{name} is missing"):
+        with pytest.raises(CheckpointError, match=f"{name}: it is missing"):
             check_manifest(source)
         (source / name).write_bytes(whole)
     optimizer.write_bytes(optimizer.read_bytes()[:-1] + b"x")
     check_manifest(source)
-    assert f"{optimizer} is not what was written" in refused(source, out, dtype="float32")
+    assert f"{optimizer}: its content is not what was written" in refused(source, out, dtype="float32")
     weights = source / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    assert f"{weights} is not what was written" in refused(source, out)
+    assert f"{weights}: its content is not what was written" in refused(source, out)
     (source / "manifest.json").write_text("{")
-    assert "manifest.json cannot be read" in refused(source, out)
+    assert "manifest.json: it cannot be read" in refused(source, out)
     (source / "manifest.json").unlink()
     assert "manifest.json is missing beside optimizer files" in refused(source, out)
 
@@ -237,18 +246,23 @@ def test_an_adapter_of_a_damaged_checkpoint(base: str, tmp_path: Path) -> None:
     adapter = make_adapter(tmp_path / "checkpoint-4", base, lora())
     add_manifest(adapter)
     (adapter / "adapter_config.json").write_text((adapter / "adapter_config.json").read_text().replace("4", "5", 1))
-    assert "adapter_config.json is not what was written" in refused(adapter, tmp_path / "out")
+    assert "adapter_config.json: its content is not what was written" in refused(adapter, tmp_path / "out")
 
 
-def test_master_weights_of_another_model(made: tuple[Path, Named], tmp_path: Path) -> None:
+def test_master_weights_of_another_model(
+    made: tuple[Path, Named], giving: Callable[[Named], None], tmp_path: Path
+) -> None:
     source, masters = made
     out, name = tmp_path / "out", "model.layers.0.self_attn.q_proj.weight"
     other = masters[name].clone()
     other[3, 3] += 0.1 * other[3, 3].abs() + 0.01
-    text = refused(source, out, dtype="float32", masters=giving({name: other}))
+    giving({name: other})
+    text = refused(source, out, dtype="float32")
     assert f"master weight of {name}" in text and "another step or damaged" in text
-    assert "master weight" in refused(source, out, dtype="float32", masters=giving({name: masters[name].T[:8]}))
-    assert "no such parameter" in refused(source, out, dtype="float32", masters=giving({"model.other": other}))
+    giving({name: masters[name].T[:8]})
+    assert "master weight" in refused(source, out, dtype="float32")
+    giving({"model.other": other})
+    assert "no such parameter" in refused(source, out, dtype="float32")
 
 
 def test_folders_that_cannot_be_exported(made: tuple[Path, Named], base: str, tmp_path: Path) -> None:
@@ -319,7 +333,7 @@ def test_a_base_that_is_gone(made: tuple[Path, Named], tmp_path: Path) -> None:
         if line:
             (tmp_path / place).mkdir()
         (source / "manifest.json").unlink()
-        add_manifest(source, options={"model_name_or_path": str(tmp_path / place)})
+        add_manifest(source, model_name_or_path=str(tmp_path / place))
         report = export_model(source, tmp_path / f"out-{place}", sample_count=2, tell=told.append)
         assert report.change is not None and report.change.share is None
         assert any(line in one for one in told) if line else not any("not measured" in one for one in told)

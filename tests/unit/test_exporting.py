@@ -12,13 +12,13 @@ import peft
 import pytest
 import torch
 from conftest import ROOT
+from exports import FOUR_BITS, command, gap, mean_logp
 from helpers import make_classifier, make_model, paired_rows
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny_adapters import CAUSAL, LAYERS, logps, lora, make_adapter, moved
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
 
-from alignment.cli.commands import main
 from alignment.config.errors import AlignmentError, OptionError, OutputError
 from alignment.engines.exporting.adapter import merge_adapter
 from alignment.engines.exporting.check import OutputChange, dataset_samples, default_samples
@@ -141,9 +141,6 @@ def test_a_classifier_keeps_its_trained_score(start: str, bases: dict[str, str],
         assert (ours(ids).logits - model.eval()(ids).logits).abs().max() < 1e-5
     assert report.task == "classifier" and report.change is not None and report.change.what == "score"
     assert report.change.share < 1e-3 and report.change.effect_mean > 1e-2
-
-
-FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
 @pytest.mark.ci
@@ -278,17 +275,6 @@ def test_saved_tensors_keep_the_files_precision(bases: dict[str, str], tmp_path:
     saved = state["base_model.model.lm_head.weight"].float() * 1.001
     save_file(state | {"base_model.model.lm_head.weight": saved}, adapter / "adapter_model.safetensors")
     assert torch.equal(exported(adapter, tmp_path / "out").lm_head.weight, saved)
-
-
-@torch.no_grad()
-def mean_logp(model: Any, row: list[int]) -> float:
-    ids = torch.tensor([row])
-    table = model.eval()(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
-    return float(table[torch.arange(len(row) - 1), ids[0, 1:]].mean())
-
-
-def gap(one: list[float], other: list[float]) -> float:
-    return sum(abs(a - b) for a, b in zip(one, other)) / len(one)
 
 
 @pytest.mark.parametrize(
@@ -481,12 +467,6 @@ def test_other_quantisations(
 
 
 # The command ---------------------------------------------------------------------------------------------------------
-
-
-def command(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str, str]:
-    with pytest.raises(SystemExit) as leaving:
-        main(["export", *argv], program="da")
-    return leaving.value.code, *capsys.readouterr()
 
 
 def test_the_command(adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

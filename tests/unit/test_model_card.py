@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from alignment.engines.checkpoints.manifest import Manifest
 from alignment.engines.exporting.card import Run, write_card
 from alignment.engines.exporting.report import ModelReport
-from alignment.engines.exporting.source import Manifest
 from alignment.reporting.model_card import ModelCard, escaped, hub_id, is_secret, public
 
 CARD = """\
@@ -180,9 +180,9 @@ def run_folder(root: Path, **options: Any) -> Path:
     return checkpoint
 
 
-def card_of(source: Path, out: Path, **manifest: Any) -> str:
+def card_of(source: Path, out: Path, manifest: Manifest | None = None) -> str:
     out.mkdir()
-    write_card(out, source, Manifest(manifest), REPORT, None, out)
+    write_card(out, source, manifest, REPORT, None, out.name)
     return (out / "README.md").read_text()
 
 
@@ -199,7 +199,9 @@ def test_a_run(tmp_path: Path) -> None:
         save_steps=7,
         model_init_kwargs={"token": "abc", "x": 1},
     )
-    text = card_of(source, tmp_path / "out", world_size=2, stage=3, versions={"torch": "1.2"})
+    options = json.loads((tmp_path / "run" / "options.json").read_text())
+    manifest = Manifest("x", 4, "dpo", 2, 3, 8, 6, True, {"torch": "1.2"}, {}, options, {})
+    text = card_of(source, tmp_path / "out", manifest)
     assert "2305.18290" in text and "2310.12036" in text and "with DPO" in text and "- dpo\n" in text
     assert "- dataset: a.csv\n- rows: 30\n- dropped &#40;empty &#60;b&#62;&#41;: 2\n" in text
     assert "| loss          |      0.5 |        0.4 |" in text and "9" not in text.partition("## Results")[2]

@@ -31,9 +31,9 @@ from alignment.engines.exporting.folder import (
     save,
     written,
 )
-from alignment.engines.exporting.masters import Masters, no_masters, put_masters
+from alignment.engines.exporting.masters import put_masters
 from alignment.engines.exporting.report import MergeReport, advice
-from alignment.engines.exporting.source import check_manifest, check_optimizer, file_dtype
+from alignment.engines.exporting.source import check_manifest, checked_masters, file_dtype
 from alignment.internals.transformers import loading
 from alignment.models.adapters.folder import AdapterFolder, read_adapter, task_name
 from alignment.models.adapters.merge_base import base_config, check_match, load_base, trained_dtype
@@ -53,7 +53,6 @@ def merge_adapter(
     sample_count: int = 8,
     max_shard_size: str = "5GB",
     trust_remote_code: bool = False,
-    masters: Masters = no_masters,
     tell: Tell = lambda line: None,
 ) -> MergeReport:
     """Write ``out`` as the model that the adapter and its base are together. For one process.
@@ -71,13 +70,13 @@ def merge_adapter(
         sample_count: how many rows to take where ``samples`` does not give them; 0 leaves the comparison out.
         max_shard_size: of a weight file, such as ``5GB``.
         trust_remote_code: run code that comes with the base or the tokenizer.
-        masters: reads the fp32 master weights of a checkpoint, which an export in fp32 takes.
         tell: is told of every step.
 
     Raises:
         OptionError: ``dtype``, ``sample_count`` or ``max_shard_size`` cannot be used.
         OutputError: ``out`` is not empty or cannot be written.
         ModelError: the adapter or its base cannot be used, or they do not match.
+        CheckpointError: a file of a checkpoint is not what was written.
         DataError: the dataset of the samples cannot be used.
     """
     shard_bytes = check_options(dtype, sample_count, max_shard_size, out)
@@ -91,8 +90,7 @@ def merge_adapter(
     target = DTYPES[dtype] if dtype != "auto" else trained_dtype(folder) or _dtype_of(config)
     stored = file_dtype(folder.weights)
     wide = target == torch.float32 and stored != torch.float32
-    if wide:
-        check_optimizer(adapter, manifest)
+    masters = checked_masters(adapter, manifest) if wide else iter(())
     rows = sample_rows(samples, sample_count, tokenizer, config)
     method = _method(folder, config)
     tell(f"base: {folder.base}, {folder.task.noun}; export in {dtype_name(target)}")
@@ -100,7 +98,7 @@ def merge_adapter(
         tell(f"the base was quantised ({method}): its dequantised weights are merged, not the original ones")
 
     def put(injected: PeftModel) -> int:
-        return put_masters(injected.get_base_model(), masters(adapter), stored, adapter) if wide else 0
+        return put_masters(injected.get_base_model(), masters, stored, adapter)
 
     rounding = Rounding(target, set(), SurvivalMeter())
     with quiet():
@@ -121,7 +119,7 @@ def merge_adapter(
                 advice(change, dtype_name(target)),
             )  # fmt: skip
             (partial / REPORT).write_text(report.json(), encoding="utf-8")
-            write_card(partial, adapter, manifest, report, folder.base, out)
+            write_card(partial, adapter, manifest, report, folder.base, out.absolute().name)
     return report
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,9 +19,9 @@ from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import mixture_parts
 from alignment.config.options_training import LoggingOptions, SavingOptions
 from alignment.config.registry import METHODS
+from alignment.engines.checkpoints.manifest import Manifest
 from alignment.engines.exporting.folder import CARD
 from alignment.engines.exporting.report import MergeReport, ModelReport
-from alignment.engines.exporting.source import Manifest
 from alignment.reporting.model_card import ModelCard, hub_id, is_local
 
 _LIBRARIES = ("deepspeed-alignment", "deepspeed", "torch", "transformers", "peft")
@@ -41,11 +41,11 @@ class Run:
 
     Attributes:
         folder: the checkpoint or output folder.
-        manifest: the checkpoint's.
+        manifest: the checkpoint's; None for any other folder.
     """
 
     folder: Path
-    manifest: Manifest = field(default_factory=Manifest)
+    manifest: Manifest | None = None
 
     @property
     def root(self) -> Path:
@@ -56,7 +56,7 @@ class Run:
     @cached_property
     def options(self) -> Mapping[str, Any]:
         """The run's options as resolved."""
-        return _object(self.root / "options.json") or self.manifest.section("options")
+        return self.manifest.options if self.manifest is not None else _object(self.root / "options.json")
 
     @cached_property
     def start(self) -> Mapping[str, Any]:
@@ -66,7 +66,7 @@ class Run:
     @property
     def method(self) -> str | None:
         """The method's name; of one from outside the name that it was asked for by."""
-        found = self.options.get("method") or self.manifest.content.get("method") or self.start.get("method")
+        found = self.options.get("method") or self.start.get("method")
         return str(found) if found else None
 
     @cached_property
@@ -88,7 +88,7 @@ class Run:
         if self.options.get("load_best_model_at_end") and self.folder.absolute() == self.root:
             found = self.state.get("best_global_step")
         else:
-            found = self.manifest.content.get("step") or self.state.get("global_step")
+            found = self.state.get("global_step") if self.manifest is None else self.manifest.step
         return found if isinstance(found, int) else None
 
     def metrics(self, sign: str) -> dict[str, Any]:
@@ -102,21 +102,26 @@ class Run:
         return {}
 
 
-def recorded_base(source: Path, manifest: Manifest) -> str | None:
+def recorded_base(source: Path, manifest: Manifest | None) -> str | None:
     """The model that the run says it began with; None where nobody says so."""
     found = Run(source, manifest).options.get("model_name_or_path")
     return found if isinstance(found, str) and found else None
 
 
 def write_card(
-    folder: Path, source: Path, manifest: Manifest, report: MergeReport | ModelReport, base: str | None, out: Path
+    folder: Path,
+    source: Path,
+    manifest: Manifest | None,
+    report: MergeReport | ModelReport,
+    base: str | None,
+    title: str,
 ) -> None:
-    """Write ``README.md`` into ``folder``, an export of ``source`` that will be called ``out``."""
+    """Write ``README.md`` into ``folder``, an export of ``source`` that will be called ``title``."""
     run = Run(source, manifest)
     named = METHODS[run.method] if run.method in METHODS.entries else None
     merged = isinstance(report, MergeReport)
     card = ModelCard(
-        title=out.absolute().name,
+        title=title,
         is_classifier=report.task == "classifier",
         base_model=base,
         base_id=_on_hub(base, source),
@@ -131,7 +136,7 @@ def write_card(
         results_of="" if run.step is None else f"step {run.step}",
         train=run.metrics("loss"),
         evaluation={name.removeprefix("eval_"): value for name, value in run.metrics("eval_").items()},
-        versions={str(name): str(value) for name, value in manifest.section("versions").items()} or _installed(),
+        versions=_installed() if manifest is None else manifest.versions,
     )
     (folder / CARD).write_text(card.text(), encoding="utf-8")
 
@@ -148,14 +153,14 @@ def _papers(papers: Mapping[str, tuple[str, str]], loss_type: Any) -> list[tuple
 
 
 def _training(run: Run) -> list[tuple[str, str]]:
-    content, start = run.manifest.content, run.start
+    manifest, start = run.manifest, run.start
     found = {
         "steps": run.step if run.step is not None else start.get("steps"),
-        "steps planned": start.get("steps"),
+        "steps planned": start.get("steps") if manifest is None else manifest.total_steps,
         "epochs": run.state.get("epoch"),
-        "rows of one step": start.get("window"),
-        "processes": content.get("world_size") or start.get("world_size"),
-        "ZeRO stage": content.get("stage"),
+        "rows of one step": start.get("window") if manifest is None else manifest.window,
+        "processes": start.get("world_size") if manifest is None else manifest.world_size,
+        "ZeRO stage": None if manifest is None else manifest.stage,
         "adapter to begin with": run.options.get("adapter_name_or_path"),
     }
     return [(name, f"{value:g}" if isinstance(value, float) else str(value)) for name, value in found.items()

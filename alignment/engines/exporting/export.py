@@ -27,6 +27,7 @@ def export(
         OptionError: an option cannot be used, or not with a full model.
         OutputError: ``out`` is not empty or cannot be written.
         ModelError: the source or its base cannot be used.
+        CheckpointError: a file of a checkpoint is not what was written.
         DataError: the dataset of the samples cannot be used.
     """
     if is_adapter(source):

@@ -14,15 +14,6 @@ from torch import Tensor, nn
 
 from alignment.config.errors import ModelError
 
-# The master weights of a folder: names of `named_parameters()` of the model that trained, and whole fp32 tensors, one
-# at a time; none where the model files themselves are fp32, or hold all that there is.
-Masters = Callable[[Path], Iterator[tuple[str, Tensor]]]
-
-
-def no_masters(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Of a folder that holds none."""
-    return iter(())
-
 
 @torch.no_grad()
 def put_masters(
@@ -37,7 +28,7 @@ def put_masters(
     Args:
         model: whose trained parameters are in fp32, with the values of the model files. An adapter in it is called
             ``default``.
-        masters: by the names of training, where an adapter may have another name.
+        masters: whole fp32 tensors by the names of training, where an adapter may have another name.
         stored: the dtype of the model files.
         folder: the checkpoint, for messages.
         see: is called with each parameter's name and master weight.

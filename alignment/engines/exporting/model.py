@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,9 @@ from alignment.engines.exporting.folder import (
     save,
     written,
 )
-from alignment.engines.exporting.masters import Masters, no_masters, put_masters
+from alignment.engines.exporting.masters import put_masters
 from alignment.engines.exporting.report import ModelReport, advice
-from alignment.engines.exporting.source import WeightFiles, check_manifest, check_optimizer, weight_files
+from alignment.engines.exporting.source import WeightFiles, check_manifest, checked_masters, weight_files
 from alignment.internals.transformers import loading
 from alignment.models.adapters.folder import task_name
 from alignment.models.adapters.survival import SurvivalMeter
@@ -57,7 +57,6 @@ def export_model(
     sample_count: int = 8,
     max_shard_size: str = "5GB",
     trust_remote_code: bool = False,
-    masters: Masters = no_masters,
     tell: Tell = lambda line: None,
 ) -> ModelReport:
     """Write ``out`` as the model in ``source``. For one process.
@@ -73,13 +72,13 @@ def export_model(
         sample_count: how many rows to take where ``samples`` does not give them; 0 leaves the comparison out.
         max_shard_size: of a weight file, such as ``5GB``.
         trust_remote_code: run code that comes with the model or the tokenizer.
-        masters: reads the fp32 master weights of a checkpoint, which an export in fp32 takes.
         tell: is told of every step.
 
     Raises:
         OptionError: ``dtype``, ``sample_count`` or ``max_shard_size`` cannot be used.
         OutputError: ``out`` is not empty or cannot be written.
-        ModelError: the source or the base cannot be used, or a file of a checkpoint is not what was written.
+        ModelError: the source or the base cannot be used.
+        CheckpointError: a file of a checkpoint is not what was written.
         DataError: the dataset of the samples cannot be used.
     """
     shard_bytes = check_options(dtype, sample_count, max_shard_size, out)
@@ -91,13 +90,12 @@ def export_model(
     model = Source(source, task, files, target, trust_remote_code, tell)
     rows = sample_rows(samples, sample_count, tokenizer, config)
     wide = target == torch.float32 != files.dtype
-    if wide:
-        check_optimizer(source, manifest)
+    masters = checked_masters(source, manifest) if wide else iter(())
     tell(f"{source}: {task.noun} in {dtype_name(files.dtype)}; export in {dtype_name(target)}")
     with quiet():
         start = _start(model, base, revision, recorded_base(source, manifest), rows)
         meter = SurvivalMeter()
-        loaded, exact, rounded = _loaded(model, rows, masters if wide else no_masters, start, meter)
+        loaded, exact, rounded = _loaded(model, rows, masters, start, meter)
         with written(out) as partial:
             tell(f"writing {out}")
             save(loaded.model, tokenizer, partial, shard_bytes)
@@ -112,7 +110,7 @@ def export_model(
                 advice(change, dtype_name(target), "use the source as it is"),
             )  # fmt: skip
             (partial / REPORT).write_text(report.json(), encoding="utf-8")
-            write_card(partial, source, manifest, report, start.name, out)
+            write_card(partial, source, manifest, report, start.name, out.absolute().name)
     return report
 
 
@@ -177,7 +175,7 @@ class Loaded:
 
 
 def _loaded(
-    source: Source, rows: Samples | None, masters: Masters, start: Start, meter: SurvivalMeter
+    source: Source, rows: Samples | None, masters: Iterator[tuple[str, Tensor]], start: Start, meter: SurvivalMeter
 ) -> tuple[Loaded, Outputs, Outputs]:
     """The model to write; what the source makes of the rows, exactly, and what its model files make of them.
 
@@ -196,7 +194,7 @@ def _loaded(
     stored = source.outputs(model, rows)
     count = put_masters(
         model,
-        masters(source.path),
+        masters,
         source.files.dtype,
         source.path,
         lambda name, new: see(name, new, source.files.dtype),

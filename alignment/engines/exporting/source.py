@@ -5,23 +5,21 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from alignment.config.errors import ModelError, first_line, listing
+from alignment.config.errors import CheckpointError, ModelError, first_line, listing
+from alignment.engines.checkpoints.fragments import master_weights
+from alignment.engines.checkpoints.manifest import MANIFEST, Manifest
 
-MANIFEST = "manifest.json"
 _OPTIMIZER = "optimizer-*.safetensors"
 _ADAPTER, _INDEX, _WEIGHTS = "adapter_config.json", "model.safetensors.index.json", "model.safetensors"
 _DEEPSPEED = ("zero_to_fp32.py", "global_step*", "*_model_states.pt", "*_optim_states.pt")
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-_CHUNK = 2**24
 
 
 @dataclass(frozen=True)
@@ -45,32 +43,6 @@ class WeightFiles:
                 return None
             tensor: Tensor = opened.get_tensor(name)
             return tensor
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint's manifest says, and the checksums in it; empty for a folder that has none."""
-
-    content: Mapping[str, Any] = field(default_factory=dict)
-    checksums: Mapping[str, str] = field(default_factory=dict)
-
-    def check(self, path: Path, names: Iterable[str]) -> None:
-        """Read files and compare their checksums.
-
-        Raises:
-            ModelError: one is not what was written.
-        """
-        for name in names:
-            if _checksum(path / name) != self.checksums[name]:
-                raise ModelError(
-                    f"{path / name} is not what was written ({MANIFEST} has another checksum): the checkpoint is "
-                    "damaged; give another"
-                )
-
-    def section(self, name: str) -> Mapping[str, Any]:
-        """One of its mappings, such as ``options``."""
-        found = self.content.get(name)
-        return found if isinstance(found, dict) else {}
 
 
 def is_adapter(path: Path) -> bool:
@@ -110,47 +82,38 @@ def _neither(path: Path) -> str:
     return f"{path} is neither a model (config.json, {_WEIGHTS}) nor an adapter ({_ADAPTER})"
 
 
-def check_manifest(path: Path) -> Manifest:
-    """Compare a checkpoint's files with its manifest; a folder without one is not compared.
+def check_manifest(path: Path) -> Manifest | None:
+    """Compare a checkpoint's files with its manifest; None for a folder that has none.
 
     Sizes are those of all files. Checksums are those of the files that every export reads; the optimizer's, which are
-    several times as large, are left to :func:`check_optimizer`.
+    several times as large, are left to :func:`checked_masters`.
 
     Raises:
-        ModelError: a file is missing or is not what was written.
+        CheckpointError: a file is missing or is not what was written, or the manifest is damaged.
     """
-    file = path / MANIFEST
-    if not file.is_file():
+    if not (path / MANIFEST).is_file():
         if next(path.glob(_OPTIMIZER), None):
-            raise ModelError(f"{file} is missing beside optimizer files, so the checkpoint is not whole; give another")
-        return Manifest()
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        sizes = {str(name): int(one["size"]) for name, one in content["files"].items()}
-        checksums = {str(name): str(one["checksum"]) for name, one in content["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{file} cannot be read ({first_line(error)}): the checkpoint is damaged") from error
-    for name, size in sizes.items():
-        found = (path / name).stat().st_size if (path / name).is_file() else None
-        if found != size:
-            state = "missing" if found is None else f"{found} bytes long"
-            raise ModelError(f"{path / name} is {state}, and {MANIFEST} has it with {size}: the checkpoint is damaged")
-    manifest = Manifest(content, checksums)
-    manifest.check(path, [name for name in checksums if not Path(name).match(_OPTIMIZER)])
+            raise CheckpointError(
+                f"{path / MANIFEST} is missing beside optimizer files, so the checkpoint is not whole; give another"
+            )
+        return None
+    manifest = Manifest.read(path)
+    manifest.check_files(path)
+    manifest.check_contents(path, [name for name in manifest.files if not Path(name).match(_OPTIMIZER)])
     return manifest
 
 
-def check_optimizer(path: Path, manifest: Manifest) -> None:
-    """Compare the optimizer's files, which hold the fp32 master weights, with the manifest; errors as above."""
-    manifest.check(path, [name for name in manifest.checksums if Path(name).match(_OPTIMIZER)])
+def checked_masters(path: Path, manifest: Manifest | None) -> Iterator[tuple[str, Tensor]]:
+    """The fp32 master weights of a checkpoint by parameter name, one at a time; none where it holds none.
 
-
-def _checksum(file: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with file.open("rb") as opened:
-        while chunk := opened.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+    Raises:
+        CheckpointError: an optimizer's file is not what was written.
+    """
+    names = [name for name in (manifest.files if manifest else ()) if Path(name).match(_OPTIMIZER)]
+    if manifest is None or not names:
+        return iter(())
+    manifest.check_contents(path, names)
+    return ((name, master) for name, master in master_weights(path) if master.dtype == torch.float32)
 
 
 def weight_files(path: Path) -> WeightFiles:
