@@ -378,7 +378,7 @@ class AlignmentTrainer:
         """Save the adapters, and merge them into their base as it is on disk."""
         self.save_model()
         if self.is_world_process_zero():
-            from alignment.engines.exporting import merge_adapter  # imports peft
+            from alignment.engines.exporting.adapter import merge_adapter  # imports peft
 
             source = self.engine_plan.source
             try:
