@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from alignment.training.checkpoints import check_output_folder
 from conftest import DRIVERS, ROOT
 from small_disk import fill, full, small_disk
 
@@ -22,7 +23,6 @@ from alignment.config.errors import OutputError
 from alignment.engines.checkpoints import lock as lock_module
 from alignment.engines.checkpoints.lock import LOCK, OutputLock
 from alignment.engines.checkpoints.owner import Owner, process_start
-from alignment.training.checkpoints import check_output_folder
 
 HERE = Owner.this_process()
 ELSEWHERE = dataclasses.replace(HERE, host="n2", boot="another", space="pid:[1]", pid=7, start="70")
