@@ -89,12 +89,23 @@ def test_a_name_with_dollar_signs(tmp_path: Path) -> None:
     assert draw_history([{"step": 1, "loss": 1.0}], tmp_path / "x.png", "${MODEL}_${SEED} $x")
 
 
+class Obstacle(TrainerCallback):
+    """Makes a folder where a file is to be written."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.place.mkdir()
+
+
 def test_a_report_that_cannot_be_written_costs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "out" / "report.md").mkdir(parents=True)
     args = KTOConfig(
         output_dir=str(tmp_path / "out"), overwrite_output_dir=True, max_length=64, max_steps=1, disable_tqdm=True
     )
     trainer = KTOTrainer(model=make_model(tmp_path / "model"), args=args, train_dataset=unpaired_rows(4))
+    trainer.evaluate(unpaired_rows(2))  # makes the folder
+    trainer.add_callback(Obstacle(tmp_path / "out" / "report.md"))
     trainer.train()
     trainer.save_model()
     trainer.close()
