@@ -88,6 +88,11 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path, disk: type[LimitedPat
     disk.space = 1 << 20
     write(log, 5)
     assert records(tmp_path / "log.jsonl") == [1, 2, 3, 4, 5]
+    resumed = JsonlLog(tmp_path / "log.jsonl", told.append)
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    assert records(tmp_path / "log.jsonl") == [1, 2]
+    write(resumed, 5)
+    assert records(tmp_path / "log.jsonl") == [1, 2, 3, 4, 5]
     assert told[1:] == [f"output_dir: {tmp_path}/log.jsonl is written again: 3 kept line(s) were added"]
     disk.space = 0
     write(log, 6)

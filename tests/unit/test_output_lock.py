@@ -98,6 +98,18 @@ def test_a_lock_names_its_process_and_goes_with_it(tmp_path: Path, monkeypatch: 
     assert Owner.this_process().restarts == 0
 
 
+def test_a_lock_appears_with_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    linked, link = [], os.link
+
+    def looked_at(source: Path, target: Path) -> None:
+        linked.append(Owner.parsed(source.read_bytes()))
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", looked_at)
+    with OutputLock(tmp_path) as lock:
+        assert linked == [lock._own]
+
+
 def test_the_heart_beats_in_place_until_the_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock_module, "HEARTBEAT_S", 0.005)
     lock = OutputLock(tmp_path)
@@ -160,8 +172,11 @@ def test_a_number_that_another_process_has_now_is_no_owner(holder: subprocess.Po
 
 def test_a_second_trainer_of_the_same_process_succeeds_the_first(tmp_path: Path) -> None:
     told: list[str] = []
-    first, second = (OutputLock(tmp_path, tell=told.append, wait=no_wait) for _ in range(2))
+    first, second, other = (OutputLock(tmp_path, tell=told.append, wait=no_wait) for _ in range(3))
+    other.acquire()
     first.acquire()
+    other.release()
+    assert named(first.path)["token"] == first._own.token
     second.peek()
     second.acquire()
     with pytest.raises(OutputError, match="is in use by process"):
