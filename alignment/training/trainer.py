@@ -281,7 +281,7 @@ class AlignmentTrainer:
         loop = TrainingLoop(self.context, self.engines, self.train_data, self.sampler, lambda: self.evaluate())
         self.engines.build(loop.total_steps)
         if checkpoint is not None:
-            self._go_on(checkpoint, loop)
+            self._go_on(checkpoint, loop, present)
         writer = CheckpointWriter(
             self.context, self.engines, self.identity, present, self.write_state, self.folder.lock.check
         )
@@ -308,9 +308,9 @@ class AlignmentTrainer:
             options=compared_options(self.args),
         )
 
-    def _go_on(self, checkpoint: Checkpoint, loop: TrainingLoop) -> None:
+    def _go_on(self, checkpoint: Checkpoint, loop: TrainingLoop, present: Present) -> None:
         """Restore a run into the engines, and let the loop go on from there."""
-        restore(checkpoint, self.context, self.engines, loop.total_steps)
+        restore(checkpoint, self.context, self.engines, present)
         BestModel(self.args, self.state).moved_to(self.output_dir)
         loop.resumed = {
             "run": self.identity.name,
