@@ -189,6 +189,7 @@ def _loaded(
 
     if source.is_rounded:
         exact = _measured(source, rows, see)
+        gc.collect()
         return Loaded(source.load(source.target), 0), exact, exact
     model = source.load(source.target)
     stored = source.outputs(model, rows)
@@ -227,6 +228,8 @@ def _start(
         if rows is not None and _comparable(config, source.task, rows):
             model = load_whole(name, source.task, "auto", source.trust_remote_code, **arguments)
             outputs = source.outputs(model, rows)
+            del model
+            gc.collect()
         return Start(name, outputs, _files_of(name, revision))
     except ModelError as error:
         if given is not None:
