@@ -187,6 +187,15 @@ def test_parameters_kept_in_fp32_are_not_rounded(tmp_path: Path) -> None:
     assert ours.change.error_mean > 0 and ours.base_model is None and ours.change.share is None
 
 
+def test_the_dtype_of_mixed_files_is_that_of_most_weights(made: tuple[Path, Named], tmp_path: Path) -> None:
+    source = copied(made[0], tmp_path / "source", "manifest.json", "optimizer-00001-of-00001.safetensors")
+    state = load_file(source / "model.safetensors")
+    norm = "model.norm.weight"
+    save_file(state | {norm: state[norm].float()}, source / "model.safetensors", metadata={"format": "pt"})
+    report = export_model(source, tmp_path / "out", sample_count=0)
+    assert report.stored == report.dtype == "bfloat16"
+
+
 def test_a_reward_model_is_compared_by_its_scores(base: str, tmp_path: Path) -> None:
     source = Path(make_classifier(tmp_path / "source"))
     report = export_model(source, tmp_path / "out", dtype="bfloat16", base=base)

@@ -191,15 +191,9 @@ def _loaded(
         exact = _measured(source, rows, see)
         gc.collect()
         return Loaded(source.load(source.target), 0), exact, exact
-    model = source.load(source.target)
+    model, dtype = source.load(source.target), source.files.dtype
     stored = source.outputs(model, rows)
-    count = put_masters(
-        model,
-        masters,
-        source.files.dtype,
-        source.path,
-        lambda name, new: see(name, new, source.files.dtype),
-    )
+    count = put_masters(model, masters, dtype, source.path, lambda name, new: see(name, new, dtype))
     return Loaded(model, count), source.outputs(model, rows) if count else stored, stored
 
 
