@@ -118,7 +118,7 @@ class AlignmentTrainer:
         self.events = Events(self.args, self.state, callbacks, self.processing_class)
         self.identity = Identity()
         self.phases = Phases(device())
-        self.log_file = JsonlLog(self.output_dir / LOG if rank() == 0 else None)
+        self.log_file = JsonlLog(self.output_dir / LOG if rank() == 0 else None, self.tell)
         self.context = self._context()
         self.engines = RunEngines(
             self.context, self.engine_plan, self.optimizers, self.aux_coefficient, self.resources
@@ -261,6 +261,23 @@ class AlignmentTrainer:
         present = self._present(self.sampler)
         asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         checkpoint = self.folder.enter(asked, present)
+        try:
+            loop, writer = self._prepared(checkpoint, present)
+        except BaseException:
+            self.folder.release()
+            raise
+        self.engines.trained = True
+        result = loop.run(evaluation_windows(self.context), writer)
+        self.write_report(show=True)
+        if self.args.merged_output_dir is not None:
+            self._write_merged(Path(self.args.merged_output_dir))
+        if writer.failure is not None:
+            raise LastCheckpointError(f"output_dir: the last checkpoint could not be written: {writer.failure}")
+        return result
+
+    def _prepared(self, checkpoint: Checkpoint | None, present: Present) -> tuple[TrainingLoop, CheckpointWriter]:
+        """The loop, with engines that are as they were at the checkpoint, and what writes the next ones."""
+        assert self.train_data is not None and self.sampler is not None
         loop = TrainingLoop(self.context, self.engines, self.train_data, self.sampler, lambda: self.evaluate())
         self.engines.build(loop.total_steps)
         if checkpoint is not None:
@@ -272,14 +289,7 @@ class AlignmentTrainer:
         if self.args.save_strategy != "no":
             self.tell(writer.describe())
         self._write_settings()
-        self.engines.trained = True
-        result = loop.run(evaluation_windows(self.context), writer)
-        self.write_report(show=True)
-        if self.args.merged_output_dir is not None:
-            self._write_merged(Path(self.args.merged_output_dir))
-        if writer.failure is not None:
-            raise LastCheckpointError(f"output_dir: the last checkpoint could not be written: {writer.failure}")
-        return result
+        return loop, writer
 
     def _present(self, sampler: WindowSampler) -> Present:
         """What the numbers of the run come from."""

@@ -14,6 +14,7 @@ from alignment.engines.checkpoints.frozen import frozen_file
 from alignment.engines.checkpoints.optimizer_state import ExportedTensor, read_fragments
 from alignment.engines.checkpoints.tensors import TensorFile
 from alignment.engines.launch_env import rank, world_size
+from alignment.internals.torch import take_scheduled_rates
 from alignment.training.checkpointing.resume import Checkpoint
 from alignment.training.checkpointing.writer import STATE, own_state_file
 from alignment.training.context import RunContext
@@ -80,10 +81,7 @@ def _follow_schedule(checkpoint: Checkpoint, context: RunContext, engines: RunEn
     scheduler = engines.policy.scheduler
     before = scheduler.get_last_lr()
     if isinstance(scheduler, LambdaLR):
-        rates = [base * rate(scheduler.last_epoch) for base, rate in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
-        for group, value in zip(scheduler.optimizer.param_groups, rates, strict=True):
-            group["lr"] = value
-        scheduler._last_lr = rates
+        take_scheduled_rates(scheduler)
     context.tell(
         f"resume_from_checkpoint: the run has {total_steps} steps now and had {checkpoint.manifest.total_steps}; the "
         f"schedule spans all of them, so the learning rate goes on at {scheduler.get_last_lr()[0]:.4g} instead of "

@@ -6,17 +6,16 @@ the run goes on, and the next one is tried again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
-import alignment
 from alignment.config.errors import AlignmentError, CheckpointError, OutputError, one_line
 from alignment.engines.checkpoints.folder import checkpoint_folder, partial_of, prune_checkpoints, publish
 from alignment.engines.checkpoints.fragments import fragment_file
@@ -40,7 +39,7 @@ from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import Identity
 
 STATE = "run_state.json"
-_LIBRARIES = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes")
+_LIBRARIES = ("deepspeed-alignment", "torch", "transformers", "deepspeed", "peft", "bitsandbytes")
 _SPARE = 1 << 20  # bytes, for the tokenizer, configurations and states
 _FAILURES = (OSError, SafetensorError, OutputError, CheckpointError)
 
@@ -220,8 +219,11 @@ class CheckpointWriter:
 
 def library_versions() -> dict[str, str]:
     """The versions of what computes, by name."""
-    installed = (name for name in _LIBRARIES if find_spec(name.replace("-", "_")) is not None)
-    return {name: version(name) for name in installed} | {"deepspeed-alignment": alignment.__version__}
+    found = {}
+    for name in _LIBRARIES:
+        with contextlib.suppress(PackageNotFoundError):  # an optional one, or a checkout that was not installed
+            found[name] = version(name)
+    return found
 
 
 def _text_file(path: Path, content: Mapping[str, Any]) -> dict[str, FileRecord]:
