@@ -33,8 +33,8 @@ def checkpoint(kind: str, base: str, folder: Path, **more: Any) -> tuple[Path, d
     """The checkpoint at the end of two steps in 16 bits, and the engine's masters by parameter name."""
     trainer_class, config_class, rows = TRAINERS[kind]
     own = {"learning_rate": 1e-4, "max_steps": 2, "save_strategy": "steps", "save_steps": 2, "save_only_model": False}
-    args = config_class(**options(folder, **own, **more))
-    trainer = trainer_class(base, args=args, train_dataset=rows)
+    args = config_class(model_name_or_path=base, **options(folder, **own, **more))
+    trainer = trainer_class(args=args, train_dataset=rows)
     trainer.train()
     found = masters(trainer.engines.policy)
     trainer.close()
@@ -59,6 +59,8 @@ def test_a_run_in_16_bits_is_exported_from_its_masters(kind: str, stage: str, ba
     assert all(torch.equal(wide[name], exact[name]) for name in exact)
     assert any(not torch.equal(wide[name], narrow[name].float()) for name in exact)
     assert report.change is not None and report.change.error_max < 1e-6
+    assert report.base_model == base and report.stored_change is not None
+    assert report.survival is not None and (report.change.effect_mean is not None) is (kind == "kto")
     card = (tmp_path / "wide" / "README.md").read_text()
     assert "- steps: 2\n" in card and f"- ZeRO stage: {stage[5]}\n" in card and "| loss " in card
     assert str(tmp_path) not in card and ("2402.01306" in card) is (kind == "kto")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from alignment.config.errors import AlignmentError, CheckpointError, OptionError
 from alignment.engines.checkpoints.manifest import Manifest, files_in
 from alignment.engines.checkpoints.tensors import record_of
+from alignment.engines.exporting import model as model_module
 from alignment.engines.exporting import source as source_module
 from alignment.engines.exporting.check import default_samples
 from alignment.engines.exporting.export import export
@@ -135,6 +137,37 @@ def test_an_fp32_model_is_rounded_once(dtype: str, base: str, tmp_path: Path) ->
     assert (report.advice is not None) is (dtype == "bfloat16")
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_no_two_models_are_there_at_a_time(
+    dtype: str, made: tuple[Path, Named], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, loaded = model_module.load_whole, []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        assert not [one for one in loaded if one() is not None]
+        model = load(*args, **kwargs)
+        loaded.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(model_module, "load_whole", watched)
+    source = copied(made[0], tmp_path / "checkpoint-4", "manifest.json", "optimizer-00001-of-00001.safetensors")
+    export_model(source, tmp_path / "out", dtype=dtype, base=str(made[0]), sample_count=2)
+    assert len(loaded) == (4 if dtype == "float16" else 3)
+
+
+@pytest.mark.ci
+def test_experts_in_fp32_take_their_master_weights(giving: Callable[[Named], None], tmp_path: Path) -> None:
+    """Files have a tensor for each expert, and the model that trains one for all."""
+    masters = trained(tmp_path / "checkpoint-4", make_model(tmp_path / "moe", "moe"), 2e-4)
+    save_file({"state": torch.zeros(3)}, tmp_path / "checkpoint-4" / "optimizer-00001-of-00001.safetensors")
+    add_manifest(tmp_path / "checkpoint-4")
+    giving(masters)
+    report = export_model(tmp_path / "checkpoint-4", tmp_path / "out", dtype="float32", sample_count=2)
+    state = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
+    assert report.masters == len(masters) and all(torch.equal(state[name], masters[name]) for name in masters)
+    assert any(tensor.ndim == 3 for tensor in masters.values())
+
+
 def test_fp32_without_master_weights_says_so(made: tuple[Path, Named], tmp_path: Path) -> None:
     """As of a checkpoint that has the model only."""
     whole, masters = made
@@ -152,6 +185,15 @@ def test_parameters_kept_in_fp32_are_not_rounded(tmp_path: Path) -> None:
     state = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(state[name], theirs[name]) for name in theirs) and ours.change is not None
     assert ours.change.error_mean > 0 and ours.base_model is None and ours.change.share is None
+
+
+def test_the_dtype_of_mixed_files_is_that_of_most_weights(made: tuple[Path, Named], tmp_path: Path) -> None:
+    source = copied(made[0], tmp_path / "source", "manifest.json", "optimizer-00001-of-00001.safetensors")
+    state = load_file(source / "model.safetensors")
+    norm = "model.norm.weight"
+    save_file(state | {norm: state[norm].float()}, source / "model.safetensors", metadata={"format": "pt"})
+    report = export_model(source, tmp_path / "out", sample_count=0)
+    assert report.stored == report.dtype == "bfloat16"
 
 
 def test_a_reward_model_is_compared_by_its_scores(base: str, tmp_path: Path) -> None:

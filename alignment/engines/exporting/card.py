@@ -55,8 +55,9 @@ class Run:
 
     @cached_property
     def options(self) -> Mapping[str, Any]:
-        """The run's options as resolved."""
-        return self.manifest.options if self.manifest is not None else _object(self.root / "options.json")
+        """The run's options as resolved; of a checkpoint without its run those that its manifest has."""
+        recorded = {} if self.manifest is None else self.manifest.options
+        return _object(self.root / "options.json") or recorded
 
     @cached_property
     def start(self) -> Mapping[str, Any]:
@@ -66,7 +67,8 @@ class Run:
     @property
     def method(self) -> str | None:
         """The method's name; of one from outside the name that it was asked for by."""
-        found = self.options.get("method") or self.start.get("method")
+        recorded = None if self.manifest is None else self.manifest.method
+        found = self.options.get("method") or recorded or self.start.get("method")
         return str(found) if found else None
 
     @cached_property

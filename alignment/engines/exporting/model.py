@@ -189,16 +189,11 @@ def _loaded(
 
     if source.is_rounded:
         exact = _measured(source, rows, see)
+        gc.collect()
         return Loaded(source.load(source.target), 0), exact, exact
-    model = source.load(source.target)
+    model, dtype = source.load(source.target), source.files.dtype
     stored = source.outputs(model, rows)
-    count = put_masters(
-        model,
-        masters,
-        source.files.dtype,
-        source.path,
-        lambda name, new: see(name, new, source.files.dtype),
-    )
+    count = put_masters(model, masters, dtype, source.path, lambda name, new: see(name, new, dtype))
     return Loaded(model, count), source.outputs(model, rows) if count else stored, stored
 
 
@@ -227,6 +222,8 @@ def _start(
         if rows is not None and _comparable(config, source.task, rows):
             model = load_whole(name, source.task, "auto", source.trust_remote_code, **arguments)
             outputs = source.outputs(model, rows)
+            del model
+            gc.collect()
         return Start(name, outputs, _files_of(name, revision))
     except ModelError as error:
         if given is not None:
