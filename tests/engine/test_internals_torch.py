@@ -18,6 +18,8 @@ from alignment.internals.torch import (
     hush_deprecated_collectives,
     is_dropout,
     schedule_may_go_first,
+    take_scheduled_rates,
+    version_of,
     without_forward_hooks,
 )
 from tools.ranks import RankServer
@@ -40,6 +42,22 @@ def test_dropout_of_every_kind_is_one() -> None:
     kinds = [kind for name, kind in vars(nn).items() if "Dropout" in name and isinstance(kind, type)]
     assert len(kinds) >= 6 and all(is_dropout(kind(0.5)) and kind(0.5).p == 0.5 for kind in kinds)
     assert not any(is_dropout(module) for module in (nn.Linear(1, 1), nn.Identity(), nn.Sequential(nn.Dropout())))
+
+
+def test_writing_into_a_tensor_is_counted() -> None:
+    tensor = torch.zeros(2)
+    before = version_of(tensor)
+    assert version_of(tensor) == before
+    tensor += 1
+    assert version_of(tensor) == before + 1
+
+
+def test_a_schedule_that_was_restored_sets_its_rates() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=8.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    scheduler.last_epoch = 3
+    take_scheduled_rates(scheduler)
+    assert optimizer.param_groups[0]["lr"] == 2.0 and scheduler.get_last_lr() == [2.0]
 
 
 def test_hooks_are_back_in_their_order_on_any_exit() -> None:
