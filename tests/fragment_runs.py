@@ -54,12 +54,16 @@ LAYERS = {
     "stage2-round-robin": zero(2),
     "stage3-sub-groups": zero(3),
 }
+# These two are of bf16 alone: fp32 accumulation at stage 1 has a class of its own.
+BF16_LAYERS = {"stage1-fp32-accumulation": zero(1), "stage2-bf16-masters": zero(2)}
+BF16_LAYERS["stage1-fp32-accumulation"]["data_types"] = {"grad_accum_dtype": "fp32"}
+BF16_LAYERS["stage2-bf16-masters"]["bf16"] = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 LAYERS["stage2-round-robin"]["zero_optimization"]["round_robin_gradients"] = True
 LAYERS["stage3-sub-groups"]["zero_optimization"]["sub_group_size"] = 3000
 
 
 class Case(NamedTuple):
-    """One engine: a key of ``LAYERS``, ``fp32``/``bf16``/``fp16``, an optimizer, and what is frozen or exported."""
+    """One engine: a key of ``LAYERS`` or ``BF16_LAYERS``, ``fp32``/``bf16``/``fp16``, an optimizer, and what is frozen or exported."""
 
     layout: str = "stage2"
     dtype: str = "fp32"
@@ -97,7 +101,7 @@ def config(case: Case, out: Path) -> tuple[CPOConfig, dict[str, Any], torch.dtyp
         bf16=case.dtype == "bf16",
         fp16=case.dtype == "fp16",
     )
-    base = LAYERS[case.layout]
+    base = (LAYERS | BF16_LAYERS)[case.layout]
     dtypes = plan_dtypes(options, base)
     made = policy_config(options, base, dtypes, torch.distributed.get_world_size(), 32)
     if case.dtype == "fp16":
