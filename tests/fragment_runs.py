@@ -31,7 +31,7 @@ from alignment.engines.checkpoints.optimizer_state import (
     write_fragments,
     writes_fragments,
 )
-from alignment.engines.optimizers import build_optimizer
+from alignment.engines.optimizers import build_optimizer, parameter_groups
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.deepspeed_state import (
     counters,
@@ -63,7 +63,10 @@ LAYERS["stage3-sub-groups"]["zero_optimization"]["sub_group_size"] = 3000
 
 
 class Case(NamedTuple):
-    """One engine: a key of ``LAYERS`` or ``BF16_LAYERS``, ``fp32``/``bf16``/``fp16``, an optimizer, and what is frozen or exported."""
+    """One engine: a key of ``LAYERS`` or ``BF16_LAYERS``, a number format, and what is frozen or exported.
+
+    The optimizer is one of ``optim``, with ``optim_args`` after a colon, or one of torch's such as ``torch.NAdam``.
+    """
 
     layout: str = "stage2"
     dtype: str = "fp32"
@@ -92,6 +95,7 @@ def fp16_on_cpu() -> Iterator[None]:
 def config(case: Case, out: Path) -> tuple[CPOConfig, dict[str, Any], torch.dtype]:
     """Options, the engine's JSON, and the dtype of the weights."""
     name, _, arguments = case.optim.partition(":")
+    name = "adamw_torch" if name.startswith("torch.") else name
     options = CPOConfig(
         output_dir=str(out),
         optim=name,
@@ -135,7 +139,11 @@ def engine(case: Case, out: Path, seed: int = 0) -> PolicyEngine:
     """A training engine with two parameter groups, of which one decays, and a rate that rises."""
     options, ds_config, dtype = config(case, out)
     scorer = CAUSAL_LM.scorer(tiny_model(seed, dtype, case.frozen), False)
-    optimizer = build_optimizer(scorer, options)
+    library, _, name = case.optim.rpartition(".")
+    if library == "torch":
+        optimizer = getattr(torch.optim, name)(parameter_groups(scorer, 0.1), lr=3e-3)
+    else:
+        optimizer = build_optimizer(scorer, options)
     assert len(optimizer.param_groups) == 2
     return PolicyEngine(scorer, ds_config, optimizer, LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8)))
 

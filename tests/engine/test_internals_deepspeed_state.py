@@ -9,6 +9,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.ops.op_builder import CPUAdamBuilder
 from fragment_runs import Case, engine, fp16_on_cpu, masters, train
 
 from alignment.engines.launch_env import init_distributed
@@ -139,6 +140,36 @@ def test_the_engine_counts_on(tmp_path: Path) -> None:
     assert internals.counters(policy.engine) == internals.counters(other.engine) != found
     policy.close()
     other.close()
+
+
+class Recorder:
+    """Takes the place of compiled code: what is called, with which arguments but tensors."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def called(*arguments: Any) -> None:
+            plain = [type(value) if isinstance(value, torch.Tensor) else value for value in arguments]
+            self.calls.append((name, *plain))
+
+        return called
+
+
+def test_a_replayed_step_is_called_as_a_real_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    monkeypatch.setattr(CPUAdamBuilder, "load", lambda self: recorder)
+    groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": decay} for decay in (0.0, 0.1)]
+    optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=1e-2, betas=(0.9, 0.97))
+    for group in optimizer.param_groups:
+        group["params"][0].grad = torch.ones(2)
+    recorder.calls.clear()
+    for _ in range(3):
+        optimizer.step()
+    real = [call[:-1] + (torch.Tensor,) if call[-1] is torch.nn.Parameter else call for call in recorder.calls]
+    recorder.calls.clear()
+    internals.replay_cpu_adam(optimizer, 3)
+    assert recorder.calls == real and len(real) == 6
 
 
 @pytest.mark.slow
