@@ -73,12 +73,13 @@ class Case(NamedTuple):
     optim: str = "adamw_torch"
     frozen: bool = False
     exported: bool = False
+    partly: bool = False
 
     @classmethod
     def of(cls, text: str) -> Case:
-        """``stage2/bf16/adamw_8bit`` and, after that, ``frozen`` or ``exported``."""
+        """``stage2/bf16/adamw_8bit`` and, after that, ``frozen``, ``exported`` or ``exported/partly``."""
         layout, dtype, optim, *more = text.split("/")
-        return cls(layout, dtype, optim, "frozen" in more, "exported" in more)
+        return cls(layout, dtype, optim, *(word in more for word in ("frozen", "exported", "partly")))
 
 
 @contextlib.contextmanager
@@ -161,9 +162,11 @@ def train(policy: PolicyEngine, first: int, steps: int) -> list[float]:
     return norms
 
 
-def save(policy: PolicyEngine, folder: Path, exported: bool = False) -> dict[str, Any]:
+def save(policy: PolicyEngine, folder: Path, exported: bool = False, partly: bool = False) -> dict[str, Any]:
     """Write the fragments, and give back what JSON would hold beside them."""
     places = export(policy, folder) if exported else {}
+    if partly:
+        places = {name: place for name, place in places.items() if "layers.1" not in name}
     if writes_fragments(policy):
         rank = torch.distributed.get_rank()
         write_fragments(policy, folder / fragment_file(rank, fragment_ranks(policy)), places)
@@ -236,7 +239,7 @@ def continued(case: Case, folder: Path, first: int, steps: int) -> list[str]:
     folder.mkdir(exist_ok=True)
     policy = engine(case, folder)
     train(policy, 0, first)
-    beside = save(policy, folder, case.exported)
+    beside = save(policy, folder, case.exported, case.partly)
     norms = train(policy, first, steps)
     wanted, counted, scale = everything(policy), counters(policy.engine), loss_scale_state(policy.engine)
     policy.close()

@@ -49,7 +49,7 @@ FACTORS = {
     "layout": [*LAYERS, *BF16_LAYERS],
     "dtype": ["fp32", "bf16", "fp16"],
     "optim": ["adamw_torch", "adamw_8bit", "sgd:momentum=0.9", "sgd", "adamw_torch:amsgrad=true,fused=false"],
-    "more": ["", "/frozen", "/exported"],
+    "more": ["", "/frozen", "/exported", "/exported/partly"],
 }
 
 
@@ -82,6 +82,8 @@ def one_rank() -> Iterator[None]:
         "stage0/bf16/adamw_torch/frozen",
         "stage0/fp16/sgd:momentum=0.9",
         "stage2/fp32/adamw_8bit/exported",
+        "stage0/fp32/sgd/exported/partly",
+        "stage2/fp32/sgd/exported/partly",
         "stage2-offload/fp16/adamw_torch:amsgrad=true",
         "stage3-sub-groups/bf16/adamw_torch/frozen",
     ],
@@ -168,6 +170,19 @@ def test_another_stage(source: int, target: int, tmp_path: Path) -> None:
     begin(Case(f"stage{source}"), tmp_path / "source", FIRST, STEPS)
     wanted = begin(Case(f"stage{target}"), tmp_path / "target", FIRST, STEPS)
     assert distance(proceed(Case(f"stage{target}"), tmp_path / "source", FIRST, STEPS), wanted) < 1e-4
+
+
+@pytest.mark.ci
+def test_two_ranks(ranks: RankServer, tmp_path: Path) -> None:
+    """A sample of the next test."""
+    texts = ["stage2-round-robin/bf16/adamw_8bit", "stage1-fp32-accumulation/bf16/adamw_torch/frozen"]
+    jobs = tmp_path / "jobs.json"
+    jobs.write_text(json.dumps({"continued": texts, "stages": [0, 2, 3], "sources": []}))
+    ranks.run(DRIVER, tmp_path, jobs, timeout=200)
+    results = json.loads((tmp_path / "results.json").read_text())
+    found = results.pop("pairs")
+    assert results == dict.fromkeys(texts, [])
+    assert len(found) == 6 and all(off < 1e-4 for off in found.values())
 
 
 @pytest.mark.ci
