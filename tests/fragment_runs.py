@@ -31,7 +31,7 @@ from alignment.engines.checkpoints.optimizer_state import (
     write_fragments,
     writes_fragments,
 )
-from alignment.engines.optimizers import build_optimizer
+from alignment.engines.optimizers import build_optimizer, parameter_groups
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.deepspeed_state import (
     counters,
@@ -54,24 +54,32 @@ LAYERS = {
     "stage2-round-robin": zero(2),
     "stage3-sub-groups": zero(3),
 }
+# These two are of bf16 alone: fp32 accumulation at stage 1 has a class of its own.
+BF16_LAYERS = {"stage1-fp32-accumulation": zero(1), "stage2-bf16-masters": zero(2)}
+BF16_LAYERS["stage1-fp32-accumulation"]["data_types"] = {"grad_accum_dtype": "fp32"}
+BF16_LAYERS["stage2-bf16-masters"]["bf16"] = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 LAYERS["stage2-round-robin"]["zero_optimization"]["round_robin_gradients"] = True
 LAYERS["stage3-sub-groups"]["zero_optimization"]["sub_group_size"] = 3000
 
 
 class Case(NamedTuple):
-    """One engine: a key of ``LAYERS``, ``fp32``/``bf16``/``fp16``, an optimizer, and what is frozen or exported."""
+    """One engine: a key of ``LAYERS`` or ``BF16_LAYERS``, a number format, and what is frozen or exported.
+
+    The optimizer is one of ``optim``, with ``optim_args`` after a colon, or one of torch's such as ``torch.NAdam``.
+    """
 
     layout: str = "stage2"
     dtype: str = "fp32"
     optim: str = "adamw_torch"
     frozen: bool = False
     exported: bool = False
+    partly: bool = False
 
     @classmethod
     def of(cls, text: str) -> Case:
-        """``stage2/bf16/adamw_8bit`` and, after that, ``frozen`` or ``exported``."""
+        """``stage2/bf16/adamw_8bit`` and, after that, ``frozen``, ``exported`` or ``exported/partly``."""
         layout, dtype, optim, *more = text.split("/")
-        return cls(layout, dtype, optim, "frozen" in more, "exported" in more)
+        return cls(layout, dtype, optim, *(word in more for word in ("frozen", "exported", "partly")))
 
 
 @contextlib.contextmanager
@@ -88,6 +96,7 @@ def fp16_on_cpu() -> Iterator[None]:
 def config(case: Case, out: Path) -> tuple[CPOConfig, dict[str, Any], torch.dtype]:
     """Options, the engine's JSON, and the dtype of the weights."""
     name, _, arguments = case.optim.partition(":")
+    name = "adamw_torch" if name.startswith("torch.") else name
     options = CPOConfig(
         output_dir=str(out),
         optim=name,
@@ -97,7 +106,7 @@ def config(case: Case, out: Path) -> tuple[CPOConfig, dict[str, Any], torch.dtyp
         bf16=case.dtype == "bf16",
         fp16=case.dtype == "fp16",
     )
-    base = LAYERS[case.layout]
+    base = (LAYERS | BF16_LAYERS)[case.layout]
     dtypes = plan_dtypes(options, base)
     made = policy_config(options, base, dtypes, torch.distributed.get_world_size(), 32)
     if case.dtype == "fp16":
@@ -131,7 +140,11 @@ def engine(case: Case, out: Path, seed: int = 0) -> PolicyEngine:
     """A training engine with two parameter groups, of which one decays, and a rate that rises."""
     options, ds_config, dtype = config(case, out)
     scorer = CAUSAL_LM.scorer(tiny_model(seed, dtype, case.frozen), False)
-    optimizer = build_optimizer(scorer, options)
+    library, _, name = case.optim.rpartition(".")
+    if library == "torch":
+        optimizer = getattr(torch.optim, name)(parameter_groups(scorer, 0.1), lr=3e-3)
+    else:
+        optimizer = build_optimizer(scorer, options)
     assert len(optimizer.param_groups) == 2
     return PolicyEngine(scorer, ds_config, optimizer, LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8)))
 
@@ -149,9 +162,11 @@ def train(policy: PolicyEngine, first: int, steps: int) -> list[float]:
     return norms
 
 
-def save(policy: PolicyEngine, folder: Path, exported: bool = False) -> dict[str, Any]:
+def save(policy: PolicyEngine, folder: Path, exported: bool = False, partly: bool = False) -> dict[str, Any]:
     """Write the fragments, and give back what JSON would hold beside them."""
     places = export(policy, folder) if exported else {}
+    if partly:
+        places = {name: place for name, place in places.items() if "layers.1" not in name}
     if writes_fragments(policy):
         rank = torch.distributed.get_rank()
         write_fragments(policy, folder / fragment_file(rank, fragment_ranks(policy)), places)
@@ -224,7 +239,7 @@ def continued(case: Case, folder: Path, first: int, steps: int) -> list[str]:
     folder.mkdir(exist_ok=True)
     policy = engine(case, folder)
     train(policy, 0, first)
-    beside = save(policy, folder, case.exported)
+    beside = save(policy, folder, case.exported, case.partly)
     norms = train(policy, first, steps)
     wanted, counted, scale = everything(policy), counters(policy.engine), loss_scale_state(policy.engine)
     policy.close()
