@@ -23,7 +23,7 @@ def differences(whole: Path, after: Path, point: int) -> list[str]:
         point: the step that it went on from.
     """
     found = [*_files(whole / "final", after / "final"), *_logs(whole / "out", after / "out")]
-    if _plain(_read(whole / "history.json")) != _plain(_read(after / "history.json")):
+    if timeless(_read(whole / "history.json")) != timeless(_read(after / "history.json")):
         found.append("state.log_history")
     found += _state(whole / "out" / "trainer_state.json", after / "out" / "trainer_state.json")
     for folder in sorted((whole / "out").glob("checkpoint-*")):
@@ -36,12 +36,12 @@ def _read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def _plain(value: Any) -> Any:
+def timeless(value: Any) -> Any:
     """Without times, and what goes with them."""
     if isinstance(value, dict):
         left = {name: each for name, each in value.items() if not any(part in name for part in _TIMES)}
-        return {name: _plain(each) for name, each in left.items() if name != _UNFINISHED}
-    return [_plain(each) for each in value] if isinstance(value, list) else value
+        return {name: timeless(each) for name, each in left.items() if name != _UNFINISHED}
+    return [timeless(each) for each in value] if isinstance(value, list) else value
 
 
 def _files(whole: Path, after: Path) -> Iterator[str]:
@@ -63,7 +63,7 @@ def _logs(whole: Path, after: Path) -> Iterator[str]:
     if len(resumes) != 1:
         yield f"log.jsonl: {len(resumes)} resume events"
     other = [line for line in other if line.get("event") != "resume"]
-    if _plain(one) != _plain(other):
+    if timeless(one) != timeless(other):
         yield "log.jsonl"
     tables = [folder / "completions.jsonl" for folder in (whole, after)]
     if tables[0].exists() != tables[1].exists():
@@ -82,7 +82,7 @@ def _state(whole: Path, after: Path) -> Iterator[str]:
 
 def _comparable(state: dict[str, Any]) -> dict[str, Any]:
     """Without times, the number of the attempt, the length of the log, and where the folder lies."""
-    found: dict[str, Any] = _plain(state)
+    found: dict[str, Any] = timeless(state)
     for name in ("log", "files", "checksum"):
         found.pop(name, None)
     if isinstance(found.get("run"), dict):

@@ -1,7 +1,7 @@
 """Every kind of run that goes on from a checkpoint: the grid of ``test_resume_grid.py``.
 
 A cell is a combination of ``FACTORS``: a run of 7 steps, 3 to an epoch, and the step that it goes on from. Cells that
-differ in that step alone share one whole run, which saves at every step.
+differ in that step alone share one whole run, which saves at each of them, and at the one after it.
 """
 
 from __future__ import annotations
@@ -67,8 +67,15 @@ def sampled() -> list[Combination]:
 
 
 def part(method: str, stage: str, ranks: int) -> list[Combination]:
-    """Everything of one method on one kind of engine."""
-    return everything({**FACTORS, "method": (method,), "stage": (stage,), "ranks": (ranks,)}, allowed)
+    """Everything of one method on one kind of engine, with each course in turn."""
+    factors = {**FACTORS, "method": (method,), "stage": (stage,), "ranks": (ranks,), "course": ("",), "point": ("",)}
+    courses, shift = list(COURSES), FACTORS["stage"].index(stage) + ranks
+    found = []
+    for place, case in enumerate(everything(factors, allowed)):
+        # Every optimizer meets another course with each dtype.
+        course = courses[(place + place // len(courses) + shift) % len(courses)]
+        found += [{**case, "course": course, "point": point} for point in POINTS]
+    return found
 
 
 def name_of(case: Combination) -> str:
@@ -129,8 +136,7 @@ def _run(case: Combination, models: dict[str, str]) -> dict[str, Any]:
         "logging_steps": 2,
         "include_num_input_tokens_seen": True,
         "include_tokens_per_second": True,
-        "save_strategy": "steps",
-        "save_steps": 1,
+        "save_strategy": "no",  # but where the driver's callback asks
         "metric_for_best_model": "loss",
         "greater_is_better": True,
         "disable_tqdm": True,

@@ -16,7 +16,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from drivers.canned import reward  # noqa: F401 - of runs that name it by this module
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
@@ -24,6 +24,9 @@ from transformers import (
     AutoModelForSequenceClassification,
     EarlyStoppingCallback,
     PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
     set_seed,
 )
 
@@ -40,6 +43,17 @@ def counting(module: nn.Module, arguments: Any, output: torch.Tensor) -> torch.T
     if module.training:
         module.asked.add_(1)
     return output * (1 + 0.001 * module.asked)
+
+
+class Saves(TrainerCallback):
+    """Asks for a checkpoint at each step that a run goes on from, and at the one after it."""
+
+    def __init__(self, points: list[int]) -> None:
+        self.steps = {step for point in points for step in (point, point + 1)}
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.global_step in self.steps:
+            control.should_save = True
 
 
 def live_model(run: dict[str, Any]) -> PreTrainedModel:
@@ -72,7 +86,7 @@ def made(run: dict[str, Any], folder: Path) -> Any:
         train_dataset=run["train"],
         eval_dataset=run["eval"],
         optimizers=optimizers,
-        callbacks=[EarlyStoppingCallback(stopping["patience"], stopping["threshold"])],
+        callbacks=[EarlyStoppingCallback(stopping["patience"], stopping["threshold"]), Saves(run["points"])],
     )
 
 
@@ -87,7 +101,7 @@ def train(run: dict[str, Any], folder: Path, checkpoint: str | None = None) -> N
 
 
 def left_behind(whole: Path, folder: Path, point: int) -> None:
-    """A copy of a run's output folder without the checkpoints after a step; its logs are whole, and torn at the end."""
+    """A copy of a run's output folder, without the checkpoints after a step; its logs are whole, and end torn."""
     newer = [f"checkpoint-{step}" for step in range(point + 1, 100)]
     shutil.copytree(whole / "out", folder / "out", ignore=lambda place, names: set(names) & set(newer))
     for name in ("log.jsonl", "completions.jsonl"):
@@ -106,6 +120,8 @@ def disturb(seed: int) -> None:
 def main() -> None:
     """Run everything that the file lists."""
     mock.patch("alignment.training.summary.draw_history", return_value=False).start()
+    # A CPU computes in fp16 more slowly than in bf16, which is all that its accelerator means by that.
+    mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True).start()
     spec = Path(sys.argv[1])
     for run in json.loads(spec.read_text()):
         whole = spec.parent / run["name"] / "whole"

@@ -1,0 +1,124 @@
+"""A run goes on with another number of ranks, or at another ZeRO stage: the same updates up to rounding.
+
+Online DPO with fixed completions, in fp32, with a weight decay that one of two parameter groups has, and no dropout:
+what is left of a run's randomness is which prompts a window takes. The checkpoint lies in the folder of another run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import DRIVERS
+from drivers.canned import LONGEST, Kind
+from helpers import STAGES, make_model
+from resume_comparison import timeless
+from safetensors.torch import load_file
+from split_results import Update, assert_logged, distance
+from split_runs import prompt_rows
+
+from tools.ranks import RankServer
+
+Split = tuple[str, int]
+SPLITS: list[Split] = [(stage, ranks) for stage in ("stage0", "stage2", "stage3") for ranks in (1, 2)]
+PAIRS = list(itertools.permutations(SPLITS, 2))
+# The checkpoint is that of a step inside the first epoch, and the norm of the updates after it has to be this close.
+POINT, STEPS, CLOSE = 2, 5, 1e-4
+KINDS = (None, None, None, None, Kind.TIED, None, Kind.SOME_UNSCORED)
+
+pytestmark = pytest.mark.ci
+
+
+def name_of(split: Split) -> str:
+    """Such as ``stage2-1``."""
+    return "-".join(map(str, split))
+
+
+def run(name: str, split: Split, model: str, folder: Path, **more: Any) -> dict[str, Any]:
+    """A run as ``drivers/runs.py`` takes it: windows of 4 prompts, 3 to an epoch, and evaluations after 3 and 5."""
+    stage, ranks = split
+    args = {
+        "output_dir": str(folder / name),
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2 // ranks,
+        "max_steps": STEPS,
+        "learning_rate": 0.02,
+        "lr_scheduler_type": "linear",
+        # Adam divides a gradient by its own size: with an epsilon below it, rounding would decide small updates.
+        "adam_epsilon": 0.02,
+        "weight_decay": 0.1,
+        "max_length": 64,
+        "max_new_tokens": LONGEST + 1,
+        "reward_funcs": f"{DRIVERS / 'canned.py'}:reward",
+        "deepspeed": STAGES[stage],
+        "ref_placement": "replica",
+        "logging_steps": 1,
+        "eval_strategy": "epoch",
+        "save_steps": 1,
+        "disable_tqdm": True,
+        **more,
+    }
+    return {
+        "name": name,
+        "trainer": "OnlineDPO",
+        "model": model,
+        "args": args,
+        "train": prompt_rows(12, KINDS),
+        "eval": prompt_rows(5, (), seed=9),
+        "save": str(folder / f"{name}-final"),
+    }
+
+
+def train(runs: list[tuple[Split, dict[str, Any]]], folder: Path, ranks: RankServer) -> None:
+    """All runs, in one job for each number of ranks."""
+    for world in (1, 2):
+        spec = folder / f"spec-{world}.json"
+        spec.write_text(json.dumps([made for (_, size), made in runs if size == world]))
+        ranks.run(DRIVERS / "runs.py", spec, nproc=world, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, ranks: RankServer) -> Path:
+    """Every run from its beginning, and each pair's from the checkpoint of the first with the split of the second."""
+    folder = tmp_path_factory.mktemp("splits")
+    model = make_model(folder / "model", "tied", seed=1, layers=1)
+    train([(split, run(name_of(split), split, model, folder)) for split in SPLITS], folder, ranks)
+    goes_on = []
+    for before, now in PAIRS:
+        checkpoint = folder / name_of(before) / f"checkpoint-{POINT}"
+        name = f"{name_of(before)}-to-{name_of(now)}"
+        more = {"resume_from_checkpoint": str(checkpoint), "save_strategy": "no"}
+        goes_on.append((now, run(name, now, model, folder, **more)))
+    train(goes_on, folder, ranks)
+    return folder
+
+
+def update(folder: Path, name: str, start: str) -> Update:
+    """What a run has added to the weights of a checkpoint."""
+    before = load_file(folder / start / f"checkpoint-{POINT}" / "model.safetensors")
+    after = load_file(folder / f"{name}-final" / "model.safetensors")
+    return {key: after[key].double() - before[key].double() for key in after}
+
+
+def logged(folder: Path, name: str) -> list[dict[str, float]]:
+    """Everything that a run logged but times, the last evaluation included."""
+    outcome = json.loads((folder / f"{name}.json").read_text())
+    found: list[dict[str, float]] = timeless([*outcome["log"], outcome["evaluation"]])
+    return found
+
+
+@pytest.mark.parametrize(("before", "now"), PAIRS, ids=lambda split: name_of(split))
+def test_the_updates_are_those_of_the_new_split(before: Split, now: Split, trained: Path) -> None:
+    name, plain = f"{name_of(before)}-to-{name_of(now)}", name_of(now)
+    error = distance(update(trained, name, name_of(before)), update(trained, plain, plain))
+    print(f"{name}: {error:.2g}")
+    assert error <= CLOSE
+    found, expected = logged(trained, name), logged(trained, plain)
+    assert len(found) == len(expected)
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert_logged(one, other, CLOSE, f"record {number}")
+    wins = [record["eval_win_rate"] for record in found if "eval_win_rate" in record]
+    assert len(wins) == 3 and 0 < wins[0] < 1
