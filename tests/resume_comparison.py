@@ -74,14 +74,14 @@ def _logs(whole: Path, after: Path) -> Iterator[str]:
 
 def _state(whole: Path, after: Path) -> Iterator[str]:
     """Two files of states, part by part."""
-    one, other = _comparable(_read(whole)), _comparable(_read(after))
+    one, other = (_comparable(_read(path), path.parent) for path in (whole, after))
     for name in sorted(one.keys() | other.keys()):
         if one.get(name) != other.get(name):
             yield f"{whole.parent.name}/{whole.name}: {name}"
 
 
-def _comparable(state: dict[str, Any]) -> dict[str, Any]:
-    """Without times, the number of the attempt, the length of the log, and where the folder lies."""
+def _comparable(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Without times, the number of the attempt, the length of the log, and where the output folder lies."""
     found: dict[str, Any] = timeless(state)
     for name in ("log", "files", "checksum"):
         found.pop(name, None)
@@ -89,5 +89,6 @@ def _comparable(state: dict[str, Any]) -> dict[str, Any]:
         found["run"].pop("attempt")
     for holder in (found, found.get("trainer", {})):
         if holder.get("best_model_checkpoint"):
-            holder["best_model_checkpoint"] = Path(holder["best_model_checkpoint"]).name
+            out = folder.parent if folder.name.startswith("checkpoint-") else folder
+            holder["best_model_checkpoint"] = holder["best_model_checkpoint"].removeprefix(f"{out}/")
     return found

@@ -32,6 +32,7 @@ _METHODS: dict[str, dict[str, Any]] = {
     "OnlineDPO": {
         "max_new_tokens": 6,
         "missing_eos_penalty": 0.5,
+        "log_completions": 2,
         "reward_funcs": f"{Path(__file__).parent / 'drivers' / 'canned.py'}:reward",
     },
     "KTO-lora": _LORA,

@@ -6,6 +6,7 @@ Usage: resume_runs.py SPEC, a JSON list of what ``resume_grid.runs_of`` gives. B
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import shutil
@@ -93,11 +94,11 @@ def made(run: dict[str, Any], folder: Path) -> Any:
 def train(run: dict[str, Any], folder: Path, checkpoint: str | None = None) -> None:
     """Train to the end, and save what there is then."""
     trainer = made(run, folder)
-    trainer.train(resume_from_checkpoint=checkpoint)
-    trainer.save_model(folder / "final")
-    if rank() == 0:
-        (folder / "history.json").write_text(json.dumps(trainer.state.log_history))
-    trainer.close()
+    with contextlib.closing(trainer):
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_model(folder / "final")
+        if rank() == 0:
+            (folder / "history.json").write_text(json.dumps(trainer.state.log_history))
 
 
 def left_behind(whole: Path, folder: Path, point: int) -> None:

@@ -1,8 +1,8 @@
 """Runs that go on from a checkpoint end as if nothing had happened, to the bit, whatever they are made of.
 
 Weights, logs, tables of completions, trainer state and the next checkpoint are those of the run that was never
-interrupted. Three cells by default; with ``-m ci`` a subset in which every pair of values meets; everything, with
-DeepSpeed's compiled Adam as well, by ``make resume-matrix``.
+interrupted. With ``-m ci`` a subset in which every pair of values meets; everything, with DeepSpeed's compiled Adam as
+well, by ``make resume-matrix``.
 """
 
 from __future__ import annotations
