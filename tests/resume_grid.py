@@ -118,8 +118,8 @@ def _run(case: Combination, models: dict[str, str]) -> dict[str, Any]:
         engine["fp16"] = {"initial_scale_power": 10, "loss_scale_window": 2}
     stopping = {name: course.pop(name) for name in ("patience", "threshold")}
     args = {
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": WINDOW // case["ranks"],
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": WINDOW // 2 // case["ranks"],
         "max_steps": STEPS,
         "learning_rate": 5e-3,
         "lr_scheduler_type": "linear",

@@ -1,12 +1,14 @@
 """Go on from checkpoints in each of which one piece of state is missing or stale; for ``test_resume_state.py``.
 
 Usage: resume_tampered.py SPEC, a JSON list of runs with two points each: checkpoints of the second are damaged, with
-what those of the first hold. ``NAME.json`` beside SPEC has what was noticed, by piece; ``control`` is an intact one.
+what those of the first hold, in the pieces that ``only`` matches. ``NAME.json`` beside SPEC has what was noticed, by
+piece; ``control`` is an intact one.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -50,7 +52,8 @@ def main() -> None:
         out = folder / "whole" / "out"
         older, checkpoint = (out / f"checkpoint-{point}" for point in run["points"])
         found = {"control": noticed(run, folder, None)}
-        found |= {str(piece): noticed(run, folder, piece) for piece in pieces(older, checkpoint)}
+        chosen = [piece for piece in pieces(older, checkpoint) if re.match(run["only"], str(piece))]
+        found |= {str(piece): noticed(run, folder, piece) for piece in chosen}
         (spec.parent / f"{run['name']}.json").write_text(json.dumps(found, indent=1))
 
 

@@ -16,20 +16,36 @@ from tools.ranks import RankServer
 
 # With a buffer that training changes, three moments of an own optimizer, and callbacks that count.
 _CASE = {"method": "OnlineDPO", "stage": "stage2", "ranks": 1, "optimizer": "own", "dtype": "", "course": "stopped"}
-# What changes no number of the run, and is stored to be read, or to be decided anew for less memory.
-EXCUSED: dict[str, str] = {}
+_NEXT_STEP = "the next step sets it before anything reads it"
+EXCUSED = {
+    "run_state-00000.json: online.epoch": _NEXT_STEP,
+    "run_state.json: trainer.epoch": _NEXT_STEP,
+    "run_state.json: trainer.num_input_tokens_seen": _NEXT_STEP,
+    "run_state.json: totals.last": _NEXT_STEP,
+    "run_state.json: completions.rows": _NEXT_STEP,
+    "run_state.json: totals.seconds": "a time; test_run_state.py",
+    "run_state.json: boundary left out": "of a run that a callback ended right there; test_run_state.py",
+    "run_state.json: rollout left out": "decided again, by the free memory of the same machine; test_run_state.py",
+    "model.safetensors: all": "masters are in the fragments, where weights are not in fp32",
+}
 
 pytestmark = pytest.mark.ci
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_no_piece_may_be_missing_or_stale(dtype: str, tmp_path: Path, ranks: RankServer) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "only", "least"), [("fp32", "", 45), ("fp16", "(model|optimizer|.*engine)", 8)], ids=["fp32", "fp16"]
+)
+def test_no_piece_may_be_missing_or_stale(
+    dtype: str, only: str, least: int, tmp_path: Path, ranks: RankServer
+) -> None:
+    """In fp16 only of what is not there in fp32: masters and a loss scale."""
     cases = [{**_CASE, "dtype": dtype, "point": point} for point in ("first", "inside")]
-    runs = runs_of(cases, make_models(tmp_path / "models"))
-    assert [run["points"] for run in runs] == [[POINTS["first"], POINTS["inside"]]]
-    (tmp_path / "spec.json").write_text(json.dumps(runs))
+    (run,) = runs_of(cases, make_models(tmp_path / "models"))
+    assert run["points"] == [POINTS["first"], POINTS["inside"]]
+    (tmp_path / "spec.json").write_text(json.dumps([run | {"only": only}]))
     ranks.run(DRIVERS / "resume_tampered.py", tmp_path / "spec.json", nproc=1, timeout=500)
-    found = json.loads((tmp_path / f"{runs[0]['name']}.json").read_text())
+    found = json.loads((tmp_path / f"{run['name']}.json").read_text())
     assert found.pop("control") == []
-    assert {piece for piece, differences in found.items() if not differences} <= EXCUSED.keys()
-    assert len(found) > 40
+    unnoticed = {piece for piece, differences in found.items() if not differences}
+    assert unnoticed == {piece for piece in found.keys() & EXCUSED.keys() if dtype == "fp16" or "model" not in piece}
+    assert len(found) >= least
