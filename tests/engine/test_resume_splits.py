@@ -17,7 +17,7 @@ from drivers.canned import LONGEST, Kind
 from helpers import STAGES, make_model
 from resume_comparison import timeless
 from safetensors.torch import load_file
-from split_results import Update, assert_logged, distance
+from split_results import Update, assert_logged, distance, norm
 from split_runs import prompt_rows
 
 from tools.ranks import RankServer
