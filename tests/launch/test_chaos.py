@@ -56,9 +56,9 @@ NAMED = [
         "removal",
         "kto",
         (
-            *at("in the middle of a log line", "before an old checkpoint is hidden"),
-            *at("after an old checkpoint is hidden", "between two files of an old checkpoint"),
-            *at("after an old checkpoint is removed", "before the log is cut back", "after the log is cut back"),
+            *at("before an old checkpoint is hidden", "after an old checkpoint is hidden"),
+            *at("between two files of an old checkpoint", "after an old checkpoint is removed"),
+            *at("in the middle of a log line", "before the log is cut back", "after the log is cut back"),
             *at("before a stale lock is moved", "after a stale lock is moved"),
             *at("while the final model is written", "after the final model is written"),
         ),
