@@ -68,11 +68,8 @@ def _until(chaos: Chaos, record: Record, kills: int) -> None:
 def _show(attempted: Attempted) -> None:
     what = attempted.kill or "left alone"
     became = f"killed in {attempted.place}" if attempted.killed else "finished"
-    print(
-        f"{attempted.chain}.{attempted.number} {attempted.method} from step {attempted.resumed_from}: {what}: {became} "
-        f"({attempted.seconds:.1f} s)",
-        flush=True,
-    )
+    start = f"{attempted.chain}.{attempted.number} {attempted.method} from step {attempted.resumed_from}"
+    print(f"{start}: {what}: {became} ({attempted.seconds:.1f} s)", flush=True)
     for problem in attempted.problems:
         print(f"  {problem}", flush=True)
     if attempted.report:

@@ -80,9 +80,14 @@ class Attempt:
         return self._end(self._outcome, start, kill)
 
     def _job(self, arguments: list[str], output_dir: Path, kill: Kill | None) -> None:
-        plan = {"folder": str(self.folder), "output_dir": str(output_dir), "ranks": [], "event": None, "occurrence": 1}
-        if kill is not None and kill.point is not None:
-            plan |= {"ranks": kill.ranks, "event": POINTS[kill.point].event, "occurrence": kill.occurrence}
+        own = kill if kill is not None and kill.point is not None else None
+        plan = {
+            "folder": str(self.folder),
+            "output_dir": str(output_dir),
+            "ranks": () if own is None else own.ranks,
+            "event": None if own is None else POINTS[own.point or ""].event,
+            "occurrence": 1 if own is None else own.occurrence,
+        }
         try:
             self._outcome = self.server.run(
                 Path(__file__).with_name("rank.py"),

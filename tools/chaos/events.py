@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-Hear = Callable[[str, Callable[[], None] | None], None]
+Half = Callable[[], Any]
+Hear = Callable[[str, Half | None], None]
 _HIDDEN = re.compile(r"^\.(checkpoint-)\d+\.(partial|removed)$")
 
 
@@ -78,7 +79,7 @@ class Events:
         def written(descriptor: int, data: Any) -> int:
             what = self.kind(descriptor)
             if what is not None:
-                self.hear(f"half write {what}", lambda: write(descriptor, data[: len(data) // 2]) and None)
+                self.hear(f"half write {what}", lambda: write(descriptor, data[: len(data) // 2]))
             return write(descriptor, data)
 
         os.write = written
@@ -134,7 +135,7 @@ class Events:
             (trainer.AlignmentTrainer, "save_model", "end"),
         ):
             self._in_phase(owner, name, phase)
-        for owner, name, what in (
+        parts: tuple[tuple[Any, str, str], ...] = (
             (PreTrainedModel, "save_pretrained", "model"),
             (PreTrainedTokenizerBase, "save_pretrained", "tokenizer"),
             (writer, "write_fragments", "fragments"),
@@ -142,8 +143,9 @@ class Events:
             (TensorFile, "read_into", "reading a tensor"),
             (Manifest, "check_contents", "comparing checksums"),
             (torch.nn.Embedding, "forward", "forward"),
-        ):
-            self._named(owner, name, what)
+        )
+        for part, name, what in parts:
+            self._named(part, name, what)
 
     def _named(self, owner: Any, name: str, what: str) -> None:
         call = getattr(owner, name)
@@ -179,7 +181,7 @@ class Events:
 class _Appended:
     """A file opened for appending, whose writer may die in the middle of a line."""
 
-    def __init__(self, file: Any, hear: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, file: Any, hear: Callable[[Half], None]) -> None:
         self._file, self._hear = file, hear
 
     def __enter__(self) -> _Appended:
@@ -190,7 +192,7 @@ class _Appended:
 
     def write(self, data: Any) -> int:
         """Tell, then write."""
-        self._hear(lambda: self._file.write(bytes(data)[: len(data) // 2]) and None)
+        self._hear(lambda: self._file.write(bytes(data)[: len(data) // 2]))
         written: int = self._file.write(data)
         return written
 

@@ -1,4 +1,4 @@
-"""Looks at an output folder from outside, with nothing of the product: is every checkpoint whole, is anything missing?"""
+"""Looks at an output folder from outside, without the product: is every checkpoint whole, is anything missing?"""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Death:
     def __init__(self, event: str, occurrence: int) -> None:
         self.event, self.left = event, occurrence
 
-    def __call__(self, event: str, half: Callable[[], None] | None) -> None:
+    def __call__(self, event: str, half: Callable[[], Any] | None) -> None:
         """Something is about to happen, or has."""
         if event != self.event:
             return
@@ -41,7 +41,7 @@ class Death:
             time.sleep(60)  # the signal comes first
 
 
-def _survive(event: str, half: Callable[[], None] | None) -> None:
+def _survive(event: str, half: Callable[[], Any] | None) -> None:
     """In the place of a death."""
 
 

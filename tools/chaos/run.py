@@ -139,9 +139,7 @@ def _problems(end: End, kill: Kill | None) -> list[str]:
     return problems
 
 
-def _attempted(
-    chain: Chain, number: int, kill: Kill | None, end: End, before: Look, problems: list[str]
-) -> Attempted:
+def _attempted(chain: Chain, number: int, kill: Kill | None, end: End, before: Look, problems: list[str]) -> Attempted:
     point = "" if kill is None else kill.point or "random"
     return Attempted(
         chain=chain.name,

@@ -1,4 +1,4 @@
-"""What the killed runs train on, and their command lines: tiny models, but with everything that a restart could lose."""
+"""What the killed runs train on, and their command lines: tiny models with everything that a restart could lose."""
 
 from __future__ import annotations
 
