@@ -85,6 +85,7 @@ class Chaos:
         """
         with self._making:
             if method not in self._references:
+                assert self.server.address  # it is running, so that only the run is timed
                 output_dir = self.folder / f"{method}-reference"
                 end = self._start(f"{method}-reference", method, output_dir, None, 0.0)
                 if end.code:
