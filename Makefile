@@ -38,11 +38,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 SOURCES := alignment benchmarks examples launch tests tools setup.py
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
 
-<<<<<<< HEAD
-.PHONY: install test test-ci test-slow resume-matrix test-newest mutations mutants renames demo quality style docs clean
-=======
-.PHONY: install test test-ci test-slow test-newest mutations mutants renames chaos demo quality style docs clean
->>>>>>> i13-chaos
+.PHONY: install test test-ci test-slow resume-matrix chaos test-newest mutations mutants renames demo quality style docs clean
 
 install: $(READY)
 
