@@ -110,7 +110,7 @@ def config(case: Case, out: Path) -> tuple[CPOConfig, dict[str, Any], torch.dtyp
     dtypes = plan_dtypes(options, base)
     made = policy_config(options, base, dtypes, torch.distributed.get_world_size(), 32)
     if case.dtype == "fp16":
-        made["fp16"] |= {"initial_scale_power": 12, "loss_scale_window": 2}
+        made["fp16"] |= {"initial_scale_power": 12, "loss_scale_window": 3}
     return options, made, getattr(torch, dtypes.compute)
 
 
@@ -119,9 +119,9 @@ def tiny_model(seed: int, dtype: torch.dtype, frozen: bool = False) -> Any:
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=53,
-        hidden_size=28,
+        hidden_size=27,
         num_hidden_layers=2,
-        num_attention_heads=2,
+        num_attention_heads=3,
         num_key_value_heads=1,
         head_dim=14,
         intermediate_size=45,

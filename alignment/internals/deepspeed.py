@@ -117,10 +117,13 @@ def reports_grad_norm(engine: Any) -> bool:
     """Whether ``engine.get_global_grad_norm()`` is a number after a step.
 
     It is where DeepSpeed wraps the optimizer, whose ``_global_grad_norm`` the engine copies. At stage 0 in fp32 the
-    optimizer is not wrapped, and the norm stays None. This has to be known before the step, which clears gradients.
-    Seen with DeepSpeed 0.19.8.
+    optimizer is not wrapped, and the norm stays None. This has to be known before the step, which clears gradients;
+    the wrapper of stage 1 in bf16 with fp32 accumulation has the norm from its first step on only. Seen with DeepSpeed
+    0.19.8.
     """
-    return hasattr(engine.optimizer, "_global_grad_norm")
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+    return hasattr(engine.optimizer, "_global_grad_norm") or isinstance(engine.optimizer, BF16_Optimizer)
 
 
 def undo_dummy_step(optimizer: Any) -> None:

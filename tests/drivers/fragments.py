@@ -16,7 +16,7 @@ from alignment.engines.launch_env import init_distributed
 FIRST, STEPS = 5, 4
 
 
-def pairs(folder: Path, stages: list[int], sources: list[str]) -> dict[str, float]:
+def pairs(folder: Path, stages: list[str], sources: list[str]) -> dict[str, float]:
     """Begin at each stage on these ranks, and proceed at each from what was begun elsewhere."""
     world = torch.distributed.get_world_size()
     wanted = {stage: begin(Case(f"stage{stage}"), folder / f"{world}-{stage}", FIRST, STEPS) for stage in stages}

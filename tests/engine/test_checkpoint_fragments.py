@@ -44,7 +44,7 @@ from tools.ranks.client import RankServer
 
 DRIVER = Path(__file__).parent.parent / "drivers" / "fragments.py"
 FIRST, STEPS = 5, 4  # as in the driver
-STAGES = [0, 1, 2, 3]
+STAGES = ["0", "1", "2", "3"]
 FACTORS = {
     "layout": [*LAYERS, *BF16_LAYERS],
     "dtype": ["fp32", "bf16", "fp16"],
@@ -165,8 +165,8 @@ def test_the_size_is_known_before_the_first_step(text: str, tmp_path: Path) -> N
 # Another split ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("source", "target"), [(0, 2), (2, 0), (3, 1)])
-def test_another_stage(source: int, target: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("source", "target"), ["02", "20", "31"])
+def test_another_stage(source: str, target: str, tmp_path: Path) -> None:
     begin(Case(f"stage{source}"), tmp_path / "source", FIRST, STEPS)
     wanted = begin(Case(f"stage{target}"), tmp_path / "target", FIRST, STEPS)
     assert distance(proceed(Case(f"stage{target}"), tmp_path / "source", FIRST, STEPS), wanted) < 1e-4
@@ -177,7 +177,7 @@ def test_two_ranks(ranks: RankServer, tmp_path: Path) -> None:
     """A sample of the next test."""
     texts = ["stage2-round-robin/bf16/adamw_8bit", "stage1-fp32-accumulation/bf16/adamw_torch/frozen"]
     jobs = tmp_path / "jobs.json"
-    jobs.write_text(json.dumps({"continued": texts, "stages": [0, 2, 3], "sources": []}))
+    jobs.write_text(json.dumps({"continued": texts, "stages": ["0", "2-round-robin", "3"], "sources": []}))
     ranks.run(DRIVER, tmp_path, jobs, timeout=200)
     results = json.loads((tmp_path / "results.json").read_text())
     found = results.pop("pairs")
@@ -391,5 +391,5 @@ def test_pieces_that_do_not_cover_a_parameter(copied: Path) -> None:
         piece = fragments.pieces("model.embed_tokens.weight")[0].piece
     saved_as = json.dumps(list(piece)).replace(" ", "")
     rewritten(copied / fragment_file(0, 1), {saved_as: f'["{piece.name}",0,0,5]'})
-    with pytest.raises(CheckpointError, match="has 5 of the 1484 elements of model.embed_tokens.weight"):
+    with pytest.raises(CheckpointError, match="has 5 of the 1431 elements of model.embed_tokens.weight"):
         check_fragments(copied)

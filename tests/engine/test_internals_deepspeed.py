@@ -157,9 +157,10 @@ def test_without_its_entry_the_shared_memory_op_is_not_built(monkeypatch: pytest
     assert backend.TorchBackend("gloo", None, None).shm_comm_op is None
 
 
-@pytest.mark.parametrize(("stage", "bf16"), [(0, False), (0, True), (2, False), (3, False), (3, True)])
+@pytest.mark.parametrize(("stage", "bf16"), [(0, False), (0, True), (1, True), (2, False), (3, False), (3, True)])
 def test_the_norm_is_a_number_where_it_is_said_to_be(stage: int, bf16: bool) -> None:
-    engine = build(stage, bf16={"enabled": bf16})
+    more = {"data_types": {"grad_accum_dtype": "fp32"}} if stage == 1 else {}
+    engine = build(stage, bf16={"enabled": bf16}, **more)
     reported = internals.reports_grad_norm(engine)
     assert reported == ((stage, bf16) != (0, False))
     step(engine)
