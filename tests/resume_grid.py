@@ -39,9 +39,10 @@ _METHODS: dict[str, dict[str, Any]] = {
     "KTO-qlora": {**_LORA, "load_in_4bit": True},
     "CPO-lora": _LORA,
 }
-# What evaluations lead to. A loss that has to grow by 1e6 never does after the first evaluation: the run ends at step
-# 6, with 2 of the 3 evaluations in between counted when it goes on from step 5. The best of those that end by going
-# back to it is the greatest loss, so that it is not always the last one.
+# What evaluations lead to. A loss that has to change by 1e6 never does after the first evaluation: at a patience of 2
+# the run ends at step 6, and one evaluation is counted when it goes on from step 5. The best loss is that of the first
+# evaluation, or nothing would have to be gone back to: in so few steps these fall, and all others rise.
+_FALLING = ("CPO", "SFT")
 COURSES: dict[str, dict[str, Any]] = {
     "counting": {"eval_strategy": "epoch", "patience": 5, "threshold": 0.0},
     "stopped": {"eval_strategy": "steps", "eval_steps": 2, "patience": 2, "threshold": 1e6},
@@ -139,7 +140,7 @@ def _run(case: Combination, models: dict[str, str]) -> dict[str, Any]:
         "include_tokens_per_second": True,
         "save_strategy": "no",  # but where the driver's callback asks
         "metric_for_best_model": "loss",
-        "greater_is_better": True,
+        "greater_is_better": method in _FALLING,
         "disable_tqdm": True,
         **course,
         **_METHODS.get(case["method"], {}),
