@@ -7,6 +7,8 @@
 # make mutants    a random sample of small changes, each against the tests that run its line (MUTANTS="--seed 1")
 # make renames    rename what alignment/internals/ touches in copies of the libraries; its test has to fail (RENAMES="tqdm")
 # make test-newest  contract tests and numbers with the newest releases that setup.py allows, in .venv-newest
+# make chaos     kill training runs 1000 times and judge every restart (CHAOS_ARGS="--kills 50 --seed 3"); about an hour, an
+#                interrupted call goes on with the next one
 # make demo      a small model from nothing, aligned with KTO (LoRA too), CPO and Online DPO, in minutes (DEMO_ARGS="--fresh --seed 1")
 # make quality   lint, types and the floors of alignment/
 # make docs      renew the README's tables of options
@@ -17,6 +19,7 @@ VENV ?= .venv
 PYTHON ?= python3
 PYTEST_ARGS ?= -q
 DEMO_ARGS ?=
+CHAOS_ARGS ?=
 JOBS ?= 2
 RECORD ?= outputs/test-slow.jsonl
 BIN := $(VENV)/bin
@@ -35,7 +38,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 SOURCES := alignment benchmarks examples launch tests tools setup.py
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
 
-.PHONY: install test test-ci test-slow resume-matrix test-newest mutations mutants renames demo quality style docs clean
+.PHONY: install test test-ci test-slow resume-matrix chaos test-newest mutations mutants renames demo quality style docs clean
 
 install: $(READY)
 
@@ -90,6 +93,9 @@ mutants: $(READY)
 
 renames: $(READY)
 	@$(CPU) $(BIN)/python -m tools.renames --jobs $(JOBS) $(RENAMES)
+
+chaos: $(READY)
+	@$(CPU) OMP_NUM_THREADS=1 $(BIN)/python -m tools.chaos $(CHAOS_ARGS)
 
 demo: $(READY)
 	@$(CPU) $(BIN)/python examples/demo/run.py $(DEMO_ARGS)

@@ -214,11 +214,13 @@ class OnlineResources(Resources):
         if isinstance(self.ranker, JudgeRanker):
             return {self.ranker.judge.name: code_fingerprint(self.ranker.judge.code)}
         assert isinstance(self.ranker, RewardRanker)
-        rewards = self.ranker.rewards
-        return {
-            name: code_fingerprint(one.function) if isinstance(one, FunctionReward) else model_fingerprint(one.source)
-            for name, one in zip(rewards.names, rewards.sources, strict=True)
-        }
+        found = {}
+        for name, source in zip(self.ranker.rewards.names, self.ranker.rewards.sources, strict=True):
+            if isinstance(source, ClassifierReward):
+                found[name] = model_fingerprint(source.source)
+            else:
+                found[name] = code_fingerprint(source.function if isinstance(source, FunctionReward) else source)
+        return found
 
     def settings(self) -> dict[str, Any]:
         """The DeepSpeed JSON of the reward models, by file name."""

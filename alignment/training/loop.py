@@ -128,6 +128,8 @@ class TrainingLoop:
                     f"a callback ended this run at step {self.state.global_step} of {self.total_steps}, so there is "
                     "nothing left to train; to go on all the same, set resume_anyway: true"
                 )
+        # transformers takes this back where training begins, and with no step left nobody would ask for it again.
+        self.events.control.should_training_stop = self.boundary.ends or self.state.global_step >= self.total_steps
         self.events("on_save")
         self.decision = self.events.decide()
         self.boundary.ends = self.boundary.ends or self._ended_early()
@@ -337,6 +339,7 @@ class TrainingLoop:
             metrics[self.context.method.reduced_windows] = self.totals.reduced_windows
         self.context.log(metrics)
         self.context.log_file.write({"event": "end", "phases": self.context.phases.summary()})
+        self.context.log_file.finish()
         self.events("on_train_end")
         self.writer.write_state(self.context.output_dir)
         return TrainOutput(steps, metrics["train_loss"], {**metrics, "epoch": self.state.epoch or 0.0})

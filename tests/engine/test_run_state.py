@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,20 @@ from helpers import make_classifier, make_model, options, paired_rows, unpaired_
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import AutoConfig, EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 import alignment
+from alignment.config.errors import TrainingError
+from alignment.engines.checkpoints.folder import checkpoints
 from alignment.training.loop import TrainingLoop
-from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import RunState, Totals
 from alignment.training.trainer import AlignmentTrainer
+from alignment.training.window import NonFiniteLoss
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
 METHODS = ("KTO", "CPO", "DPO", "SFT", "Reward", "OnlineDPO", "OnlineDPO-judge")
 STEPS = 6  # two epochs
+EVERY_STEP = {"save_strategy": "steps", "save_steps": 1}
 TIMES = ("runtime", "per_second")
 
 
@@ -88,22 +92,6 @@ def make(name: str, models: dict[str, str], folder: Path, **more: Any) -> Alignm
     return made
 
 
-class Snapshot:
-    """A run between two steps: its state as JSON, and copies of the weights and of the optimizer's state."""
-
-    def __init__(self, loop: TrainingLoop) -> None:
-        policy = loop.engines.policy
-        self.state = json.dumps(loop.context.run_state.state_dict())
-        self.weights = [parameter.detach().clone() for parameter in policy.scorer.parameters()]
-        self.optimizer = copy.deepcopy(policy.engine.optimizer.state_dict())
-
-    @torch.no_grad()
-    def copy_into(self, engines: RunEngines) -> None:
-        for parameter, value in zip(engines.policy.scorer.parameters(), self.weights, strict=True):
-            parameter.copy_(value)
-        engines.policy.engine.optimizer.load_state_dict(copy.deepcopy(self.optimizer))
-
-
 def watched(monkeypatch: pytest.MonkeyPatch, after: Callable[[TrainingLoop], None]) -> None:
     """Call ``after`` at every boundary between steps."""
     boundary = TrainingLoop._boundary
@@ -124,48 +112,48 @@ def completions(trainer: AlignmentTrainer) -> list[dict[str, Any]]:
     return list(map(json.loads, file.read_text().splitlines())) if file.exists() else []
 
 
+def state_of(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says of the parts that all ranks share."""
+    state: dict[str, Any] = json.loads((folder / "run_state.json").read_text())
+    return state
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_a_fresh_trainer_goes_on_from_any_step(
-    method: str, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    snapshots: list[Snapshot] = []
-    with monkeypatch.context() as patched:
-        watched(patched, lambda loop: snapshots.append(Snapshot(loop)))
-        whole = make(method, models, tmp_path / "whole")
-        whole.train()
-    assert len(snapshots) == STEPS
-    for step, snapshot in enumerate(snapshots[:-1], start=1):
-        random.seed(step)
-        torch.manual_seed(step)
-        again = resumed(method, models, tmp_path / f"again {step}", snapshot, monkeypatch)
+def test_a_fresh_trainer_goes_on_from_any_step(method: str, models: dict[str, str], tmp_path: Path) -> None:
+    whole = make(method, models, tmp_path / "whole", **EVERY_STEP)
+    whole.train()
+    whole.close()
+    for step in range(1, STEPS):
+        again = resumed(method, models, whole.output_dir, tmp_path / f"again {step}", step, **EVERY_STEP)
         assert logged(again) == logged(whole), f"after step {step}"
-        assert completions(again) == [row for row in completions(whole) if row["step"] > step]
+        assert completions(again) == completions(whole)
         for name in ("best_metric", "best_global_step", "num_input_tokens_seen", "epoch"):
             assert getattr(again.state, name) == getattr(whole.state, name), name
-    whole.close()
+        for file in ("model.safetensors", "optimizer-00001-of-00001.safetensors"):
+            last = f"checkpoint-{STEPS}/{file}"
+            assert (again.output_dir / last).read_bytes() == (whole.output_dir / last).read_bytes()
 
 
 def resumed(
     method: str,
     models: dict[str, str],
+    done: Path,
     folder: Path,
-    snapshot: Snapshot,
-    monkeypatch: pytest.MonkeyPatch,
+    step: int,
+    stop: Sequence[Any] = (),
     **more: Any,
 ) -> AlignmentTrainer:
-    """A fresh trainer that has gone on to its end from there."""
-    with monkeypatch.context() as patched:
-        build = RunEngines.build
-
-        def built(engines: RunEngines, steps: int | None) -> None:
-            build(engines, steps)
-            snapshot.copy_into(engines)
-
-        patched.setattr(RunEngines, "build", built)
-        trainer = make(method, models, folder, **more)
-        trainer.context.run_state.load_state_dict(json.loads(snapshot.state))
-        trainer.train()
-    assert trainer.context.run_state.missing == []
+    """A fresh trainer that has gone on to its end from a step, with the logs that were written beyond it."""
+    random.seed(step)
+    torch.manual_seed(step)
+    shutil.copytree(done, folder / "out")
+    for path in checkpoints(folder / "out"):
+        if path.name != f"checkpoint-{step}":
+            shutil.rmtree(path)
+    trainer = make(method, models, folder, **more)
+    for callback in stop:
+        trainer.add_callback(callback)
+    trainer.train(resume_from_checkpoint="latest")
     trainer.close()
     return trainer
 
@@ -180,63 +168,110 @@ class Stop(TrainerCallback):
         setattr(control, self.flag, state.global_step == 2)
 
 
-@pytest.mark.parametrize("flag", ["should_training_stop", "should_epoch_stop"])
-def test_a_run_that_was_stopped_within_an_epoch_goes_on(
-    flag: str, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_epoch_that_a_callback_ended_stays_ended(models: dict[str, str], tmp_path: Path) -> None:
+    whole = make("KTO", models, tmp_path / "whole", **EVERY_STEP)
+    whole.add_callback(Stop("should_epoch_stop"))
+    whole.train()
+    whole.close()
+    data = state_of(whole.output_dir / "checkpoint-2")["data"]
+    assert (data["epoch"], data["step"]) == (1, 0)
+    again = resumed("KTO", models, whole.output_dir, tmp_path / "again", 2, [Stop("should_epoch_stop")], **EVERY_STEP)
+    assert logged(again) == logged(whole)
+
+
+def test_a_run_that_a_callback_ended_stays_ended(
+    models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As one that was not: where it stopped, or with the next epoch where a callback ended this one."""
-    snapshots: dict[str, list[Snapshot]] = {"whole": [], "stopped": []}
-    ends_epoch = [Stop(flag)] if flag == "should_epoch_stop" else []
-    trainers = {}
-    for name, callbacks in (("whole", ends_epoch), ("stopped", [Stop(flag)])):
-        with monkeypatch.context() as patched:
-            watched(patched, lambda loop, name=name: snapshots[name].append(Snapshot(loop)))  # type: ignore[misc]
-            trainers[name] = make("KTO", models, tmp_path / name)
-            for callback in callbacks:
-                trainers[name].add_callback(callback)
-            trainers[name].train()
-            trainers[name].close()
-    again = resumed("KTO", models, tmp_path / "again", snapshots["stopped"][1], monkeypatch)
-    here = {} if flag == "should_epoch_stop" else {"epoch": 0, "step": 2}
-    data = json.loads(snapshots["stopped"][1].state)["data"]
-    assert {name: data[name] for name in ("epoch", "step")} == (here or {"epoch": 1, "step": 0})
-    steps = [entry for entry in logged(trainers["whole"]) if "grad_norm" in entry]
-    assert [entry for entry in logged(again) if "grad_norm" in entry and entry["step"] % 2 == 0] == [
-        entry for entry in steps if entry["step"] % 2 == 0
-    ]
+    """Whether it was killed before or after it said so; and goes on where that is asked for."""
+    stopped = make("KTO", models, tmp_path / "stopped", **EVERY_STEP)
+    stopped.add_callback(Stop("should_training_stop"))
+    stopped.train()
+    stopped.close()
+    again = resumed("KTO", models, stopped.output_dir, tmp_path / "again", 2, **EVERY_STEP)
+    assert again.state.global_step == 2 and logged(again) == logged(stopped)
+    assert "a callback ended this run at step 2 of 6" in capsys.readouterr().out
+    whole = make("KTO", models, tmp_path / "whole", **EVERY_STEP)
+    whole.train()
+    whole.close()
+    anyway = {**EVERY_STEP, "resume_anyway": True}
+    further = resumed("KTO", models, stopped.output_dir, tmp_path / "further", 2, **anyway)
+    assert logged(further)[-2:] == logged(whole)[-2:]
 
 
-def test_a_state_that_is_saved_in_the_midst_of_a_boundary(
+class Heard(TrainerCallback, ExportableState):
+    """Counts what it hears."""
+
+    def __init__(self, steps: int = 0, saves: int = 0) -> None:
+        self.steps, self.saves = steps, saves
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.steps += 1
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.saves += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"steps": self.steps, "saves": self.saves}}
+
+
+def test_callbacks_have_heard_the_same(models: dict[str, str], tmp_path: Path) -> None:
+    heard, again = Heard(), Heard()
+    whole = make("KTO", models, tmp_path / "whole", **EVERY_STEP)
+    whole.add_callback(heard)
+    whole.train()
+    whole.close()
+    resumed("KTO", models, whole.output_dir, tmp_path / "again", 3, [again], **EVERY_STEP)
+    assert (again.steps, again.saves) == (heard.steps, heard.saves) == (STEPS, STEPS)
+
+
+def test_a_run_that_was_rescued_goes_on(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the last step of an epoch, whose evaluation is still to come when it is saved."""
-    snapshots: list[Snapshot] = []
-    epochs = {"eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 3}
+    """The checkpoint of a loss that was not finite is that of the last good step, and the window is done again."""
+    rare = {"save_strategy": "steps", "save_steps": 100}
+    whole = make("KTO", models, tmp_path / "whole", **rare)
+    whole.train()
+    whole.close()
+    broken = make("KTO", models, tmp_path / "broken", **rare)
+    step = TrainingLoop._step
+
+    def failing(loop: TrainingLoop, *given: Any) -> None:
+        if loop.state.global_step == 4:
+            torch.rand(3)
+            raise NonFiniteLoss("the loss of this window is nan")
+        step(loop, *given)
+
     with monkeypatch.context() as patched:
-        save = TrainingLoop._save
-
-        def saved(loop: TrainingLoop) -> None:
-            save(loop)
-            snapshots.append(Snapshot(loop))
-
-        patched.setattr(TrainingLoop, "_save", saved)
-        whole = make("KTO", models, tmp_path / "whole", **epochs)
-        whole.train()
-        whole.close()
-    assert [json.loads(one.state)["trainer"]["global_step"] for one in snapshots] == [3, 6]
-    assert json.loads(snapshots[0].state)["boundary"] == {"epoch_ends": True}
-    again = resumed("KTO", models, tmp_path / "again", snapshots[0], monkeypatch, **epochs)
+        patched.setattr(TrainingLoop, "_step", failing)
+        with pytest.raises(TrainingError, match="weights of step 4 are in checkpoint-4"):
+            broken.train()
+    broken.close()
+    again = resumed("KTO", models, broken.output_dir, tmp_path / "again", 4, **rare)
     assert logged(again) == logged(whole)
-    assert [path.name for path in sorted(again.output_dir.glob("checkpoint-*"))] == ["checkpoint-6"]
+
+
+def test_a_checkpoint_is_what_a_step_ends_with(models: dict[str, str], tmp_path: Path) -> None:
+    """The evaluation at the end of an epoch is in the checkpoint of its last step."""
+    epochs = {"eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 3}
+    whole = make("KTO", models, tmp_path / "whole", **epochs)
+    whole.train()
+    whole.close()
+    history = state_of(whole.output_dir / "checkpoint-3")["trainer"]["log_history"]
+    assert history[-1]["step"] == 3 and "eval_loss" in history[-1]
+    again = resumed("KTO", models, whole.output_dir, tmp_path / "again", 3, **epochs)
+    assert logged(again) == logged(whole)
 
 
 # Everything that changes is restored -------------------------------------------------------------------------------
 
+_PAIR = ("", ".0", ".1", ".len")
 # Attributes that a step changes and that no restart needs, each with the reason.
 EXCUSED = {
     "loop._started": "a clock of this process; the seconds before are in totals",
     "loop._before": "the seconds before this process began, which totals hold",
     "loop.decision.0": "whether to stop is decided between any two steps; the last step does",
+    **{f"loop.best._before{part}": "of the newest evaluation, until its checkpoint is written" for part in _PAIR},
+    "trainer.identity.attempt": "counts how often a state was loaded",
     "loop.progress._tokens": "of the progress bar, whose rate is that of this process",
     "trainer.sampler._order.0": "the rows of an epoch in order are a function of seed and epoch, made when asked for",
     "trainer.sampler._order.1": "the same",
@@ -311,13 +346,14 @@ class Comparison:
                 if restored.get(path) != self.before.get(path):
                     self.left[path] = f"{self.before.get(path)} -> {restored.get(path)}"
             loop.context.run_state.load_state_dict(now)
-            loop.random.after()
+            loop.random.restore(1, 0)
 
     def put_back(self, loop: TrainingLoop, state: dict[str, Any]) -> None:
         if self.without is not None:
-            loop.context.run_state.parts.pop(self.without)
+            for parts in (loop.context.run_state.parts, loop.context.run_state.on_each_rank):
+                parts.pop(self.without, None)  # type: ignore[attr-defined]
         loop.context.run_state.load_state_dict(state)
-        loop.random.after()
+        loop.random.restore(1, 0)
         loop.context.run_state._waiting.clear()
 
 
@@ -358,18 +394,20 @@ def test_a_part_that_is_not_registered_is_missed(
 
 
 def test_the_parts_are_these(models: dict[str, str], tmp_path: Path) -> None:
-    """``rollout`` changes at the first window only, ``boundary`` only where a state is saved between two steps."""
+    """``rollout`` changes at the first window only, ``boundary`` where a callback ends the run, ``run`` never."""
     trainer = make("OnlineDPO", models, tmp_path, max_steps=1)
     trainer.train()
-    assert set(trainer.context.run_state.parts) == {*PARTS, "rollout", "boundary"}
-    rollout = trainer.context.run_state.state_dict()["rollout"]
+    state = trainer.context.run_state.state_dict()
+    assert {*state["shared"], *state["own"]} == {*PARTS, "rollout", "boundary", "engine", "run"}
+    assert set(state["own"]) == {"phases", "random", "online"}
+    rollout = state["shared"]["rollout"]
     assert rollout["backend"] == "generate" and rollout["batch_size"] >= 1
     trainer.close()
 
 
 def test_a_state_waits_for_the_part_that_it_is_of() -> None:
     state = RunState()
-    state.load_state_dict({"totals": {**vars(Totals()), "tokens": 7}, "gone": {}})
+    state.load_state_dict({"shared": {"totals": {**vars(Totals()), "tokens": 7}, "gone": {}}, "own": {}})
     assert state.missing == ["totals", "gone"]
     assert state.register("totals", Totals()).tokens == 7
     assert state.missing == ["gone"]

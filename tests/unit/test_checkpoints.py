@@ -9,7 +9,8 @@ import pytest
 from transformers import TrainerState
 
 from alignment import CPOConfig
-from alignment.training.checkpoints import BestModel, prune_checkpoints
+from alignment.engines.checkpoints.folder import prune_checkpoints
+from alignment.training.checkpointing.best import BestModel
 
 
 @pytest.mark.parametrize(

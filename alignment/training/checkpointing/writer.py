@@ -6,17 +6,16 @@ the run goes on, and the next one is tried again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
-import alignment
 from alignment.config.errors import AlignmentError, CheckpointError, OutputError, one_line
 from alignment.engines.checkpoints.folder import checkpoint_folder, partial_of, prune_checkpoints, publish
 from alignment.engines.checkpoints.fragments import fragment_file
@@ -40,7 +39,7 @@ from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import Identity
 
 STATE = "run_state.json"
-_LIBRARIES = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes")
+_LIBRARIES = ("deepspeed-alignment", "torch", "transformers", "deepspeed", "peft", "bitsandbytes")
 _SPARE = 1 << 20  # bytes, for the tokenizer, configurations and states
 _FAILURES = (OSError, SafetensorError, OutputError, CheckpointError)
 
@@ -127,7 +126,10 @@ class CheckpointWriter:
             return False
         self.newest = step
         if self.context.is_first:
-            prune_checkpoints(self.context.output_dir, self.context.args.save_total_limit, keep)
+            try:
+                prune_checkpoints(self.context.output_dir, self.context.args.save_total_limit, keep)
+            except OSError as error:
+                self.context.tell(f"save_total_limit: an old checkpoint could not be removed: {_reason(error)}")
         return True
 
     def _written(self, target: Path) -> str | None:
@@ -135,14 +137,15 @@ class CheckpointWriter:
         partial = partial_of(target)
         model, state = self._bytes()
         failed = self._agreed(lambda: self._prepare(partial, model + state))
-        exported: dict[str, ExportedTensor] = {}
         if failed is None:
             failed = self._agreed(lambda: self.engines.write(partial))
+        exported: dict[str, ExportedTensor] = {}
         if failed is None and self.resumable:
-            exported = from_first_rank(self._exported(partial))
+            failed = self._agreed(lambda: exported.update(self._exported(partial)))
         records: dict[str, FileRecord] = {}
         if failed is None:
-            failed = self._agreed(lambda: records.update(self._own_files(partial, exported)))
+            places = from_first_rank(exported)
+            failed = self._agreed(lambda: records.update(self._own_files(partial, places)))
         if failed is None:
             everyone = {name: one for part in gathered(records) for name, one in part.items()}
             failed = self._agreed(lambda: self._publish(partial, target, everyone))
@@ -220,8 +223,11 @@ class CheckpointWriter:
 
 def library_versions() -> dict[str, str]:
     """The versions of what computes, by name."""
-    installed = (name for name in _LIBRARIES if find_spec(name.replace("-", "_")) is not None)
-    return {name: version(name) for name in installed} | {"deepspeed-alignment": alignment.__version__}
+    found = {}
+    for name in _LIBRARIES:
+        with contextlib.suppress(PackageNotFoundError):  # an optional one, or a checkout that was not installed
+            found[name] = version(name)
+    return found
 
 
 def _text_file(path: Path, content: Mapping[str, Any]) -> dict[str, FileRecord]:

@@ -1,0 +1,186 @@
+"""Runs that are killed and started again by the same command end as if nothing had happened: see ``tools/chaos``.
+
+The chains of named points are ``ci``, so that mutations can be tried on them; what kills at random is ``faults``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ROOT, launch_command
+
+from tools.chaos.judge import compare, look
+from tools.chaos.plan import POINTS, Chain, Kill, random_kill
+from tools.chaos.run import Attempted, Chaos
+from tools.ranks import RankServer
+from tools.ranks.client import environment
+from tools.trial import workspace
+
+
+def at(*points: str, **options: bool) -> tuple[Kill, ...]:
+    """Kills at these points, of the last rank that comes to them."""
+    return tuple(Kill((POINTS[point].ranks[-1],), point, **options) for point in points)  # type: ignore[arg-type]
+
+
+NAMED = [
+    Chain(
+        "weights",
+        "kto",
+        (
+            *at("before the model is written", "after the model is written", "before the tokenizer is written"),
+            *at("after the tokenizer is written", "between two of the model's files"),
+            *at("before the fragments are written"),
+            *at("in the middle of the fragments", node_lost=False),  # rank 0 takes 10 s to be sure
+            *at("after the fragments are written"),
+        ),
+    ),
+    Chain(
+        "states",
+        "online_dpo",
+        (
+            *at("before a rank's state is written", "after a rank's state is written"),
+            *at("before the trainer's state is written", "after the trainer's state is written"),
+            *at("before the manifest is written", "after the manifest is written"),
+            *at("before the checkpoint is renamed", "after the checkpoint is renamed"),
+        ),
+    ),
+    Chain(
+        "removal",
+        "kto",
+        (
+            *at("before an old checkpoint is hidden", "after an old checkpoint is hidden"),
+            *at("between two files of an old checkpoint", "after an old checkpoint is removed"),
+            *at("in the middle of a log line", "before the log is cut back", "after the log is cut back"),
+            *at("before a stale lock is moved", "after a stale lock is moved"),
+            *at("while the final model is written", "after the final model is written"),
+        ),
+    ),
+    Chain(
+        "reading",
+        "online_dpo",
+        (
+            *at("before the lock is taken", "after the lock is taken"),
+            Kill((0,), "within a rollout", occurrence=60, node_lost=False),
+            Kill((0,), "in the middle of a completion's line", occurrence=7),
+            *at("while checksums are compared", "before fragments are read", "between two tensors that are read"),
+            *at("after fragments are read", "within an evaluation"),
+        ),
+    ),
+]
+RANDOM_KILLS = 10
+
+
+@pytest.fixture(scope="module")
+def chaos(ranks: RankServer) -> Iterator[Chaos]:
+    """Runs to be killed, and the one of each method that never is."""
+    with workspace("chaos-") as folder:
+        yield Chaos(ranks, folder)
+
+
+def failures(told: list[Attempted]) -> str:
+    """Every problem with where it was found, and the ranks' output."""
+    return "\n".join(
+        f"{one.chain}.{one.number} ({one.method}), {one.kill or 'left alone'}: {'; '.join(one.problems)}\n{one.report}"
+        for one in told
+        if one.problems
+    )
+
+
+def test_every_point_is_come_to() -> None:
+    named = [kill.point for chain in NAMED for kill in chain.kills]
+    assert sorted(filter(None, named)) == sorted(POINTS)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("chain", NAMED, ids=lambda chain: f"{chain.name}-{chain.method}")
+def test_named_points(chaos: Chaos, chain: Chain) -> None:
+    told = chaos.run(chain)
+    assert not failures(told), failures(told)
+    assert [one.point for one in told if one.killed] == [kill.point for kill in chain.kills]
+    assert told[-1].kill == "" and not told[-1].killed
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("method", ["kto", "online_dpo"])
+def test_random_moments(chaos: Chaos, method: str) -> None:
+    """Of a random rank or both; a chain ends early where a moment came too late."""
+    rng, kills = random.Random(f"moments of {method}"), 0
+    while kills < RANDOM_KILLS:
+        chain = Chain(f"{method}-{kills}", method, tuple(random_kill(rng) for _ in range(RANDOM_KILLS - kills)))
+        told = chaos.run(chain)
+        assert not failures(told), failures(told)
+        kills += sum(one.killed for one in told)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("launcher", "method", "victim"), [("deepspeed", "kto", 1), ("deepspeed", "online_dpo", 0), ("torchrun", "kto", 0)]
+)
+@pytest.mark.usefixtures("launch")  # so that it runs among the tests that start processes
+def test_under_a_launcher(chaos: Chaos, tmp_path: Path, launcher: str, method: str, victim: int) -> None:
+    """One worker is killed after the first checkpoint; the launcher ends the other; then the same command again."""
+    reference, output_dir = chaos.reference(method), tmp_path / "out"
+    started = start(chaos, method, output_dir, launcher)
+    try:
+        wait_for(lambda: (output_dir / "checkpoint-2").exists() or started.poll() is not None)
+        os.kill(worker(started.pid, victim), signal.SIGKILL)
+        started.communicate(timeout=60)
+    finally:
+        end_session(started)
+    found = look(output_dir)
+    assert found.steps and max(found.steps) < 12 and not found.problems
+    again = start(chaos, method, output_dir, launcher)
+    try:
+        out, _ = again.communicate(timeout=90)
+    finally:
+        end_session(again)
+    assert again.returncode == 0, out[-4000:]
+    assert compare(output_dir, reference.folder, [max(found.steps)]) == [], out[-4000:]
+
+
+def start(chaos: Chaos, method: str, output_dir: Path, launcher: str) -> subprocess.Popen[str]:
+    """The command, in a session of its own."""
+    command = launch_command(ROOT / "launch" / "train.py", 2, launcher)
+    return subprocess.Popen(
+        [*command, *chaos.world.arguments(method, output_dir)],
+        env=environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def worker(launcher: int, rank: int) -> int:
+    """The process of a rank below a launcher."""
+    for process in psutil.Process(launcher).children(recursive=True):
+        if any(part.endswith("launch/train.py") for part in process.cmdline()[:4]):
+            if process.environ().get("RANK") == str(rank):
+                return process.pid
+    raise AssertionError(f"rank {rank} does not run")
+
+
+def wait_for(reached: Callable[[], bool], seconds: float = 90.0) -> None:
+    """Wait a moment at a time."""
+    end = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < end, f"nothing within {seconds:g} s"
+        time.sleep(0.005)
+
+
+def end_session(process: subprocess.Popen[str]) -> None:
+    """End what is left of a launcher and its workers."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()

@@ -1,0 +1,153 @@
+"""One start of the run under test: its ranks on the rank server, killed from outside or by themselves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tools.chaos.events import Trail
+from tools.chaos.plan import POINTS, Kill
+from tools.chaos.rank import VARIABLE
+from tools.ranks import Outcome, RankServer, RanksFailed
+
+RANKS = 2
+_POLL_S = 0.005
+_NODE_LOST_S = 0.05  # between the end of one rank and that of the other
+_TIMEOUT_S, _GRACE_S = 90.0, 25.0
+
+
+@dataclass(frozen=True)
+class End:
+    """How an attempt ended.
+
+    Attributes:
+        killed: whether the kill came to pass.
+        place: the phase that the killed rank was in.
+        code: 0 where every rank succeeded.
+        hung: ranks that did not end by themselves.
+        seconds: that it took.
+        trained_from: seconds until the first step; 0 where there was none.
+        report: logs of all ranks.
+    """
+
+    killed: bool
+    place: str
+    code: int
+    hung: tuple[int, ...]
+    seconds: float
+    trained_from: float
+    report: str
+
+
+class Attempt:
+    """One start.
+
+    Args:
+        server: that forks the ranks.
+        folder: for what the ranks tell; must not exist.
+    """
+
+    def __init__(self, server: RankServer, folder: Path) -> None:
+        self.server, self.folder = server, folder
+        self._outcome: Outcome | None = None
+        self._failed: BaseException | None = None
+
+    def run(self, arguments: list[str], output_dir: Path, kill: Kill | None, expected: float) -> End:
+        """Start the ranks, kill as planned, and wait for their ends.
+
+        Args:
+            arguments: of the command.
+            output_dir: of the run.
+            kill: what is to happen; None: nothing.
+            expected: seconds that the attempt would take; a random moment is a share of it.
+        """
+        self.folder.mkdir(parents=True)
+        start = time.monotonic()
+        thread = threading.Thread(target=self._job, args=(arguments, output_dir, kill), daemon=True)
+        thread.start()
+        while thread.is_alive() and kill is not None:
+            self._kill(kill, time.monotonic() - start, expected)
+            time.sleep(_POLL_S)
+        thread.join()
+        if self._outcome is None:
+            raise RuntimeError(f"{output_dir}: the attempt was not run") from self._failed
+        return self._end(self._outcome, start, kill)
+
+    def _job(self, arguments: list[str], output_dir: Path, kill: Kill | None) -> None:
+        own = kill if kill is not None and kill.point is not None else None
+        plan = {
+            "folder": str(self.folder),
+            "output_dir": str(output_dir),
+            "ranks": () if own is None else own.ranks,
+            "event": None if own is None else POINTS[own.point or ""].event,
+            "occurrence": 1 if own is None else own.occurrence,
+        }
+        try:
+            self._outcome = self.server.run(
+                Path(__file__).with_name("rank.py"),
+                *arguments,
+                nproc=RANKS,
+                timeout=_TIMEOUT_S,
+                grace=_GRACE_S,
+                env={VARIABLE: json.dumps(plan)},
+                check=False,
+            )
+        except RanksFailed as error:
+            self._outcome = error.outcome
+        except BaseException as error:
+            self._failed = error
+
+    def _kill(self, kill: Kill, seconds: float, expected: float) -> None:
+        """Kill what is to be killed by now."""
+        if kill.point is None and seconds >= kill.moment * expected:
+            for rank in kill.ranks:
+                self._end_rank(rank)
+        if kill.node_lost and any(self._is_gone(rank) for rank in kill.ranks):
+            time.sleep(_NODE_LOST_S)
+            for rank in range(RANKS):
+                self._end_rank(rank)
+
+    def _process(self, rank: int) -> psutil.Process | None:
+        try:
+            return psutil.Process(int((self.folder / f"pid-{rank}").read_text()))
+        except (FileNotFoundError, psutil.NoSuchProcess):
+            return None
+
+    def _is_gone(self, rank: int) -> bool:
+        if not (self.folder / f"pid-{rank}").exists():
+            return False
+        process = self._process(rank)
+        try:
+            return process is None or process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    def _end_rank(self, rank: int) -> None:
+        process = self._process(rank)
+        try:
+            if process is not None:
+                process.kill()
+        except psutil.NoSuchProcess:
+            return
+
+    def _end(self, outcome: Outcome, start: float, kill: Kill | None) -> End:
+        killed = any(rank.code == -9 and not rank.ended for rank in outcome.ranks)
+        trails = [Trail.read(self.folder / f"trail-{rank}") for rank in range(RANKS)]
+        victim = trails[kill.ranks[0]] if kill is not None else trails[0]
+        trained = next((at - start for at, phase in trails[0] if phase == "train"), 0.0)
+        shutil.rmtree(self.folder)
+        return End(
+            killed=killed,
+            place=victim[-1][1] if victim else "start",
+            code=outcome.returncode,
+            hung=outcome.hung,
+            seconds=time.monotonic() - start,
+            trained_from=trained,
+            report=outcome.report(),
+        )

@@ -1,0 +1,215 @@
+"""What a rank does to its output folder, as named events, without a hook in the product.
+
+Files are followed by the calls of the operating system that a checkpoint cannot do without (rename, link, sync, write,
+truncate, unlink), so that events do not depend on how the product's functions are called; phases by its methods.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+Half = Callable[[], Any]
+Hear = Callable[[str, Half | None], None]
+_HIDDEN = re.compile(r"^\.(checkpoint-)\d+\.(partial|removed)$")
+
+
+def kind(path: str, output_dir: str) -> str | None:
+    """What a path is: ``checkpoint``, ``partial``, ``removed``, ``new/FILE`` in a partial one, ``old/FILE`` in a
+    removed one, or a file's own name; numbers and tokens are left out. None outside of the output folder.
+    """
+    relative = os.path.relpath(path, output_dir)
+    if relative == "." or relative.startswith(".."):
+        return None
+    parts = [part for part in relative.split(os.sep) if part != ".partial"]
+    if not parts:
+        return "model/folder"
+    hidden = _HIDDEN.match(parts[0])
+    if hidden and len(parts) == 1:
+        return hidden[2]
+    name = parts[-1]
+    if name.startswith(".lock."):
+        name = ".lock" + name[name.rindex(".") :]
+    name = re.sub(r"\d+", "", name).replace("-of-", "").replace("-.", ".")
+    if hidden:
+        return f"{'new' if hidden[2] == 'partial' else 'old'}/{name}"
+    return name.rstrip("-") if name == "checkpoint-" else name
+
+
+class Events:
+    """Tells ``hear`` of every event before and after it happens.
+
+    Args:
+        output_dir: of the run.
+        hear: called with ``before WHAT``, ``after WHAT`` or ``half WHAT``; for the last, with what does half of it.
+        phase: called with the name of each phase that begins.
+    """
+
+    def __init__(self, output_dir: Path, hear: Hear, phase: Callable[[str], None]) -> None:
+        self.output_dir, self.hear, self.phase = str(output_dir.absolute()), hear, phase
+        self.phases = ["start"]
+
+    def kind(self, path: Any, dir_fd: int | None = None) -> str | None:
+        """As :func:`kind`, of what a call was given."""
+        if isinstance(path, int):
+            path = os.readlink(f"/proc/self/fd/{path}")
+        elif dir_fd is not None:
+            path = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), os.fspath(path))
+        return kind(os.path.abspath(os.fspath(path)), self.output_dir)
+
+    # Calls of the operating system ----------------------------------------------------------------------------------
+
+    def follow_files(self) -> None:
+        """Tell of renames, links, syncs, removals, writes and appended lines in the output folder."""
+        self._around(os, "rename", lambda source, target, **_: ("rename", self.kind(target)))
+        self._around(os, "replace", lambda source, target, **_: ("rename", self.kind(target)))
+        self._around(os, "link", lambda source, target, **_: ("link", self.kind(target)))
+        self._around(os, "fsync", lambda descriptor: ("sync", self.kind(descriptor)))
+        self._around(os, "truncate", lambda path, length: ("cut", self.kind(path)))
+        for name in ("unlink", "remove", "rmdir"):
+            self._around(os, name, lambda path, dir_fd=None: ("remove", self.kind(path, dir_fd)))
+        write = os.write
+
+        def written(descriptor: int, data: Any) -> int:
+            what = self.kind(descriptor)
+            if what is not None:
+                self.hear(f"half write {what}", lambda: write(descriptor, data[: len(data) // 2]))
+            return write(descriptor, data)
+
+        os.write = written
+        self._follow_appends()
+
+    def _follow_appends(self) -> None:
+        opened = pathlib.Path.open
+
+        def followed(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            file = opened(path, mode, *args, **kwargs)
+            if mode != "ab" or (what := self.kind(path)) is None:
+                return file
+            return _Appended(file, lambda half: self.hear(f"half append {what}", half))
+
+        pathlib.Path.open = followed  # type: ignore[method-assign, assignment]
+
+    def _around(self, owner: Any, name: str, describe: Callable[..., tuple[str, str | None]]) -> None:
+        call = getattr(owner, name)
+
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            verb, what = describe(*args, **kwargs)
+            if what is None:
+                return call(*args, **kwargs)
+            self.hear(f"before {verb} {what}", None)
+            result = call(*args, **kwargs)
+            self.hear(f"after {verb} {what}", None)
+            return result
+
+        setattr(owner, name, followed)
+
+    # Phases of the run ----------------------------------------------------------------------------------------------
+
+    def follow_run(self) -> None:
+        """Tell of phases, of the parts of a checkpoint that others write, and of each forward pass in a phase."""
+        import torch
+        from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+        from alignment.engines.checkpoints.manifest import Manifest
+        from alignment.engines.checkpoints.tensors import TensorFile
+        from alignment.engines.rollout.engine import RolloutEngine
+        from alignment.training import trainer
+        from alignment.training.checkpointing import restore, run_folder, writer
+        from alignment.training.loop import TrainingLoop
+
+        for owner, name, phase in (
+            (run_folder.RunFolder, "enter", "folder"),
+            (trainer.AlignmentTrainer, "_go_on", "load"),
+            (TrainingLoop, "run", "train"),
+            (RolloutEngine, "generate", "rollout"),
+            (trainer.AlignmentTrainer, "evaluate", "evaluate"),
+            (writer.CheckpointWriter, "write", "save"),
+            (writer, "prune_checkpoints", "remove"),
+            (trainer.AlignmentTrainer, "save_model", "end"),
+        ):
+            self._in_phase(owner, name, phase)
+        parts: tuple[tuple[Any, str, str], ...] = (
+            (PreTrainedModel, "save_pretrained", "model"),
+            (PreTrainedTokenizerBase, "save_pretrained", "tokenizer"),
+            (writer, "write_fragments", "fragments"),
+            (restore, "read_fragments", "reading fragments"),
+            (TensorFile, "read_into", "reading a tensor"),
+            (Manifest, "check_contents", "comparing checksums"),
+            (torch.nn.Embedding, "forward", "forward"),
+        )
+        for part, name, what in parts:
+            self._named(part, name, what)
+
+    def _named(self, owner: Any, name: str, what: str) -> None:
+        call = getattr(owner, name)
+
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            self.hear(f"before {what} in {self.phases[-1]}", None)
+            result = call(*args, **kwargs)
+            self.hear(f"after {what} in {self.phases[-1]}", None)
+            return result
+
+        setattr(owner, name, followed)
+
+    def _in_phase(self, owner: Any, name: str, phase: str) -> None:
+        call = getattr(owner, name)
+
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            with self._phase(phase):
+                return call(*args, **kwargs)
+
+        setattr(owner, name, followed)
+
+    @contextlib.contextmanager
+    def _phase(self, phase: str) -> Iterator[None]:
+        self.phases.append(phase)
+        self.phase(phase)
+        try:
+            yield
+        finally:
+            self.phases.pop()
+            self.phase(self.phases[-1])
+
+
+class _Appended:
+    """A file opened for appending, whose writer may die in the middle of a line."""
+
+    def __init__(self, file: Any, hear: Callable[[Half], None]) -> None:
+        self._file, self._hear = file, hear
+
+    def __enter__(self) -> _Appended:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.close()
+
+    def write(self, data: Any) -> int:
+        """Tell, then write."""
+        self._hear(lambda: self._file.write(bytes(data)[: len(data) // 2]))
+        written: int = self._file.write(data)
+        return written
+
+
+class Trail:
+    """The phases of a rank with their times, in a file that is read after its death."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self("start")
+
+    def __call__(self, phase: str) -> None:
+        """A phase begins."""
+        os.write(self._descriptor, f"{time.monotonic()} {phase}\n".encode())
+
+    @staticmethod
+    def read(path: Path) -> list[tuple[float, str]]:
+        """Times and phases."""
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(float(line.split()[0]), line.split()[1]) for line in lines if " " in line]

@@ -1,0 +1,214 @@
+"""Looks at an output folder from outside, without the product: is every checkpoint whole, is anything missing?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+_TIMES = ("runtime", "per_second")
+_LOG, _COMPLETIONS = "log.jsonl", "completions.jsonl"
+_STATE = "trainer_state.json"
+_CURVES = "report.png"  # left out on the rank server
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is in an output folder.
+
+    Attributes:
+        steps: of the whole checkpoints, in their order.
+        problems: what should not be, each in one line.
+    """
+
+    steps: tuple[int, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint's folder."""
+    return int(folder.name.removeprefix("checkpoint-"))
+
+
+def look(output_dir: Path) -> Look:
+    """Look at everything that has a final name; a run may have been killed a moment ago."""
+    if not output_dir.is_dir():
+        return Look()
+    folders = sorted(output_dir.glob("checkpoint-*"), key=step_of)
+    problems = [problem for folder in folders for problem in damage(folder)]
+    problems += [f"{path.name}: moved aside by a restart" for path in output_dir.glob("previous-*")]
+    if folders and not problems:
+        problems += _best_missing(folders)
+    return Look(tuple(map(step_of, folders)), (*problems, *_half_written(output_dir)))
+
+
+def damage(folder: Path) -> Iterator[str]:
+    """What is wrong with a checkpoint by its manifest: files, sizes, checksums, and what it does not list."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        files: dict[str, dict[str, Any]] = manifest["files"]
+    except (OSError, ValueError, LookupError) as error:
+        yield f"{folder.name}: no manifest that can be read ({error!r})"
+        return
+    if manifest["step"] != step_of(folder):
+        yield f"{folder.name}: the manifest is of step {manifest['step']}"
+    present = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {"manifest.json"}
+    for name in sorted(present ^ files.keys()):
+        yield f"{folder.name}: {name} is {'not in the manifest' if name in present else 'missing'}"
+    for name in sorted(present & files.keys()):
+        content = (folder / name).read_bytes()
+        if len(content) != files[name]["size"]:
+            yield f"{folder.name}: {name} has {len(content)} bytes, and {files[name]['size']} in the manifest"
+        elif xxhash.xxh3_128_hexdigest(content) != files[name]["checksum"]:
+            yield f"{folder.name}: {name} is not what the manifest says"
+
+
+def _best_missing(folders: Sequence[Path]) -> Iterator[str]:
+    """The newest checkpoint names the best one, which has to be there."""
+    best = json.loads((folders[-1] / _STATE).read_text())["best_model_checkpoint"]
+    if best is not None and Path(best).name not in [folder.name for folder in folders]:
+        yield f"{folders[-1].name}: its best checkpoint, {Path(best).name}, is not there"
+
+
+def _half_written(output_dir: Path) -> Iterator[str]:
+    """Files outside of checkpoints that cannot be read; of a log, only the last line may be torn."""
+    for path in sorted(output_dir.glob("*.json")):
+        try:
+            json.loads(path.read_text())
+        except ValueError as error:
+            yield f"{path.name}: half-written ({error})"
+    for path in sorted(output_dir.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                file.keys()
+        except SafetensorError as error:
+            yield f"{path.name}: half-written ({error})"
+    for path in sorted(output_dir.glob("*.jsonl")):
+        for number, line in enumerate(path.read_text().splitlines(keepends=True), 1):
+            if line.endswith("\n") and not _is_json(line):
+                yield f"{path.name}, line {number}: torn"
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def lost(before: Look, after: Look, limit: int) -> list[str]:
+    """Checkpoints that are gone without ``limit`` others, a newer one among them, having been whole."""
+    gone = sorted(set(before.steps) - set(after.steps))
+    if not gone or (max(after.steps, default=0) > max(before.steps) and len(after.steps) >= limit):
+        return []
+    return [f"checkpoint-{step} is gone, and there are only {list(after.steps)}" for step in gone]
+
+
+# The end of a run ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Lineage:
+    """From which checkpoints the run was resumed, as far as what is on disk can know: an attempt that came to no new
+    checkpoint leaves no line in the log.
+
+    Attributes:
+        of: the resumes, as steps, that led to each checkpoint, by its step; 0 is the beginning.
+    """
+
+    of: dict[int, tuple[int, ...]] = field(default_factory=lambda: {0: ()})
+
+    def attempt(self, before: Look, after: Look) -> tuple[int, ...]:
+        """Take note of an attempt; the resumes that its log tells of."""
+        start = max(before.steps, default=0)
+        own = (*self.of[start], start) if start else ()
+        self.of |= {step: own for step in after.steps if step > start}
+        return own
+
+
+def compare(output_dir: Path, reference: Path, resumes: Sequence[int]) -> list[str]:
+    """What distinguishes a finished run from one that was never killed.
+
+    Args:
+        output_dir: of the run.
+        reference: of the other one.
+        resumes: the steps of the checkpoints that it was resumed from, one after another.
+    """
+    problems = [f"{path.name}: left behind" for path in sorted(output_dir.iterdir()) if path.name.startswith(".")]
+    problems += _different_names(output_dir, reference)
+    names = sorted(str(path.relative_to(reference)) for path in reference.rglob("*.safetensors"))
+    problems += [f"{name}: other bytes" for name in names if not _same_bytes(output_dir / name, reference / name)]
+    problems += _compare_logs(output_dir / _LOG, reference / _LOG, resumes)
+    if not _same_bytes(output_dir / _COMPLETIONS, reference / _COMPLETIONS):
+        problems.append(f"{_COMPLETIONS}: {_first_difference(output_dir / _COMPLETIONS, reference / _COMPLETIONS)}")
+    state, expected = _state(output_dir), _state(reference)
+    for key in sorted(state.keys() | expected.keys()):
+        if state.get(key) != expected.get(key):
+            problems.append(f"{_STATE}: {key} is {state.get(key)}, expected {expected.get(key)}")
+    return problems
+
+
+def _different_names(output_dir: Path, reference: Path) -> list[str]:
+    names, expected = ({path.name for path in folder.iterdir()} - {_CURVES} for folder in (output_dir, reference))
+    return [f"{name}: {'not expected' if name in names else 'missing'}" for name in sorted(names ^ expected)]
+
+
+def _same_bytes(path: Path, reference: Path) -> bool:
+    contents = [one.read_bytes() if one.is_file() else None for one in (path, reference)]
+    return contents[0] == contents[1]
+
+
+def _first_difference(path: Path, reference: Path) -> str:
+    lines, expected = (one.read_text().splitlines() if one.is_file() else [] for one in (path, reference))
+    number = next((n for n, (a, b) in enumerate(zip(lines, expected)) if a != b), min(len(lines), len(expected)))
+    return f"{len(lines)} lines, {len(expected)} expected, other from line {number + 1} on"
+
+
+def _compare_logs(path: Path, reference: Path, resumes: Sequence[int]) -> Iterator[str]:
+    records, expected = _records(path), _records(reference)
+    told = [record for record in records if record.get("event") == "resume"]
+    if [record["step"] for record in told] != list(resumes):
+        yield f"{_LOG}: resumed after {[record['step'] for record in told]}, expected {list(resumes)}"
+    if [record["attempt"] for record in told] != list(range(2, len(told) + 2)):
+        yield f"{_LOG}: attempts are numbered {[record['attempt'] for record in told]}"
+    step = 0
+    for number, record in enumerate(records, 1):
+        if record.get("step", step) < step or (record.get("event") == "resume" and record["step"] != step):
+            yield f"{_LOG}, line {number}: step {record['step']} after step {step}"
+        step = record.get("step", step)
+    own, other = ([without_times(one) for one in part if one.get("event") != "resume"] for part in (records, expected))
+    if own != other:
+        number = next((n for n, (a, b) in enumerate(zip(own, other)) if a != b), min(len(own), len(other)))
+        found = own[number] if number < len(own) else "nothing"
+        yield f"{_LOG}: {len(own)} records, {len(other)} expected; number {number + 1} is {found}"
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines if _is_json(line)]
+
+
+def without_times(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of the log without what differs from run to run."""
+    own = ("run", "phases", "run_name")
+    return {k: v for k, v in record.items() if k not in own and not any(part in k for part in _TIMES)}
+
+
+def _state(output_dir: Path) -> dict[str, Any]:
+    """transformers' state without times and places; empty where it cannot be read."""
+    try:
+        state: dict[str, Any] = json.loads((output_dir / _STATE).read_text())
+    except (OSError, ValueError):
+        return {}
+    best = state["best_model_checkpoint"]
+    return {
+        **state,
+        "log_history": [without_times(record) for record in state["log_history"]],
+        "best_model_checkpoint": best and Path(best).name,
+    }

@@ -1,0 +1,69 @@
+"""A rank of the run under test: ``rank.py arguments of launch/train.py…``, with its death in the environment.
+
+:data:`VARIABLE` holds ``{"folder", "output_dir", "ranks", "event", "occurrence"}`` as JSON: where this process leaves
+its number and its trail, and the event at which it kills itself, if it is one of these ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+VARIABLE = "ALIGNMENT_CHAOS"
+
+
+class Death:
+    """Ends this process by SIGKILL when an event happens for the so-manieth time.
+
+    Args:
+        event: its name.
+        occurrence: from 1.
+    """
+
+    def __init__(self, event: str, occurrence: int) -> None:
+        self.event, self.left = event, occurrence
+
+    def __call__(self, event: str, half: Callable[[], Any] | None) -> None:
+        """Something is about to happen, or has."""
+        if event != self.event:
+            return
+        self.left -= 1
+        if self.left == 0:
+            if half is not None:
+                half()
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)  # the signal comes first
+
+
+def _survive(event: str, half: Callable[[], Any] | None) -> None:
+    """In the place of a death."""
+
+
+def main(plan: dict[str, Any]) -> None:
+    """Follow the events and run the command."""
+    from tools.chaos.events import Events, Trail
+
+    own, folder = int(os.environ["RANK"]), Path(plan["folder"])
+    trail = Trail(folder / f"trail-{own}")
+    pid = folder / f".pid-{own}"
+    pid.write_text(str(os.getpid()))
+    pid.rename(folder / f"pid-{own}")
+    dies = own in plan["ranks"] and plan["event"] is not None
+    events = Events(Path(plan["output_dir"]), Death(plan["event"], plan["occurrence"]) if dies else _survive, trail)
+    events.follow_run()
+    events.follow_files()
+
+    from alignment.cli.train import main as train
+
+    with mock.patch("alignment.training.summary.draw_history", return_value=False):  # takes 0.5 s
+        train(program="launch/train.py")
+
+
+if __name__ == "__main__":
+    main(json.loads(os.environ[VARIABLE]))

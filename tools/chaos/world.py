@@ -1,0 +1,79 @@
+"""What the killed runs train on, and their command lines: tiny models with everything that a restart could lose."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.ranks.client import ROOT
+
+METHODS = ("kto", "online_dpo")
+STEPS, SAVE_TOTAL_LIMIT = 12, 2
+_REWARDS = '''
+def letters(completions):
+    """A reward that depends on every letter."""
+    return [sum(map(ord, text)) % 17 / 4 for text in completions]
+'''
+
+
+@dataclass(frozen=True)
+class World:
+    """The folder with the models, rows and rewards that every run reads."""
+
+    folder: Path
+
+    @classmethod
+    def made(cls, folder: Path) -> World:
+        """Write everything; the makers of tiny models are those of the tests."""
+        sys.path.insert(0, str(ROOT / "tests"))
+        from helpers import make_model, unpaired_rows
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        folder.mkdir(parents=True, exist_ok=True)
+        make_model(folder / "policy", seed=1, layers=1)
+        config = json.loads((folder / "policy" / "config.json").read_text())
+        (folder / "policy" / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.2}))
+        (folder / "rewards.py").write_text(_REWARDS)
+        prompts = [{"prompt": row["prompt"]} for row in unpaired_rows(28, seed=5)]
+        for name, rows in (("kto", unpaired_rows(28, seed=3)), ("online_dpo", prompts)):
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return cls(folder)
+
+    def arguments(self, method: str, output_dir: Path) -> list[str]:
+        """Of ``launch/train.py``: the same for the first start and for every restart."""
+        rows = self.folder / f"{method}.jsonl"
+        options = {
+            "model_name_or_path": self.folder / "policy",
+            "dataset_name": rows,
+            "max_train_samples": 24,
+            "dataset_test_split": "train",
+            "max_eval_samples": 4,
+            "output_dir": output_dir,
+            "resume_from_checkpoint": "latest",
+            "max_length": 48,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 1,
+            "learning_rate": 5e-3,
+            "warmup_ratio": 0,
+            "disable_dropout": False,
+            "gradient_checkpointing": False,
+            "max_steps": STEPS,
+            "logging_steps": 1,
+            "disable_tqdm": True,
+            "eval_strategy": "steps",
+            "eval_steps": 4,
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "save_total_limit": SAVE_TOTAL_LIMIT,
+            "load_best_model_at_end": True,
+            "deepspeed": "zero2" if method == "kto" else "zero3",
+        }
+        if method == "online_dpo":
+            options |= {"reward_funcs": f"{self.folder / 'rewards.py'}:letters", "max_new_tokens": 8}
+            options |= {"num_completions_to_log": 2}
+        else:
+            options |= {"max_prompt_length": 16}
+        return [method, *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
