@@ -39,13 +39,12 @@ _METHODS: dict[str, dict[str, Any]] = {
     "KTO-qlora": {**_LORA, "load_in_4bit": True},
     "CPO-lora": _LORA,
 }
-# What evaluations lead to. A loss that has to grow by 1e6 never does after the first evaluation: the run ends at step
-# 6, with 2 of the 3 evaluations in between counted when it goes on from step 5. The best of those that end by going
-# back to it is the greatest loss, so that it is not always the last one.
+# What evaluations lead to. To callbacks and to the choice of the best each is worse than the one before, and the first
+# is the best: with a patience of 2 the run ends at step 6, with one evaluation counted when it goes on from step 5.
 COURSES: dict[str, dict[str, Any]] = {
-    "counting": {"eval_strategy": "epoch", "patience": 5, "threshold": 0.0},
-    "stopped": {"eval_strategy": "steps", "eval_steps": 2, "patience": 2, "threshold": 1e6},
-    "best": {"eval_strategy": "epoch", "patience": 5, "threshold": 0.0, "load_best_model_at_end": True},
+    "counting": {"eval_strategy": "epoch", "patience": 5},
+    "stopped": {"eval_strategy": "steps", "eval_steps": 2, "patience": 2},
+    "best": {"eval_strategy": "epoch", "patience": 5, "load_best_model_at_end": True},
 }
 
 
@@ -116,7 +115,7 @@ def _run(case: Combination, models: dict[str, str]) -> dict[str, Any]:
     engine, own = dict(_ENGINES[case["stage"]]), case["optimizer"] == "own"
     if case["dtype"] == "fp16":
         engine["fp16"] = {"initial_scale_power": 10, "loss_scale_window": 2}
-    stopping = {name: course.pop(name) for name in ("patience", "threshold")}
+    patience = course.pop("patience")
     args = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": WINDOW // 2 // case["ranks"],
@@ -139,7 +138,6 @@ def _run(case: Combination, models: dict[str, str]) -> dict[str, Any]:
         "include_tokens_per_second": True,
         "save_strategy": "no",  # but where the driver's callback asks
         "metric_for_best_model": "loss",
-        "greater_is_better": True,
         "disable_tqdm": True,
         **course,
         **_METHODS.get(case["method"], {}),
@@ -149,7 +147,7 @@ def _run(case: Combination, models: dict[str, str]) -> dict[str, Any]:
         "method": method,
         "model": models["classifier" if method == "Reward" else "model"],
         "own": own,
-        "stopping": stopping,
+        "patience": patience,
         "args": args,
         "train": _rows(method, ROWS, 3),
         "eval": _rows(method, 5, 4),

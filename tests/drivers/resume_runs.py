@@ -18,6 +18,8 @@ from unittest import mock
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
+from drivers.callbacks import GetsWorse
+from resume_grid import POINTS, STEPS
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
@@ -80,14 +82,13 @@ def made(run: dict[str, Any], folder: Path) -> Any:
         optimizer = torch.optim.AdamW(groups, lr=5e-3, amsgrad=True)
         optimizers = optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
     args = getattr(alignment, f"{run['method']}Config")(output_dir=str(folder / "out"), **run["args"])
-    stopping = run["stopping"]
     return getattr(alignment, f"{run['method']}Trainer")(
         model=model,
         args=args,
         train_dataset=run["train"],
         eval_dataset=run["eval"],
         optimizers=optimizers,
-        callbacks=[EarlyStoppingCallback(stopping["patience"], stopping["threshold"]), Saves(run["points"])],
+        callbacks=[GetsWorse, EarlyStoppingCallback(run["patience"]), Saves(run["points"])],
     )
 
 
@@ -101,10 +102,10 @@ def train(run: dict[str, Any], folder: Path, checkpoint: str | None = None) -> N
             (folder / "history.json").write_text(json.dumps(trainer.state.log_history))
 
 
-def left_behind(whole: Path, folder: Path, point: int) -> None:
-    """A copy of a run's output folder, without the checkpoints after a step; its logs are whole, and end torn."""
-    newer = [f"checkpoint-{step}" for step in range(point + 1, 100)]
-    shutil.copytree(whole / "out", folder / "out", ignore=lambda place, names: set(names) & set(newer))
+def left_behind(whole: Path, folder: Path, newest: int | None = None) -> None:
+    """A copy of a run's output folder, with checkpoints up to a step or all; its logs are whole, and end torn."""
+    later = set() if newest is None else {f"checkpoint-{step}" for step in range(newest + 1, STEPS + 1)}
+    shutil.copytree(whole / "out", folder / "out", ignore=lambda place, names: later & set(names))
     for name in ("log.jsonl", "completions.jsonl"):
         if (folder / "out" / name).exists():
             with (folder / "out" / name).open("a") as file:
@@ -129,9 +130,11 @@ def main() -> None:
         train(run, whole)
         for point in run["points"]:
             folder = spec.parent / run["name"] / f"after-{point}"
-            on_first_rank(lambda: left_behind(whole, folder, point))  # noqa: B023 - called at once
+            # The newest of those that there are, or an older one by its name.
+            asked, newest = ("latest", point) if point == POINTS["epoch"] else (f"checkpoint-{point}", None)
+            on_first_rank(lambda: left_behind(whole, folder, newest))  # noqa: B023 - called at once
             disturb(1000 + 10 * point + rank())
-            train(run, folder, f"checkpoint-{point}" if point % 2 else "latest")
+            train(run, folder, asked)
 
 
 if __name__ == "__main__":
