@@ -2,6 +2,7 @@
 # make test-ci   the tests in which ranks, launchers and disks fail on purpose, those under torchrun and srun, and
 #                the longer proofs: adapters, quantised weights, stored references and exports in many combinations
 # make test-slow the rest, half an hour or more; after an interruption it goes on with what has not passed yet
+# make resume-matrix  of those, the runs that go on from checkpoints: 3348 cells, an hour or two; it goes on as well
 # make mutations  apply every mutation of tests/mutations/ to a copy; its test has to fail (MUTATIONS="kto head")
 # make mutants    a random sample of small changes, each against the tests that run its line (MUTANTS="--seed 1")
 # make renames    rename what alignment/internals/ touches in copies of the libraries; its test has to fail (RENAMES="tqdm")
@@ -37,7 +38,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 SOURCES := alignment benchmarks examples launch tests tools setup.py
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
 
-.PHONY: install test test-ci test-slow test-newest mutations mutants renames chaos demo quality style docs clean
+.PHONY: install test test-ci test-slow resume-matrix chaos test-newest mutations mutants renames demo quality style docs clean
 
 install: $(READY)
 
@@ -69,6 +70,9 @@ test-ci: $(READY)
 
 test-slow: $(READY)
 	@$(PYTEST) $(WORKERS) -m slow --record=$(RECORD) --durations=20 $(PYTEST_ARGS)
+
+resume-matrix: $(READY)
+	@$(PYTEST) $(WORKERS) -m slow --record=$(RECORD) --durations=20 tests/engine/test_resume_grid.py $(PYTEST_ARGS)
 
 # Two questions: do the contracts hold, and are the numbers of this checkout those of the pinned releases?
 test-newest: $(READY)

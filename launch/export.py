@@ -1,4 +1,4 @@
-"""Merge an adapter into its base: `python launch/export.py ADAPTER OUT --dtype bfloat16`.
+"""Write a checkpoint, a model or an adapter as a full model: `python launch/export.py SOURCE OUT --dtype bfloat16`.
 
 For one process, on the host. The work is in `alignment/`.
 """

@@ -64,7 +64,12 @@ OPTIONS = [
         ("precompute_ref_batch_size=4: has no effect",),
         {"precompute_ref_batch_size": "4"},
     ),
-    Case("resuming", ("resume_from_checkpoint='@out'", "not supported yet"), {"resume_from_checkpoint": "@out"}),
+    Case("resuming", ("resume_from_checkpoint='@out'", "no such folder"), {"resume_from_checkpoint": "@out"}),
+    Case(
+        "resuming from what is moved away",
+        ("resume_from_checkpoint='latest'", "overwrite_output_dir"),
+        {"resume_from_checkpoint": "latest", "overwrite_output_dir": "true"},
+    ),
     Case("two formats", ("bf16=True and fp16=True",), {"bf16": "true", "fp16": "true"}),
     Case(
         "argument of another option",

@@ -1,11 +1,16 @@
-"""Training engines around a tiny model, whose steps depend on seeds alone: on one rank, on two, and after a restart."""
+"""Training engines around a tiny model whose steps depend on seeds alone: on one rank, on two, after a restart."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from helpers import POSITIONS, zero
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -22,10 +27,11 @@ from alignment.engines.checkpoints.optimizer_state import (
     group_settings,
     read_fragments,
     restore_group_settings,
+    trained_names,
     write_fragments,
     writes_fragments,
 )
-from alignment.engines.optimizers import build_optimizer
+from alignment.engines.optimizers import build_optimizer, parameter_groups
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.deepspeed_state import (
     counters,
@@ -34,6 +40,7 @@ from alignment.internals.deepspeed_state import (
     set_counters,
     set_loss_scale_state,
     state_units,
+    whole_shape,
 )
 from alignment.models.tasks import CAUSAL_LM
 
@@ -47,29 +54,49 @@ LAYERS = {
     "stage2-round-robin": zero(2),
     "stage3-sub-groups": zero(3),
 }
+# These two are of bf16 alone: fp32 accumulation at stage 1 has a class of its own.
+BF16_LAYERS = {"stage1-fp32-accumulation": zero(1), "stage2-bf16-masters": zero(2)}
+BF16_LAYERS["stage1-fp32-accumulation"]["data_types"] = {"grad_accum_dtype": "fp32"}
+BF16_LAYERS["stage2-bf16-masters"]["bf16"] = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 LAYERS["stage2-round-robin"]["zero_optimization"]["round_robin_gradients"] = True
 LAYERS["stage3-sub-groups"]["zero_optimization"]["sub_group_size"] = 3000
 
 
 class Case(NamedTuple):
-    """One engine: a key of ``LAYERS``, ``fp32``/``bf16``/``fp16``, an optimizer, and what is frozen or exported."""
+    """One engine: a key of ``LAYERS`` or ``BF16_LAYERS``, a number format, and what is frozen or exported.
+
+    The optimizer is one of ``optim``, with ``optim_args`` after a colon, or one of torch's such as ``torch.NAdam``.
+    """
 
     layout: str = "stage2"
     dtype: str = "fp32"
     optim: str = "adamw_torch"
     frozen: bool = False
     exported: bool = False
+    partly: bool = False
 
     @classmethod
     def of(cls, text: str) -> Case:
-        """``stage2/bf16/adamw_8bit`` and, after that, ``frozen`` or ``exported``."""
+        """``stage2/bf16/adamw_8bit`` and, after that, ``frozen``, ``exported`` or ``exported/partly``."""
         layout, dtype, optim, *more = text.split("/")
-        return cls(layout, dtype, optim, "frozen" in more, "exported" in more)
+        return cls(layout, dtype, optim, *(word in more for word in ("frozen", "exported", "partly")))
+
+
+@contextlib.contextmanager
+def fp16_on_cpu() -> Iterator[None]:
+    """DeepSpeed refuses fp16 on CPUs, which are slow at it but compute it."""
+    kind, dtypes = type(get_accelerator()), [torch.float32, torch.bfloat16, torch.float16]
+    with (
+        mock.patch.object(kind, "is_fp16_supported", lambda self: True),
+        mock.patch.object(kind, "supported_dtypes", lambda self: dtypes),
+    ):
+        yield
 
 
 def config(case: Case, out: Path) -> tuple[CPOConfig, dict[str, Any], torch.dtype]:
     """Options, the engine's JSON, and the dtype of the weights."""
     name, _, arguments = case.optim.partition(":")
+    name = "adamw_torch" if name.startswith("torch.") else name
     options = CPOConfig(
         output_dir=str(out),
         optim=name,
@@ -79,7 +106,7 @@ def config(case: Case, out: Path) -> tuple[CPOConfig, dict[str, Any], torch.dtyp
         bf16=case.dtype == "bf16",
         fp16=case.dtype == "fp16",
     )
-    base = LAYERS[case.layout]
+    base = (LAYERS | BF16_LAYERS)[case.layout]
     dtypes = plan_dtypes(options, base)
     made = policy_config(options, base, dtypes, torch.distributed.get_world_size(), 32)
     if case.dtype == "fp16":
@@ -88,8 +115,8 @@ def config(case: Case, out: Path) -> tuple[CPOConfig, dict[str, Any], torch.dtyp
 
 
 def tiny_model(seed: int, dtype: torch.dtype, frozen: bool = False) -> Any:
-    """Two layers with sizes that no number of ranks divides evenly; ``frozen``: all but a few weights."""
-    torch.manual_seed(seed)
+    """Two layers of odd sizes; ``seed`` is of the trained weights alone. ``frozen``: all but a few weights are."""
+    torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=53,
         hidden_size=28,
@@ -100,24 +127,24 @@ def tiny_model(seed: int, dtype: torch.dtype, frozen: bool = False) -> Any:
         intermediate_size=45,
         max_position_embeddings=POSITIONS,
         tie_word_embeddings=True,
-        attention_bias=True,
     )
     model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
-    for parameter in model.parameters():
-        parameter.data.add_(torch.randn(parameter.shape) * 0.05)
-    model.to(dtype)
-    if frozen:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("q_proj" in name or "input_layernorm" in name)
-    return model
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or "q_proj" in name or "input_layernorm" in name)
+        if parameter.requires_grad:
+            parameter.data.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.05)
+    return model.to(dtype)
 
 
-def engine(case: Case, out: Path, seed: int = 0, model: Any = None) -> PolicyEngine:
+def engine(case: Case, out: Path, seed: int = 0) -> PolicyEngine:
     """A training engine with two parameter groups, of which one decays, and a rate that rises."""
     options, ds_config, dtype = config(case, out)
-    model = tiny_model(seed, dtype, case.frozen) if model is None else model
-    scorer = CAUSAL_LM.scorer(model, False)
-    optimizer = build_optimizer(scorer, options)
+    scorer = CAUSAL_LM.scorer(tiny_model(seed, dtype, case.frozen), False)
+    library, _, name = case.optim.rpartition(".")
+    if library == "torch":
+        optimizer = getattr(torch.optim, name)(parameter_groups(scorer, 0.1), lr=3e-3)
+    else:
+        optimizer = build_optimizer(scorer, options)
     assert len(optimizer.param_groups) == 2
     return PolicyEngine(scorer, ds_config, optimizer, LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8)))
 
@@ -135,9 +162,11 @@ def train(policy: PolicyEngine, first: int, steps: int) -> list[float]:
     return norms
 
 
-def save(policy: PolicyEngine, folder: Path, exported: bool = False) -> dict[str, Any]:
+def save(policy: PolicyEngine, folder: Path, exported: bool = False, partly: bool = False) -> dict[str, Any]:
     """Write the fragments, and give back what JSON would hold beside them."""
     places = export(policy, folder) if exported else {}
+    if partly:
+        places = {name: place for name, place in places.items() if "layers.1" not in name}
     if writes_fragments(policy):
         rank = torch.distributed.get_rank()
         write_fragments(policy, folder / fragment_file(rank, fragment_ranks(policy)), places)
@@ -187,6 +216,74 @@ def everything(policy: PolicyEngine) -> dict[str, Tensor]:
             found[f"{number}.{name}"] = value.clone() if isinstance(value, Tensor) else torch.tensor(float(value))
     weights = gathered_state_dict(policy.scorer.model, keep=True)
     return found | {f"weight.{name}": tensor for name, tensor in weights.items()}
+
+
+def masters(policy: PolicyEngine) -> dict[str, Tensor]:
+    """The whole masters by name; collective."""
+    names = trained_names(policy.scorer.model)
+    found = {
+        name: torch.zeros(whole_shape(parameter), dtype=torch.float32).view(-1) for parameter, name in names.items()
+    }
+    for unit in state_units(policy.engine):
+        for parameter, start, offset, numel in unit.pieces:
+            part = unit.master.detach().reshape(-1)[offset : offset + numel]
+            found[names[parameter]][start : start + numel] = part
+    if fragment_ranks(policy) > 1:
+        for whole in found.values():
+            torch.distributed.all_reduce(whole)
+    return found
+
+
+def continued(case: Case, folder: Path, first: int, steps: int) -> list[str]:
+    """What differs, to the bit, between a run that was interrupted after ``first`` steps and one that was not."""
+    folder.mkdir(exist_ok=True)
+    policy = engine(case, folder)
+    train(policy, 0, first)
+    beside = save(policy, folder, case.exported, case.partly)
+    norms = train(policy, first, steps)
+    wanted, counted, scale = everything(policy), counters(policy.engine), loss_scale_state(policy.engine)
+    policy.close()
+    policy = engine(case, folder, seed=1)
+    restore(policy, folder, beside)
+    found = [] if train(policy, first, steps) == norms else ["norms"]
+    found += differences(everything(policy), wanted)
+    if (counters(policy.engine), loss_scale_state(policy.engine)) != (counted, scale):
+        found.append("counters")
+    policy.close()
+    return found
+
+
+def begin(case: Case, folder: Path, first: int, steps: int) -> dict[str, Tensor]:
+    """Save after ``first`` steps; how the masters change in the ``steps`` after that."""
+    folder.mkdir(exist_ok=True)
+    policy = engine(case, folder)
+    train(policy, 0, first)
+    beside = save(policy, folder)
+    before = masters(policy)
+    train(policy, first, steps)
+    found = {name: after - before[name] for name, after in masters(policy).items()}
+    policy.close()
+    if torch.distributed.get_rank() == 0:
+        (folder / "beside.json").write_text(json.dumps(beside), encoding="utf-8")
+    torch.distributed.barrier()
+    return found
+
+
+def proceed(case: Case, folder: Path, first: int, steps: int) -> dict[str, Tensor]:
+    """How the masters change in ``steps`` steps from what :func:`begin` saved, maybe at another split."""
+    policy = engine(case, folder, seed=1)
+    restore(policy, folder, json.loads((folder / "beside.json").read_text(encoding="utf-8")))
+    before = masters(policy)
+    train(policy, first, steps)
+    found = {name: after - before[name] for name, after in masters(policy).items()}
+    policy.close()
+    return found
+
+
+def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """The relative difference of two updates."""
+    off = sum(float((found[name] - wanted[name]).square().sum()) for name in wanted)
+    return float((off / sum(float(update.square().sum()) for update in wanted.values())) ** 0.5)
 
 
 def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:

@@ -25,7 +25,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("alignment.cli.train", "train a model from a recipe, options, or both"),
     "precompute": Command("alignment.cli.precompute", "compute and keep the reference's log-probs, and exit"),
-    "export": Command("alignment.cli.export", "merge an adapter into its base and write a full model"),
+    "export": Command("alignment.cli.export", "write a checkpoint, or an adapter with its base, as a full model"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The command ``export``: merge an adapter into its base, on the host, and write a full Hugging Face folder."""
+"""The command ``export``: write a checkpoint, a model or an adapter with its base as a full Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from alignment.engines.guard import guarded
 from alignment.engines.launch_env import hush_libraries, world_size
 
 _ABOUT = """\
-Merge a PEFT adapter into its base model and write a full Hugging Face folder, tokenizer included. The merge is done
-in fp32, one tensor at a time, on the host; no GPU is needed. The command reports how much of the update survives the
-dtype of the export, and how much the log-probs of sample rows change; export_report.json in OUT has both."""
+Write a checkpoint, a trained model, or a PEFT adapter merged into its base, as a full Hugging Face folder: safetensors
+in the dtype asked for, tokenizer, generation config and a model card. One tensor at a time, on the host; no GPU is
+needed. The files of a checkpoint are compared with its manifest. An export in fp32 takes the fp32 master weights of a
+checkpoint where it has them; an adapter is merged in fp32. The folder is read again, and the log-probs (of a reward
+model the scores) of sample rows are compared with those of SOURCE; export_report.json in OUT has the result."""
 
 
 def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment export") -> None:
-    """Export an adapter and exit with the code: 0, 1 after an error, 2 after wrong usage, 130 after Ctrl-C.
+    """Export and exit with the code: 0, 1 after an error, 2 after wrong usage, 130 after Ctrl-C.
 
     Args:
         argv: arguments without the program's name; those of this process when None.
@@ -47,10 +49,10 @@ def _run(options: argparse.Namespace) -> None:
             f"--load_in_{4 if options.load_in_4bit else 8}bit: bitsandbytes is not installed; pip install bitsandbytes"
         )
     hush_libraries()
-    from alignment.engines.exporting import merge_adapter
+    from alignment.engines.exporting.export import export
 
-    report = merge_adapter(
-        Path(options.adapter).expanduser(),
+    report = export(
+        Path(options.source).expanduser(),
         Path(options.out).expanduser(),
         dtype=options.dtype,
         base=options.base,
@@ -62,7 +64,9 @@ def _run(options: argparse.Namespace) -> None:
         trust_remote_code=options.trust_remote_code,
         tell=lambda line: print(line, flush=True),
     )
-    print("\n".join([*report.lines(), f"model, tokenizer and export_report.json: {options.out}"]), flush=True)
+    print(
+        "\n".join([*report.lines(), f"model, tokenizer, README.md and export_report.json: {options.out}"]), flush=True
+    )
 
 
 def _quantization(options: argparse.Namespace) -> dict[str, Any] | None:
@@ -79,14 +83,22 @@ def _quantization(options: argparse.Namespace) -> dict[str, Any] | None:
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, description=_ABOUT, allow_abbrev=False)
     add = parser.add_argument
-    add("adapter", metavar="ADAPTER", help="folder of the adapter: adapter_config.json, adapter_model.safetensors")
+    add(
+        "source", metavar="SOURCE",
+        help="checkpoint-N, an output folder, or any folder of a full model (config.json, model.safetensors) or of an "
+        "adapter (adapter_config.json, adapter_model.safetensors)",
+    )  # fmt: skip
     add("out", metavar="OUT", help="folder to write; it must not exist, or be empty")
     add(
         "--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"),
-        help="of the exported weights; auto: that of the training where it is recorded, else that of the base "
-        "[%(default)s]",
+        help="of the exported weights; auto: that of a full model as it is, that of an adapter's training where it is "
+        "recorded, else that of its base [%(default)s]",
     )  # fmt: skip
-    add("--base", metavar="MODEL", help="folder or hub name of the base model, if not the one that the adapter names")
+    add(
+        "--base", metavar="MODEL",
+        help="folder or hub name of the base model: of an adapter, if not the one that it names; of a full model, "
+        "the one before training, to measure what training changed (default: that of the run's options, if a folder)",
+    )  # fmt: skip
     add("--revision", help="revision of the base model on the hub")
     bits = parser.add_mutually_exclusive_group()
     bits.add_argument(
@@ -107,8 +119,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )  # fmt: skip
     add("--dataset_name", metavar="DATA", help="file, folder or hub name of rows to compare on; else built-in texts")
     add("--samples", type=int, default=8, metavar="N", help="rows to compare on; 0: do not compare [%(default)s]")
-    add("--max_shard_size", default="5GB", metavar="SIZE", help="of a weight file [%(default)s]")
-    add("--trust_remote_code", action="store_true", help="run Python code that comes with the base or the tokenizer")
+    add("--max_shard_size", default="5GB", metavar="SIZE", help="largest size of a weight file [%(default)s]")
+    add("--trust_remote_code", action="store_true", help="run Python code that comes with a model or tokenizer")
     return parser
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from datasets import disable_progress_bars
 from transformers.utils import logging as transformers_logging
 
@@ -10,6 +12,8 @@ from alignment.config.checks import check_command_line
 from alignment.config.errors import LastCheckpointError
 from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
+from alignment.engines.launch_env import rank
+from alignment.training.checkpointing.output_folder import check_output_folder
 from alignment.training.data import evaluation_data, training_data
 from alignment.training.summary import REPORT
 from alignment.training.trainer import AlignmentTrainer
@@ -18,6 +22,8 @@ from alignment.training.trainer import AlignmentTrainer
 def build_trainer(options: AlignmentConfig) -> AlignmentTrainer:
     """The trainer of ``options.method`` with the datasets that the options name; nothing is loaded but rows."""
     check_command_line(options)
+    if not options.resume_from_checkpoint and rank() == 0:  # a script could still resume when it calls train()
+        check_output_folder(Path(options.output_dir or ""), options.overwrite_output_dir)
     trainer: AlignmentTrainer = METHODS.trainer(options)(
         args=options, train_dataset=training_data(options), eval_dataset=evaluation_data(options)
     )

@@ -109,6 +109,8 @@ def _prepared(value: Any, kinds: tuple[type, ...]) -> Any:
     if isinstance(value, str):
         if type(None) in kinds and str not in kinds and value.strip().lower() in ("none", "null"):
             return None
+        if {str, bool} <= set(kinds) and value.strip().lower() in ("true", "false"):
+            return value.strip().lower() == "true"  # a text would do as well, and nobody means that
         opening = value.lstrip()[:1]
         if (dict in kinds and (opening == "{" or str not in kinds)) or (list in kinds and opening == "["):
             return json.loads(value, object_pairs_hook=unique_keys)

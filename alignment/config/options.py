@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,7 +19,7 @@ from alignment.config.fields import Strategy, convert_options
 from alignment.config.options_data import DataOptions
 from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions
 from alignment.config.options_training import LoggingOptions, MemoryOptions, SavingOptions, TrainingOptions
-from alignment.config.registry import name_of
+from alignment.config.registry import Paper, name_of
 from alignment.internals.transformers import parallel_mode
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class AlignmentConfig(
 
     TITLE: ClassVar[str] = "Output"
     method: ClassVar[str] = ""
+    # What a model card cites: "" for the method, and a loss type for what that loss adds or replaces.
+    PAPERS: ClassVar[Mapping[str, Paper]] = {}
 
     output_dir: str | None = dataclasses.field(
         default=None, kw_only=False, metadata={"help": "Folder for the model, the log and the resolved settings."}

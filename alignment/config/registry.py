@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from alignment.config.errors import OptionError, did_you_mean, setting
 from alignment.config.lookup import FAILURES, load_named, raised
@@ -30,6 +30,13 @@ class Entry:
 
     options: str
     trainer: str
+
+
+class Paper(NamedTuple):
+    """What a model card cites."""
+
+    title: str
+    url: str
 
 
 class Registry(Mapping[str, OptionsClass]):

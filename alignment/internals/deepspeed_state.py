@@ -152,7 +152,7 @@ def replay_cpu_adam(optimizer: Any, steps: int) -> None:
     them by ``pow``, which differs in the last bits, and so would every further step.
 
     Args:
-        optimizer: an inner optimizer whose groups have the same betas.
+        optimizer: an inner optimizer.
         steps: the number of steps that its states say.
     """
     update = getattr(getattr(optimizer, "ds_opt_adam", None), "adam_update", None)
@@ -160,11 +160,11 @@ def replay_cpu_adam(optimizer: Any, steps: int) -> None:
         return
     import torch
 
-    group = optimizer.param_groups[0]
-    settings = (*group["betas"], group["eps"], group["weight_decay"], group["bias_correction"])
+    names = ("eps", "weight_decay", "bias_correction")
+    settings = [(g["lr"], *g["betas"], *(g[name] for name in names)) for g in optimizer.param_groups]
     zeros = [torch.zeros(1) for _ in range(4)]
-    for step in range(1, steps + 1):
-        update(optimizer.opt_id, step, group["lr"], *settings, *zeros)
+    for step, of_group in itertools.product(range(1, steps + 1), settings):
+        update(optimizer.opt_id, step, *of_group, *zeros)
 
 
 def _wrapper(engine: Any) -> str | None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed import Store
     from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LambdaLR
 
 
 def default_store() -> Store:
@@ -54,6 +55,18 @@ def version_of(tensor: Tensor) -> int:
     Autograd counts it, to notice what it had saved for the backward pass being overwritten. Seen with torch 2.13.
     """
     return int(tensor._version)
+
+
+def take_scheduled_rates(scheduler: LambdaLR) -> None:
+    """Give the optimizer the rates of its schedule at the present step, whatever it had.
+
+    A schedule sets them as it steps; one that was restored at a step of another schedule's has not stepped there. What
+    ``get_last_lr`` returns is an attribute that torch keeps to itself. Seen with torch 2.13.
+    """
+    rates = [base * rate(scheduler.last_epoch) for base, rate in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
+    for group, value in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = value
+    scheduler._last_lr = rates
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ from alignment.config.errors import OptionError, setting
 from alignment.config.fields import option
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import SequenceOptions
+from alignment.config.registry import Paper
 
 CPO_LOSS_TYPES = ("sigmoid", "hinge", "ipo", "simpo", "alphapo")
 _MARGIN_LOSSES = ("simpo", "alphapo")
@@ -28,6 +30,23 @@ class CPOConfig(SequenceOptions, AlignmentConfig):
 
     TITLE: ClassVar[str] = "CPO"
     method: ClassVar[str] = "cpo"
+    PAPERS: ClassVar[Mapping[str, Paper]] = {
+        "": Paper(
+            "Contrastive Preference Optimization: Pushing the Boundaries of LLM Performance in Machine Translation",
+            "https://arxiv.org/abs/2401.08417",
+        ),
+        "hinge": Paper(
+            "SLiC-HF: Sequence Likelihood Calibration with Human Feedback", "https://arxiv.org/abs/2305.10425"
+        ),
+        "ipo": Paper(
+            "A General Theoretical Paradigm to Understand Learning from Human Preferences",
+            "https://arxiv.org/abs/2310.12036",
+        ),
+        "simpo": Paper(
+            "SimPO: Simple Preference Optimization with a Reference-Free Reward", "https://arxiv.org/abs/2405.14734"
+        ),
+        "alphapo": Paper("AlphaPO: Reward Shape Matters for LLM Alignment", "https://arxiv.org/abs/2501.03884"),
+    }
 
     loss_type: str = option(
         "sigmoid", "Loss: `sigmoid`, `hinge`, `ipo`, `simpo` or `alphapo`.", choices=CPO_LOSS_TYPES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ from alignment.config.fields import option
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import TRUNCATION_MODES, SequenceOptions
 from alignment.config.options_model import ReferenceOptions
+from alignment.config.registry import Paper
 
 DPO_LOSS_TYPES = ("sigmoid", "hinge", "ipo")
 # TRL's further losses, refused by name.
@@ -30,6 +32,19 @@ class DPOConfig(ReferenceOptions, SequenceOptions, AlignmentConfig):
 
     TITLE: ClassVar[str] = "DPO"
     method: ClassVar[str] = "dpo"
+    PAPERS: ClassVar[Mapping[str, Paper]] = {
+        "": Paper(
+            "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
+            "https://arxiv.org/abs/2305.18290",
+        ),
+        "hinge": Paper(
+            "SLiC-HF: Sequence Likelihood Calibration with Human Feedback", "https://arxiv.org/abs/2305.10425"
+        ),
+        "ipo": Paper(
+            "A General Theoretical Paradigm to Understand Learning from Human Preferences",
+            "https://arxiv.org/abs/2310.12036",
+        ),
+    }
 
     max_prompt_length: int | None = option(None, "Longest prompt, in tokens; unset: only `max_length` counts.")
     truncation_mode: str = option(

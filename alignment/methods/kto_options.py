@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ from alignment.config.fields import option
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import SequenceOptions
 from alignment.config.options_model import ReferenceOptions
+from alignment.config.registry import Paper
 
 KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
 
@@ -25,6 +27,13 @@ class KTOConfig(ReferenceOptions, SequenceOptions, AlignmentConfig):
 
     TITLE: ClassVar[str] = "KTO"
     method: ClassVar[str] = "kto"
+    PAPERS: ClassVar[Mapping[str, Paper]] = {
+        "": Paper("KTO: Model Alignment as Prospect Theoretic Optimization", "https://arxiv.org/abs/2402.01306"),
+        "apo_zero_unpaired": Paper(
+            "Anchored Preference Optimization and Contrastive Revisions: Addressing Underspecification in Alignment",
+            "https://arxiv.org/abs/2408.06266",
+        ),
+    }
 
     loss_type: str = option("kto", "Loss: `kto` or `apo_zero_unpaired`.", choices=KTO_LOSS_TYPES)
     beta: float = option(0.1, "Strength of the pull towards the reference.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,6 +10,7 @@ from alignment.config import checks
 from alignment.config.errors import OptionError, setting
 from alignment.config.fields import option
 from alignment.config.options_online import OnlineOptions
+from alignment.config.registry import Paper
 
 ONLINE_DPO_LOSS_TYPES = ("sigmoid", "ipo")
 
@@ -23,6 +25,13 @@ class OnlineDPOConfig(OnlineOptions):
 
     TITLE: ClassVar[str] = "Online DPO"
     method: ClassVar[str] = "online_dpo"
+    PAPERS: ClassVar[Mapping[str, Paper]] = {
+        "": Paper("Direct Language Model Alignment from Online AI Feedback", "https://arxiv.org/abs/2402.04792"),
+        "ipo": Paper(
+            "A General Theoretical Paradigm to Understand Learning from Human Preferences",
+            "https://arxiv.org/abs/2310.12036",
+        ),
+    }
 
     learning_rate: float = option(5e-7, "Peak learning rate.")
     loss_type: str = option("sigmoid", "Loss: `sigmoid` or `ipo`.", choices=ONLINE_DPO_LOSS_TYPES)

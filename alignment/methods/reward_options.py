@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,6 +10,7 @@ from alignment.config import checks
 from alignment.config.fields import option
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import SequenceOptions
+from alignment.config.registry import Paper
 
 
 @dataclass(kw_only=True)
@@ -21,6 +23,9 @@ class RewardConfig(SequenceOptions, AlignmentConfig):
 
     TITLE: ClassVar[str] = "Reward model"
     method: ClassVar[str] = "reward"
+    PAPERS: ClassVar[Mapping[str, Paper]] = {
+        "": Paper("Rank Analysis of Incomplete Block Designs", "https://doi.org/10.2307/2334029"),
+    }
 
     learning_rate: float = option(1e-5, "Peak learning rate.")
     center_rewards_coefficient: float | None = option(

@@ -85,13 +85,14 @@ def _check_labels(labels: int, named: str) -> None:
         )
 
 
-def _is_classifier(config: PretrainedConfig) -> bool:
+def is_classifier(config: PretrainedConfig) -> bool:
+    """Whether a checkpoint was saved as a sequence classifier."""
     return any("SequenceClassification" in name for name in config.architectures or ())
 
 
 def _completed(config: PretrainedConfig, named: str) -> None:
     """A checkpoint that is no classifier yet will be one with one label; its own number of them is a default."""
-    if _is_classifier(config):
+    if is_classifier(config):
         _check_labels(config.num_labels, named)
     else:
         config.num_labels = 1
@@ -99,7 +100,7 @@ def _completed(config: PretrainedConfig, named: str) -> None:
 
 def _check_scored(config: PretrainedConfig, named: str) -> None:
     """A configuration to score with."""
-    if config.architectures and not _is_classifier(config):
+    if config.architectures and not is_classifier(config):
         raise ModelError(
             f"{named} is a {config.architectures[0]}: its weights lack {HEAD}.weight, the head of a reward model; "
             "train one with method reward"

@@ -52,8 +52,12 @@ class CompletionTable:
             if isinstance(callback, TensorBoardCallback) and (writer := tensorboard_writer(callback)) is not None:
                 writer.add_text(TITLE, markdown(records), step)
 
+    def finish(self) -> None:
+        """Write the rows that still wait for space, at the end of a run; see :meth:`.JsonlLog.finish`."""
+        self._log.finish()
+
     def state_dict(self) -> dict[str, Any]:
-        """How much of the file there is."""
+        """How much of the file there is, and the rows that wait for space."""
         return self._log.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -127,6 +131,11 @@ class CompletionLog:
         self._logs += 1
         if self.table is not None and self._rows and self._logs % self.every == 0:
             self.table.write(step, self._rows)
+
+    def finish(self) -> None:
+        """Write the rows that still wait for space, at the end of a run."""
+        if self.table is not None:
+            self.table.finish()
 
     def state_dict(self) -> dict[str, Any]:
         """How many logs there were, what is remembered, and how much of the file there is."""

@@ -72,7 +72,7 @@ class JsonlLog:
             self._full = True
             return False
         if self._full:
-            self._tell(f"output_dir: {self.path} is written again: {len(self._pending)} kept lines were added")
+            self._tell(f"output_dir: {self.path} is written again: {len(self._pending)} kept line(s) were added")
         self._full, self._pending = False, []
         return True
 
@@ -84,7 +84,7 @@ class JsonlLog:
         """
         if not self.flush():
             raise OutputError(
-                f"output_dir: no space left to write {self.path}: its last {len(self._pending)} lines are lost; "
+                f"output_dir: no space left to write {self.path}: its last {len(self._pending)} line(s) are lost; "
                 "free some space"
             )
         self._sync()

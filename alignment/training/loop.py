@@ -339,6 +339,7 @@ class TrainingLoop:
             metrics[self.context.method.reduced_windows] = self.totals.reduced_windows
         self.context.log(metrics)
         self.context.log_file.write({"event": "end", "phases": self.context.phases.summary()})
+        self.context.log_file.finish()
         self.events("on_train_end")
         self.writer.write_state(self.context.output_dir)
         return TrainOutput(steps, metrics["train_loss"], {**metrics, "epoch": self.state.epoch or 0.0})

@@ -118,7 +118,7 @@ class AlignmentTrainer:
         self.events = Events(self.args, self.state, callbacks, self.processing_class)
         self.identity = Identity()
         self.phases = Phases(device())
-        self.log_file = JsonlLog(self.output_dir / LOG if rank() == 0 else None)
+        self.log_file = JsonlLog(self.output_dir / LOG if rank() == 0 else None, self.tell)
         self.context = self._context()
         self.engines = RunEngines(
             self.context, self.engine_plan, self.optimizers, self.aux_coefficient, self.resources
@@ -261,17 +261,11 @@ class AlignmentTrainer:
         present = self._present(self.sampler)
         asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         checkpoint = self.folder.enter(asked, present)
-        loop = TrainingLoop(self.context, self.engines, self.train_data, self.sampler, lambda: self.evaluate())
-        self.engines.build(loop.total_steps)
-        if checkpoint is not None:
-            self._go_on(checkpoint, loop)
-        writer = CheckpointWriter(
-            self.context, self.engines, self.identity, present, self.write_state, self.folder.lock.check
-        )
-        writer.newest = None if checkpoint is None else checkpoint.step
-        if self.args.save_strategy != "no":
-            self.tell(writer.describe())
-        self._write_settings()
+        try:
+            loop, writer = self._prepared(checkpoint, present)
+        except BaseException:
+            self.folder.release()
+            raise
         self.engines.trained = True
         result = loop.run(evaluation_windows(self.context), writer)
         self.write_report(show=True)
@@ -280,6 +274,22 @@ class AlignmentTrainer:
         if writer.failure is not None:
             raise LastCheckpointError(f"output_dir: the last checkpoint could not be written: {writer.failure}")
         return result
+
+    def _prepared(self, checkpoint: Checkpoint | None, present: Present) -> tuple[TrainingLoop, CheckpointWriter]:
+        """The loop, with engines that are as they were at the checkpoint, and what writes the next ones."""
+        assert self.train_data is not None and self.sampler is not None
+        loop = TrainingLoop(self.context, self.engines, self.train_data, self.sampler, lambda: self.evaluate())
+        self.engines.build(loop.total_steps)
+        if checkpoint is not None:
+            self._go_on(checkpoint, loop, present)
+        writer = CheckpointWriter(
+            self.context, self.engines, self.identity, present, self.write_state, self.folder.lock.check
+        )
+        writer.newest = None if checkpoint is None else checkpoint.step
+        if self.args.save_strategy != "no":
+            self.tell(writer.describe())
+        self._write_settings()
+        return loop, writer
 
     def _present(self, sampler: WindowSampler) -> Present:
         """What the numbers of the run come from."""
@@ -298,9 +308,9 @@ class AlignmentTrainer:
             options=compared_options(self.args),
         )
 
-    def _go_on(self, checkpoint: Checkpoint, loop: TrainingLoop) -> None:
+    def _go_on(self, checkpoint: Checkpoint, loop: TrainingLoop, present: Present) -> None:
         """Restore a run into the engines, and let the loop go on from there."""
-        restore(checkpoint, self.context, self.engines, loop.total_steps)
+        restore(checkpoint, self.context, self.engines, present)
         BestModel(self.args, self.state).moved_to(self.output_dir)
         loop.resumed = {
             "run": self.identity.name,
@@ -378,7 +388,7 @@ class AlignmentTrainer:
         """Save the adapters, and merge them into their base as it is on disk."""
         self.save_model()
         if self.is_world_process_zero():
-            from alignment.engines.exporting import merge_adapter  # imports peft
+            from alignment.engines.exporting.adapter import merge_adapter  # imports peft
 
             source = self.engine_plan.source
             try:

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from adapter_grid import adapter_run, make_bases
-from deepspeed.utils import safe_get_full_fp32_param
+from exports import masters
 from torch import Tensor
 from transformers import TrainerCallback
 
 from alignment import CPOConfig, CPOTrainer
-from alignment.engines.scoring import PolicyEngine
 
 RATE = 1e-6
 
@@ -23,20 +22,6 @@ pytestmark = pytest.mark.ci
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return make_bases(tmp_path_factory.mktemp("bases"), layers=1)
-
-
-def masters(policy: PolicyEngine) -> dict[str, Tensor]:
-    """The optimizer's own copy of what trains, by name, whole."""
-    optimizer: Any = policy.engine.optimizer
-    trained = {name: p for name, p in policy.scorer.model.named_parameters() if p.requires_grad}
-    if not hasattr(optimizer, "fp32_groups"):
-        return {name: safe_get_full_fp32_param(p).detach().clone() for name, p in trained.items()}
-    kept = {  # stage 0
-        id(weight): master
-        for weights, copies in zip(optimizer.fp16_groups, optimizer.fp32_groups)
-        for weight, master in zip(weights, copies)
-    }
-    return {name: kept[id(p)].detach().clone() for name, p in trained.items()}
 
 
 class Watch(TrainerCallback):

@@ -15,9 +15,12 @@ from torch.utils import cpp_extension
 from alignment.engines.launch_env import init_distributed
 from alignment.internals.torch import (
     cuda_toolkit,
+    first_states,
     hush_deprecated_collectives,
     is_dropout,
     schedule_may_go_first,
+    take_scheduled_rates,
+    version_of,
     without_forward_hooks,
 )
 from tools.ranks import RankServer
@@ -40,6 +43,22 @@ def test_dropout_of_every_kind_is_one() -> None:
     kinds = [kind for name, kind in vars(nn).items() if "Dropout" in name and isinstance(kind, type)]
     assert len(kinds) >= 6 and all(is_dropout(kind(0.5)) and kind(0.5).p == 0.5 for kind in kinds)
     assert not any(is_dropout(module) for module in (nn.Linear(1, 1), nn.Identity(), nn.Sequential(nn.Dropout())))
+
+
+def test_writing_into_a_tensor_is_counted() -> None:
+    tensor = torch.zeros(2)
+    before = version_of(tensor)
+    assert version_of(tensor) == before
+    tensor += 1
+    assert version_of(tensor) == before + 1
+
+
+def test_a_schedule_that_was_restored_sets_its_rates() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=8.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    scheduler.last_epoch = 3
+    take_scheduled_rates(scheduler)
+    assert optimizer.param_groups[0]["lr"] == 2.0 and scheduler.get_last_lr() == [2.0]
 
 
 def test_hooks_are_back_in_their_order_on_any_exit() -> None:
@@ -115,3 +134,21 @@ def test_deprecated_collectives_say_nothing_more() -> None:
         gather()
         with pytest.raises(FutureWarning):
             warnings.warn("something else is deprecated", FutureWarning, stacklevel=1)
+
+
+def test_the_first_states_of_an_optimizer_that_stays_as_it_is() -> None:
+    """No hook hears of it, and the schedule still counts no step."""
+    heard: list[str] = []
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([{"params": [weight], "amsgrad": True}], lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: heard.append("before"))
+    optimizer.register_step_post_hook(lambda *_: heard.append("after"))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    attributes, groups = dict(vars(optimizer)), optimizer.param_groups
+    states = first_states(optimizer, 0, torch.zeros(5, dtype=torch.bfloat16))
+    assert {name: (state.shape, state.dtype) for name, state in states.items() if state.ndim} == dict.fromkeys(
+        ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), (torch.Size([5]), torch.bfloat16)
+    )
+    assert vars(optimizer) == attributes and optimizer.param_groups is groups and not optimizer.state
+    assert groups[0]["params"] == [weight] and torch.equal(weight.detach(), torch.ones(3)) and weight.grad is None
+    assert heard == [] and schedule.last_epoch == 0

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 from alignment.data.windows import evaluation_plan
-from alignment.engines.exporting import merge_adapter
+from alignment.engines.exporting.adapter import merge_adapter
 from alignment.training.trainer import AlignmentTrainer
 
 ASSETS = Path(os.environ.get("ALIGNMENT_TEST_ASSETS", "ALIGNMENT_TEST_ASSETS is unset"))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import STAGES, make_model, unpaired_rows
+from transformers import TrainerCallback
 
 from alignment import KTOConfig, KTOTrainer
 from alignment.config.errors import OutputError
@@ -89,12 +91,22 @@ def test_a_name_with_dollar_signs(tmp_path: Path) -> None:
     assert draw_history([{"step": 1, "loss": 1.0}], tmp_path / "x.png", "${MODEL}_${SEED} $x")
 
 
+class Obstacle(TrainerCallback):
+    """Makes a folder where a file is to be written."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.place.mkdir()
+
+
 def test_a_report_that_cannot_be_written_costs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "out" / "report.md").mkdir(parents=True)
     args = KTOConfig(
         output_dir=str(tmp_path / "out"), overwrite_output_dir=True, max_length=64, max_steps=1, disable_tqdm=True
     )
     trainer = KTOTrainer(model=make_model(tmp_path / "model"), args=args, train_dataset=unpaired_rows(4))
+    trainer.add_callback(Obstacle(tmp_path / "out" / "report.md"))
     trainer.train()
     trainer.save_model()
     trainer.close()

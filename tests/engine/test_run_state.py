@@ -17,12 +17,15 @@ from helpers import make_classifier, make_model, options, paired_rows, unpaired_
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import AutoConfig, EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 import alignment
+from alignment.config.errors import TrainingError
 from alignment.engines.checkpoints.folder import checkpoints
 from alignment.training.loop import TrainingLoop
 from alignment.training.run_state import RunState, Totals
 from alignment.training.trainer import AlignmentTrainer
+from alignment.training.window import NonFiniteLoss
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
 METHODS = ("KTO", "CPO", "DPO", "SFT", "Reward", "OnlineDPO", "OnlineDPO-judge")
@@ -193,6 +196,58 @@ def test_a_run_that_a_callback_ended_stays_ended(
     anyway = {**EVERY_STEP, "resume_anyway": True}
     further = resumed("KTO", models, stopped.output_dir, tmp_path / "further", 2, **anyway)
     assert logged(further)[-2:] == logged(whole)[-2:]
+
+
+class Heard(TrainerCallback, ExportableState):
+    """Counts what it hears."""
+
+    def __init__(self, steps: int = 0, saves: int = 0) -> None:
+        self.steps, self.saves = steps, saves
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.steps += 1
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.saves += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"steps": self.steps, "saves": self.saves}}
+
+
+def test_callbacks_have_heard_the_same(models: dict[str, str], tmp_path: Path) -> None:
+    heard, again = Heard(), Heard()
+    whole = make("KTO", models, tmp_path / "whole", **EVERY_STEP)
+    whole.add_callback(heard)
+    whole.train()
+    whole.close()
+    resumed("KTO", models, whole.output_dir, tmp_path / "again", 3, [again], **EVERY_STEP)
+    assert (again.steps, again.saves) == (heard.steps, heard.saves) == (STEPS, STEPS)
+
+
+def test_a_run_that_was_rescued_goes_on(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint of a loss that was not finite is that of the last good step, and the window is done again."""
+    rare = {"save_strategy": "steps", "save_steps": 100}
+    whole = make("KTO", models, tmp_path / "whole", **rare)
+    whole.train()
+    whole.close()
+    broken = make("KTO", models, tmp_path / "broken", **rare)
+    step = TrainingLoop._step
+
+    def failing(loop: TrainingLoop, *given: Any) -> None:
+        if loop.state.global_step == 4:
+            torch.rand(3)
+            raise NonFiniteLoss("the loss of this window is nan")
+        step(loop, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainingLoop, "_step", failing)
+        with pytest.raises(TrainingError, match="weights of step 4 are in checkpoint-4"):
+            broken.train()
+    broken.close()
+    again = resumed("KTO", models, broken.output_dir, tmp_path / "again", 4, **rare)
+    assert logged(again) == logged(whole)
 
 
 def test_a_checkpoint_is_what_a_step_ends_with(models: dict[str, str], tmp_path: Path) -> None:

@@ -212,9 +212,8 @@ def test_calls_without_what_they_need(kto: Callable[..., KTOTrainer], loads: lis
     assert refusal(empty.train).startswith("train_dataset: none was given")
     assert refusal(empty.evaluate).startswith("eval_dataset: none was given")
     assert refusal(full.evaluate).startswith("eval_dataset: none was given")
-    for resume in (True, "checkpoint-4"):
-        said = refusal(functools.partial(full.train, resume_from_checkpoint=resume))
-        assert said.startswith(f"resume_from_checkpoint={resume!r}: resuming is not supported yet")
+    said = refusal(functools.partial(full.train, resume_from_checkpoint="checkpoint-4"))
+    assert said.startswith("resume_from_checkpoint='checkpoint-4': there is no such folder")
     assert "label is 3 (an integer)" in refusal(
         lambda: full.evaluate([{"prompt": "ab", "completion": "cd", "label": 3}])
     )

@@ -59,6 +59,8 @@ def refused(cls: type, **options: Any) -> str:
         ("lr_scheduler_kwargs", {"power": 2.0}, {"power": 2.0}),
         ("max_steps", "-1", -1),
         ("resume_from_checkpoint", False, False),
+        ("resume_from_checkpoint", "true", True),
+        ("resume_from_checkpoint", "latest", "latest"),
     ],
 )
 def test_conversion(name: str, given: Any, expected: Any) -> None:

@@ -12,17 +12,18 @@ import peft
 import pytest
 import torch
 from conftest import ROOT
+from exports import FOUR_BITS, command, gap, mean_logp
 from helpers import make_classifier, make_model, paired_rows
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny_adapters import CAUSAL, LAYERS, logps, lora, make_adapter, moved
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
 
-from alignment.cli.commands import main
 from alignment.config.errors import AlignmentError, OptionError, OutputError
-from alignment.engines.export_check import OutputChange, dataset_samples, default_samples
-from alignment.engines.export_report import advice
-from alignment.engines.exporting import REPORT, merge_adapter
+from alignment.engines.exporting.adapter import merge_adapter
+from alignment.engines.exporting.check import OutputChange, dataset_samples, default_samples
+from alignment.engines.exporting.folder import REPORT
+from alignment.engines.exporting.report import advice
 from alignment.models.adapters.folder import TRAINING_BASE, read_adapter, write_training_base
 from alignment.models.adapters.survival import SurvivalMeter
 from alignment.models.tasks import CAUSAL_LM, REWARD_MODEL
@@ -140,9 +141,6 @@ def test_a_classifier_keeps_its_trained_score(start: str, bases: dict[str, str],
         assert (ours(ids).logits - model.eval()(ids).logits).abs().max() < 1e-5
     assert report.task == "classifier" and report.change is not None and report.change.what == "score"
     assert report.change.share < 1e-3 and report.change.effect_mean > 1e-2
-
-
-FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
 @pytest.mark.ci
@@ -279,17 +277,6 @@ def test_saved_tensors_keep_the_files_precision(bases: dict[str, str], tmp_path:
     assert torch.equal(exported(adapter, tmp_path / "out").lm_head.weight, saved)
 
 
-@torch.no_grad()
-def mean_logp(model: Any, row: list[int]) -> float:
-    ids = torch.tensor([row])
-    table = model.eval()(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
-    return float(table[torch.arange(len(row) - 1), ids[0, 1:]].mean())
-
-
-def gap(one: list[float], other: list[float]) -> float:
-    return sum(abs(a - b) for a, b in zip(one, other)) / len(one)
-
-
 @pytest.mark.parametrize(
     ("error", "effect", "dtype", "expected"),
     [
@@ -388,7 +375,7 @@ def test_output_that_cannot_be_written(adapter: Path, tmp_path: Path) -> None:
 def test_a_folder_that_is_no_adapter(bases: dict[str, str], adapter: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert "no such folder" in refused(tmp_path / "nowhere", out)
-    assert "a full model" in refused(Path(bases["tied"]), out) and "needs no export" in refused(
+    assert "holds a full model (config.json, no adapter_config.json) and no adapter" in refused(
         Path(bases["tied"]), out
     )
     assert f"it has adapters in: {adapter.name}" in refused(adapter.parent, out)
@@ -480,12 +467,6 @@ def test_other_quantisations(
 
 
 # The command ---------------------------------------------------------------------------------------------------------
-
-
-def command(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str, str]:
-    with pytest.raises(SystemExit) as leaving:
-        main(["export", *argv], program="da")
-    return leaving.value.code, *capsys.readouterr()
 
 
 def test_the_command(adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,7 @@ PYTHONS = (
         for name in dir(kind)
     }
     | {*dir(builtins), "__version__", "__file__", "__path__"}
-    | {"_replace"}
+    | {"_replace", "_asdict"}
 )  # the last of named tuples
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from alignment.internals.bitsandbytes import compute_as_in_training, keep_packing
+from alignment.internals.bitsandbytes import compute_as_in_training, keep_packing, state_buffer
 
 # The warning comes from CPUs with AVX512-BF16 where the package `kernels` is missing or offline: neither is certain
 # here. So the module is imported a second time, as on such a machine, without its kernels being registered again.
@@ -86,3 +86,15 @@ def test_8_bit_layers_compute_in_evaluation_what_they_do_in_training(alike: bool
         assert torch.equal(layer.eval()(ROWS), found)
     assert torch.equal(found, expected) == alike
     torch.testing.assert_close(found, expected, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_a_buffer_is_the_optimizers_own(dtype: torch.dtype) -> None:
+    """On a CPU nothing can be paged, which the optimizer says as it allocates."""
+    weight = torch.nn.Parameter(torch.ones(5, 7))
+    paged = bitsandbytes.optim.AdamW([weight], is_paged=True)
+    with pytest.warns(UserWarning, match="Paged optimizers are not supported on CPU"):
+        buffer = state_buffer(paged, weight, dtype)
+    plain = state_buffer(torch.optim.AdamW([weight]), weight, dtype)
+    for made in (buffer, plain):
+        assert torch.equal(made, torch.zeros(5, 7, dtype=dtype)) and made.dtype == dtype and not made.requires_grad

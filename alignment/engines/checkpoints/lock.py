@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -25,6 +26,7 @@ HEARTBEAT_S = 5.0
 STALE_S = 60.0  # a heartbeat that stands still for so long has stopped
 _POLL_S = 1.0
 _SETTLE_S = 0.5  # far longer than another process needs from its last look at a stale file to its rename
+_TURN_S = 5.0
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -88,7 +90,7 @@ class OutputLock:
                 if seen is not None and self._is_stale(seen):
                     self._take_away(seen.__eq__)
             if contested:
-                # Another process may have moved this file away, taking it for the stale one, and be putting it back.
+                # A process of another host may have moved this file away, taking it for the stale one.
                 self._wait(_SETTLE_S)
                 self._confirm()
             for left in self.folder.glob(f"{LOCK}.*"):  # by processes that were killed while they took the lock
@@ -117,7 +119,8 @@ class OutputLock:
             return
         self._stop()
         try:
-            self._take_away(self._is_own)
+            with contextlib.suppress(FileNotFoundError):  # somebody has removed the folder
+                self._take_away(self._is_own)
         except OSError as error:
             self._tell(f"output_dir: {self.path} could not be removed: {error.strerror or error}")
 
@@ -135,7 +138,8 @@ class OutputLock:
     def _create(self) -> bool:
         """Put a file of this process into place; False if there is one already."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        descriptor = self._linked()
+        with self._turn():
+            descriptor = self._linked()
         if descriptor is None:
             return False
         self._heartbeat = _Heartbeat(descriptor, len(self._own.text()) - len(beat(0)))
@@ -149,11 +153,9 @@ class OutputLock:
         try:
             os.link(aside, self.path)
             return descriptor
-        except FileExistsError:
+        except (FileExistsError, FileNotFoundError):  # there is an owner, who may have tidied up the other file
             if self._is_own(self._read(self.path) or b""):  # NFS has repeated a request that had succeeded
                 return descriptor
-        except FileNotFoundError:  # the new owner has tidied up
-            pass
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 os.close(descriptor)
@@ -185,15 +187,34 @@ class OutputLock:
 
     def _take_away(self, wanted: Callable[[bytes], bool]) -> None:
         """Remove the lock file if it is the wanted one. No process can remove one that it has not looked at."""
-        if not wanted(self._read(self.path) or b""):
-            return
         moved = self._beside("old")
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(self.path, moved)
-        found = self._read(moved)
-        if found is not None and not wanted(found):  # replaced between the look and the rename
-            self._put_back(moved)
-        moved.unlink(missing_ok=True)
+        with self._turn():
+            if not wanted(self._read(self.path) or b""):
+                return
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(self.path, moved)
+            found = self._read(moved)
+            if found is not None and not wanted(found):  # replaced between the look and the rename
+                self._put_back(moved)
+            moved.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Let one process of this host at a time look at the file and act on it.
+
+        The kernel keeps the turn, so that it ends with its process. Network file systems, which would have to keep it
+        for all hosts, mostly refuse; a process that was stopped in its turn is not waited for: what is done within is
+        made to be safe without.
+        """
+        descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            deadline = time.monotonic() + _TURN_S
+            with contextlib.suppress(OSError):
+                while not _locked(descriptor) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+            yield
+        finally:
+            os.close(descriptor)
 
     def _put_back(self, moved: Path) -> None:
         try:
@@ -281,6 +302,15 @@ class OutputLock:
         return OutputError(
             f"output_dir: {self.folder} cannot be locked: {error.strerror or error}; choose another output_dir"
         )
+
+
+def _locked(descriptor: int) -> bool:
+    """Lock an open file for this process alone; False if another one has it locked."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class _Heartbeat(threading.Thread):

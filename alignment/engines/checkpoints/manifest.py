@@ -58,7 +58,9 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write it into ``folder``, after everything that it lists."""
         content = {each.name: getattr(self, each.name) for each in fields(self)}
-        content["files"] = {name: record._asdict() for name, record in sorted(self.files.items())}
+        content["files"] = {
+            name: {"size": record.size, "checksum": record.checksum} for name, record in sorted(self.files.items())
+        }
         replace_text(folder / MANIFEST, _text(content))
 
     @classmethod

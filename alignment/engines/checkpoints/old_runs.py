@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from alignment.config.errors import OutputError
@@ -17,11 +18,15 @@ _FILES = (
 )
 
 
-def set_aside(folder: Path) -> Path | None:
+def set_aside(folder: Path, only: Sequence[Path] | None = None) -> Path | None:
     """Move checkpoints, logs and reports of an earlier run into ``previous-N`` inside ``folder``, N the next free one.
 
     Only names change, so it takes no time and no space. Model files in ``folder`` stay until they are replaced. A call
     that was interrupted is finished by the next one. The caller holds the lock of the folder.
+
+    Args:
+        folder: the output folder.
+        only: what of it to move; None: all that a run leaves, but for the model.
 
     Returns:
         Where they are; None if there was nothing to move.
@@ -31,7 +36,7 @@ def set_aside(folder: Path) -> Path | None:
     """
     moving, last = folder / _MOVING, folder
     try:
-        found = _left_by_earlier_run(folder)
+        found = _left_by_earlier_run(folder) if only is None else sorted(only, key=_step)
         if any((moving / path.name).exists() for path in found):
             _publish(folder)  # a run has written since the interrupted call: these are two earlier runs
         if not found and not moving.exists():

@@ -198,7 +198,7 @@ def _together() -> Iterator[None]:
         message = str(error)
     found = next((text for text in gathered(message) if text is not None), None)
     if found is not None:
-        raise CheckpointError(found)
+        raise CheckpointError(found) from None
 
 
 def _check_same(policy: PolicyEngine, fragments: Fragments, shapes: Collection[str]) -> None:

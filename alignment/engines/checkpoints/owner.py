@@ -126,10 +126,8 @@ def _hidden_start(pid: int) -> str | None:
     """Of a process that /proc does not show: it may be mounted so that users see their own only."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        return _HIDDEN
+    except OSError as error:
+        return None if isinstance(error, ProcessLookupError) else _HIDDEN
     return _HIDDEN
 
 

@@ -141,7 +141,7 @@ def _check_is_adapter(path: Path) -> None:
         raise ModelError(f"{path} is a file; give the folder of a PEFT adapter, which holds {_CONFIG}")
     if not (path / _CONFIG).is_file():
         if (path / "config.json").is_file():
-            raise ModelError(f"{path} holds a full model (config.json, no {_CONFIG}); it needs no export")
+            raise ModelError(f"{path} holds a full model (config.json, no {_CONFIG}) and no adapter")
         inner = sorted(file.parent.name for file in path.glob(f"*/{_CONFIG}"))
         hint = f"; it has adapters in: {listing(inner)}" if inner else ""
         raise ModelError(f"{path} is no PEFT adapter: it has no {_CONFIG}{hint}")

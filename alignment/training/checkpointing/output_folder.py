@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def check_output_folder(
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
         if not existing.is_dir():
             raise OutputError(f"{option}: {existing} is not a folder; choose another {option}")
-        taken = existing == folder and any(_content(folder)) and not overwrite
+        taken = existing == folder and in_use(folder) and not overwrite
         if taken and not (earlier_run and holds_run(folder)):
             raise OutputError(f"{option}: {folder} is not empty; choose another folder{_ways_out(folder, option)}")
         with tempfile.TemporaryFile(dir=existing):
@@ -54,9 +53,9 @@ def _ways_out(folder: Path, option: str) -> str:
     return " or set overwrite_output_dir: true"
 
 
-def _content(folder: Path) -> Iterator[Path]:
-    """What is in the folder beside what a run holds it by."""
-    return (path for path in folder.iterdir() if not path.name.startswith(LOCK))
+def in_use(folder: Path) -> bool:
+    """Whether anything is in the folder beside what a run holds it by."""
+    return folder.is_dir() and any(not path.name.startswith(LOCK) for path in folder.iterdir())
 
 
 def holds_run(folder: Path) -> bool:

@@ -11,29 +11,37 @@ from torch.optim.lr_scheduler import LambdaLR
 from alignment.config.errors import CheckpointError
 from alignment.engines.checkpoints.fragments import describe_split
 from alignment.engines.checkpoints.frozen import frozen_file
-from alignment.engines.checkpoints.optimizer_state import ExportedTensor, read_fragments
+from alignment.engines.checkpoints.optimizer_state import (
+    ExportedTensor,
+    group_settings,
+    read_fragments,
+    restore_group_settings,
+)
 from alignment.engines.checkpoints.tensors import TensorFile
 from alignment.engines.launch_env import rank, world_size
-from alignment.training.checkpointing.resume import Checkpoint
+from alignment.engines.scoring import PolicyEngine
+from alignment.internals.torch import take_scheduled_rates
+from alignment.training.checkpointing.resume import Checkpoint, Present
 from alignment.training.checkpointing.writer import STATE, own_state_file
 from alignment.training.context import RunContext
 from alignment.training.run_engines import RunEngines
 
 
-def restore(checkpoint: Checkpoint, context: RunContext, engines: RunEngines, total_steps: int) -> None:
+def restore(checkpoint: Checkpoint, context: RunContext, engines: RunEngines, present: Present) -> None:
     """Restore weights, optimizer and run state; collective.
 
     Args:
         checkpoint: whole, and of this run.
         context: the run; every part of its state has been registered.
         engines: built for training.
-        total_steps: of the run as it is now.
+        present: the run as it is now.
 
     Raises:
         CheckpointError: it holds what this run does not have, or fits its own ranks and ZeRO stage only.
     """
     folder, manifest = checkpoint.folder, checkpoint.manifest
     shared = _read(folder / STATE)
+    settings = OptimizerSettings(engines.policy)
     exported = {name: ExportedTensor(*place) for name, place in shared.pop("exported").items()}
     same_ranks = manifest.world_size == world_size()
     read_fragments(engines.policy, folder, exported=exported)
@@ -48,8 +56,15 @@ def restore(checkpoint: Checkpoint, context: RunContext, engines: RunEngines, to
             f"{folder}: it has a state of {', '.join(context.run_state.missing)}, which this run does not know; go on "
             "with the release and the options that wrote it"
         )
-    if total_steps != manifest.total_steps:
-        _follow_schedule(checkpoint, context, engines, total_steps)
+    if present.options != manifest.options or present.total_steps != manifest.total_steps:
+        rate = engines.policy.learning_rate
+        settings.restore()
+        if present.total_steps != manifest.total_steps:
+            context.tell(
+                f"resume_from_checkpoint: the run has {present.total_steps} steps now and had {manifest.total_steps}; "
+                f"the schedule spans all of them, so the learning rate goes on at {engines.policy.learning_rate:.4g} "
+                f"instead of {rate:.4g}"
+            )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -75,17 +90,24 @@ def _tell_split(checkpoint: Checkpoint, context: RunContext, engines: RunEngines
     context.tell(f"resume_from_checkpoint: saved on {before}, goes on with {now}: equal up to rounding{random}")
 
 
-def _follow_schedule(checkpoint: Checkpoint, context: RunContext, engines: RunEngines, total_steps: int) -> None:
-    """Take the learning rates of a schedule of another length at the present step."""
-    scheduler = engines.policy.scheduler
-    before = scheduler.get_last_lr()
-    if isinstance(scheduler, LambdaLR):
-        rates = [base * rate(scheduler.last_epoch) for base, rate in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
-        for group, value in zip(scheduler.optimizer.param_groups, rates, strict=True):
-            group["lr"] = value
-        scheduler._last_lr = rates
-    context.tell(
-        f"resume_from_checkpoint: the run has {total_steps} steps now and had {checkpoint.manifest.total_steps}; the "
-        f"schedule spans all of them, so the learning rate goes on at {scheduler.get_last_lr()[0]:.4g} instead of "
-        f"{before[0]:.4g}"
-    )
+class OptimizerSettings:
+    """The rates and decays that a run's own options ask for, taken before a checkpoint's take their place.
+
+    Args:
+        policy: an engine that has not been restored yet.
+    """
+
+    def __init__(self, policy: PolicyEngine) -> None:
+        self.policy, self._groups = policy, group_settings(policy)
+        self._peaks = list(getattr(policy.scheduler, "base_lrs", ()))
+
+    def restore(self) -> None:
+        """Put them back, with the learning rates that the schedule has at the present step.
+
+        A schedule that is no function of the step is left as it was restored.
+        """
+        scheduler = self.policy.scheduler
+        if isinstance(scheduler, LambdaLR):
+            restore_group_settings(self.policy, self._groups)
+            scheduler.base_lrs = self._peaks
+            take_scheduled_rates(scheduler)

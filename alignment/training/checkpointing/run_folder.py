@@ -15,7 +15,7 @@ from alignment.engines.checkpoints.old_runs import set_aside
 from alignment.engines.checkpoints.probe import check_shared_folder
 from alignment.engines.collectives import on_first_rank
 from alignment.engines.launch_env import rank
-from alignment.training.checkpointing.output_folder import COMPLETIONS, LOG, check_output_folder
+from alignment.training.checkpointing.output_folder import COMPLETIONS, LOG, check_output_folder, in_use
 from alignment.training.checkpointing.resume import Checkpoint, Present, check_same_run, choose, find
 
 
@@ -31,6 +31,8 @@ class RunFolder:
     def __init__(self, path: Path, args: AlignmentConfig, tell: Callable[[str], None]) -> None:
         self.path, self.args, self.tell = path, args, tell
         self.lock = OutputLock(path, tell=tell)
+        self._free = False
+        self._made: list[Path] = []
 
     def check(self) -> None:
         """Refuse on the first rank, before anything is read, a folder that the run will not be able to use.
@@ -46,6 +48,7 @@ class RunFolder:
             find(self.path, asked, args.method)
         else:  # a script may still ask for a resume when it calls train()
             check_output_folder(self.path, args.overwrite_output_dir, earlier_run=True)
+            self._free = not in_use(self.path)
         self.lock.peek()
         if args.merged_output_dir is not None:
             check_output_folder(Path(args.merged_output_dir), False, "merged_output_dir")
@@ -69,8 +72,9 @@ class RunFolder:
         if asked and args.overwrite_output_dir:  # an argument of train() is seen by no earlier check
             raise OptionError(f"{setting('resume_from_checkpoint', asked)}: set overwrite_output_dir: false with it")
         if not asked:
-            on_first_rank(lambda: check_output_folder(self.path, args.overwrite_output_dir))
-        on_first_rank(self.lock.acquire)
+            # What is there although it was free is this trainer's: it may have evaluated.
+            on_first_rank(lambda: check_output_folder(self.path, args.overwrite_output_dir or self._free))
+        on_first_rank(self._take)
         try:
             check_shared_folder(self.path)
             checkpoint = self._chosen(asked, present)
@@ -79,6 +83,10 @@ class RunFolder:
             self.release()
             raise
         return checkpoint
+
+    def _take(self) -> None:
+        self._made = [path for path in (self.path, *self.path.absolute().parents) if not path.exists()]
+        self.lock.acquire()
 
     def _chosen(self, asked: str | bool | None, present: Present) -> Checkpoint | None:
         if not asked:
@@ -116,5 +124,8 @@ class RunFolder:
             self.tell(f"resume_from_checkpoint: {names} of later steps moved to {place}")
 
     def release(self) -> None:
-        """Let the next run have it."""
+        """Let the next run have it; a folder that was made for this one disappears if nothing was written."""
         self.lock.release()
+        with contextlib.suppress(OSError):  # it has content
+            for path in self._made:
+                path.rmdir()

@@ -126,7 +126,10 @@ class CheckpointWriter:
             return False
         self.newest = step
         if self.context.is_first:
-            prune_checkpoints(self.context.output_dir, self.context.args.save_total_limit, keep)
+            try:
+                prune_checkpoints(self.context.output_dir, self.context.args.save_total_limit, keep)
+            except OSError as error:
+                self.context.tell(f"save_total_limit: an old checkpoint could not be removed: {_reason(error)}")
         return True
 
     def _written(self, target: Path) -> str | None:
@@ -134,14 +137,15 @@ class CheckpointWriter:
         partial = partial_of(target)
         model, state = self._bytes()
         failed = self._agreed(lambda: self._prepare(partial, model + state))
-        exported: dict[str, ExportedTensor] = {}
         if failed is None:
             failed = self._agreed(lambda: self.engines.write(partial))
+        exported: dict[str, ExportedTensor] = {}
         if failed is None and self.resumable:
-            exported = from_first_rank(self._exported(partial))
+            failed = self._agreed(lambda: exported.update(self._exported(partial)))
         records: dict[str, FileRecord] = {}
         if failed is None:
-            failed = self._agreed(lambda: records.update(self._own_files(partial, exported)))
+            places = from_first_rank(exported)
+            failed = self._agreed(lambda: records.update(self._own_files(partial, places)))
         if failed is None:
             everyone = {name: one for part in gathered(records) for name, one in part.items()}
             failed = self._agreed(lambda: self._publish(partial, target, everyone))

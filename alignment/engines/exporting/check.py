@@ -56,15 +56,15 @@ class Samples:
 
 @dataclass(frozen=True)
 class OutputChange:
-    """What the export changed about a model's output, beside what training had changed.
+    """What rounding changed about a model's output, beside what training had changed.
 
     Attributes:
         what: ``log-prob per token`` (the mean over a row's tokens) or ``score``.
         source: where the rows come from.
         rows: how many.
-        error_mean: mean over rows of | export - adapter on base |.
+        error_mean: mean over rows of | export - source |; the source is the checkpoint, or the adapter on its base.
         error_max: the largest of them.
-        effect_mean: mean over rows of | adapter on base - base |.
+        effect_mean: mean over rows of | source - base |; None where the base is not there.
     """
 
     what: str
@@ -72,24 +72,36 @@ class OutputChange:
     rows: int
     error_mean: float
     error_max: float
-    effect_mean: float
+    effect_mean: float | None
 
     @property
-    def share(self) -> float:
-        """The mean error as a share of the mean effect; infinite where training had none."""
+    def share(self) -> float | None:
+        """The mean error as a share of the mean effect; infinite where training had none, None where it is unknown."""
+        if self.effect_mean is None:
+            return None
         if self.effect_mean == 0.0:
             return 0.0 if self.error_mean == 0.0 else float("inf")
         return self.error_mean / self.effect_mean
 
 
 def compare(
-    samples: Samples, what: str, base: list[float], adapted: list[float], exported: list[float]
+    samples: Samples, what: str, base: list[float] | None, adapted: list[float], exported: list[float]
 ) -> OutputChange:
-    """Three measurements of the same rows, as :func:`outputs` makes them, in one report."""
+    """Measurements of the same rows, as :func:`outputs` makes them, in one report.
+
+    Args:
+        samples: the rows.
+        what: is measured.
+        base: of the model before training; None where it is not there.
+        adapted: of the source.
+        exported: of the export.
+    """
     errors = [abs(one - other) for one, other in zip(exported, adapted, strict=True)]
-    effects = [abs(one - other) for one, other in zip(adapted, base, strict=True)]
-    count = len(errors)
-    return OutputChange(what, samples.source, count, sum(errors) / count, max(errors), sum(effects) / count)
+    count, effect = len(errors), None
+    if base is not None:
+        effects = [abs(one - other) for one, other in zip(adapted, base, strict=True)]
+        effect = sum(effects) / count
+    return OutputChange(what, samples.source, count, sum(errors) / count, max(errors), effect)
 
 
 @torch.no_grad()

@@ -6,36 +6,39 @@ the merge happens in the loaded base, and the exported folder is read again afte
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
-import shutil
-import uuid
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
+from peft import PeftModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from alignment.config.errors import ModelError, OptionError, OutputError, first_line, setting
-from alignment.engines.export_check import Samples, compare, dataset_samples, default_samples
-from alignment.engines.export_check import outputs as measured
-from alignment.engines.export_report import MergeReport, advice
-from alignment.engines.saving import move_into, no_progress_bar, share_with_others
+from alignment.engines.exporting.card import write_card
+from alignment.engines.exporting.check import Samples, compare
+from alignment.engines.exporting.check import outputs as measured
+from alignment.engines.exporting.folder import (
+    DTYPES,
+    REPORT,
+    Tell,
+    check_options,
+    dtype_name,
+    load_tokenizer,
+    quiet,
+    sample_rows,
+    save,
+    written,
+)
+from alignment.engines.exporting.masters import put_masters
+from alignment.engines.exporting.report import MergeReport, advice
+from alignment.engines.exporting.source import check_manifest, checked_masters, file_dtype
 from alignment.internals.transformers import loading
 from alignment.models.adapters.folder import AdapterFolder, read_adapter, task_name
 from alignment.models.adapters.merge_base import base_config, check_match, load_base, trained_dtype
 from alignment.models.adapters.merging import Rounding, finish, inject, merge, put_saved_tensors
 from alignment.models.adapters.survival import SurvivalMeter
-
-REPORT = "export_report.json"
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-Tell = Callable[[str], None]
 
 
 def merge_adapter(
@@ -70,16 +73,14 @@ def merge_adapter(
         tell: is told of every step.
 
     Raises:
-        OptionError: ``dtype`` or ``sample_count`` cannot be used.
+        OptionError: ``dtype``, ``sample_count`` or ``max_shard_size`` cannot be used.
         OutputError: ``out`` is not empty or cannot be written.
         ModelError: the adapter or its base cannot be used, or they do not match.
+        CheckpointError: a file of a checkpoint is not what was written.
         DataError: the dataset of the samples cannot be used.
     """
-    if dtype not in ("auto", *DTYPES):
-        raise OptionError(f"{setting('dtype', dtype)}: must be one of auto, {', '.join(DTYPES)}")
-    if sample_count < 0:
-        raise OptionError(f"{setting('samples', sample_count)}: must be 0 or more")
-    check_out(out)
+    shard_bytes = check_options(dtype, sample_count, max_shard_size, out)
+    manifest = check_manifest(adapter)
     folder = read_adapter(adapter, base, revision)
     if quantization is not None:
         folder = replace(folder, quantization=quantization)
@@ -87,47 +88,39 @@ def merge_adapter(
     tokenizer = _tokenizer(folder, trust_remote_code)
     replaced = check_match(folder, config, trust_remote_code)
     target = DTYPES[dtype] if dtype != "auto" else trained_dtype(folder) or _dtype_of(config)
-    rows = _samples(samples, sample_count, tokenizer, config)
+    stored = file_dtype(folder.weights)
+    wide = target == torch.float32 and stored != torch.float32
+    masters = checked_masters(adapter, manifest) if wide else iter(())
+    rows = sample_rows(samples, sample_count, tokenizer, config)
     method = _method(folder, config)
-    tell(f"base: {folder.base}, {folder.task.noun}; export in {_name(target)}")
+    tell(f"base: {folder.base}, {folder.task.noun}; export in {dtype_name(target)}")
     if method is not None:
         tell(f"the base was quantised ({method}): its dequantised weights are merged, not the original ones")
 
+    def put(injected: PeftModel) -> int:
+        return put_masters(injected.get_base_model(), masters, stored, adapter)
+
     rounding = Rounding(target, set(), SurvivalMeter())
-    with _quiet():
+    with quiet():
         model, rounding.kept = load_base(folder, config, target, replaced, trust_remote_code)
-        before, adapted = _merge_in_place(model, folder, replaced, rounding, rows, tell)
-        with _written(out) as partial:
+        before, adapted, put_count = _merge_in_place(model, folder, replaced, rounding, rows, put, tell)
+        with written(out) as partial:
             tell(f"writing {out}")
-            _save(model, tokenizer, partial, max_shard_size)
-            kind = type(model)
+            save(model, tokenizer, partial, shard_bytes)
             del model
             gc.collect()
             change = None
             if rows is not None:
-                exported = measured(_reload(kind, folder, partial, trust_remote_code), rows, _is_classifier(folder))
+                exported = measured(_reload(folder, partial, trust_remote_code), rows, _is_classifier(folder))
                 change = compare(rows, _what(folder), before, adapted, exported)
             report = MergeReport(
-                str(adapter), folder.base, task_name(folder.task), _name(target), method, rounding.meter.tensors,
-                rounding.meter.total, rounding.meter.worst, change, advice(change, _name(target)),
+                adapter.absolute().name, folder.base, task_name(folder.task), dtype_name(target), method,
+                rounding.meter.tensors, rounding.meter.total, rounding.meter.worst, put_count, change,
+                advice(change, dtype_name(target)),
             )  # fmt: skip
             (partial / REPORT).write_text(report.json(), encoding="utf-8")
+            write_card(partial, adapter, manifest, report, folder.base, out.absolute().name)
     return report
-
-
-def check_out(out: Path) -> None:
-    """Refuse a folder that has something in it, or cannot be written.
-
-    Raises:
-        OutputError: saying so.
-    """
-    if out.exists() and not out.is_dir():
-        raise OutputError(f"{out} is a file; name a folder that does not exist yet")
-    if out.is_dir() and any(out.iterdir()):
-        raise OutputError(f"{out} is not empty; name a folder that does not exist yet, or empty this one")
-    parent = next(one for one in (out.absolute(), *out.absolute().parents) if one.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise OutputError(f"{out} cannot be written: no permission to write in {parent}")
 
 
 def _merge_in_place(
@@ -136,9 +129,13 @@ def _merge_in_place(
     replaced: set[str],
     rounding: Rounding,
     rows: Samples | None,
+    put: Callable[[PeftModel], int],
     tell: Tell,
-) -> tuple[list[float], list[float]]:
-    """Merge the adapter into ``model``; what the base, and the adapter on it, made of the rows before that."""
+) -> tuple[list[float], list[float], int]:
+    """Merge the adapter into ``model``; what the base, and the adapter on it, made of the rows before that.
+
+    ``put`` gives the adapter its master weights; the last value is how many.
+    """
     before: list[float] = []
     adapted: list[float] = []
     classifier = _is_classifier(folder)
@@ -148,14 +145,15 @@ def _merge_in_place(
     if rows is not None and classifier:  # a base without a head has one only now
         before = measured(model, rows, classifier)
     injected = inject(model, folder)
+    masters = put(injected)
     if rows is not None:
         adapted = measured(model, rows, classifier)
     merge(injected, rounding, lambda number, of: tell(f"merged {number} of {of} layers") if number == of else None)
     finish(injected, rounding)
-    return before, adapted
+    return before, adapted, masters
 
 
-def _reload(kind: type, folder: AdapterFolder, path: Path, trust_remote_code: bool) -> PreTrainedModel:
+def _reload(folder: AdapterFolder, path: Path, trust_remote_code: bool) -> PreTrainedModel:
     with loading(None):
         model: PreTrainedModel = folder.task.auto.from_pretrained(
             path, dtype="auto", trust_remote_code=trust_remote_code
@@ -163,55 +161,11 @@ def _reload(kind: type, folder: AdapterFolder, path: Path, trust_remote_code: bo
     return model.eval()
 
 
-def _save(model: PreTrainedModel, tokenizer: Any, folder: Path, max_shard_size: str) -> None:
-    try:
-        model.save_pretrained(folder, max_shard_size=max_shard_size)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-    except (ValueError, SafetensorError) as error:  # a generation config that contradicts itself, for one
-        raise OutputError(f"the merged model cannot be written: {first_line(error)}") from error
-    share_with_others(folder)
-
-
-@contextlib.contextmanager
-def _written(out: Path) -> Iterator[Path]:
-    """A hidden folder that takes the place of ``out`` when the context ends without an error.
-
-    Where ``out`` exists it is inside it, because ``out`` may be a mount point: only there is a move a rename.
-    """
-    name = f".{out.absolute().name}.{uuid.uuid4().hex[:8]}.partial"
-    partial = out / name if out.exists() else out.absolute().parent / name
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        move_into(partial, out)
-    except OSError as error:
-        raise OutputError(f"{out} could not be written: {error.strerror or first_line(error)}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
 def _tokenizer(folder: AdapterFolder, trust_remote_code: bool) -> Any:
     """The adapter's own tokenizer, or else the base's; None where neither has one."""
     where = str(folder.path) if folder.has_tokenizer else folder.base
     revision = None if folder.has_tokenizer else folder.revision
-    try:
-        return AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
-    except Exception as error:  # each library has its own classes for one broken file
-        if folder.has_tokenizer or (Path(where) / "tokenizer_config.json").is_file():
-            raise ModelError(f"{where}: its tokenizer cannot be loaded: {first_line(error)}") from error
-        return None
-
-
-def _samples(given: Samples | str | None, count: int, tokenizer: Any, config: PretrainedConfig) -> Samples | None:
-    if isinstance(given, Samples) or count == 0:
-        return given if isinstance(given, Samples) else None
-    vocabulary = config.get_text_config().vocab_size
-    if given is None:
-        return default_samples(tokenizer, vocabulary, count)
-    if tokenizer is None:
-        raise OptionError(f"{setting('dataset_name', given)}: neither adapter nor base has a tokenizer; leave it out")
-    return dataset_samples(given, tokenizer, vocabulary, count)
+    return load_tokenizer(where, revision, trust_remote_code, needed=folder.has_tokenizer)
 
 
 def _dtype_of(config: PretrainedConfig) -> torch.dtype:
@@ -234,20 +188,3 @@ def _is_classifier(folder: AdapterFolder) -> bool:
 
 def _what(folder: AdapterFolder) -> str:
     return "score" if _is_classifier(folder) else "log-prob per token"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the libraries' bars and remarks on loading, dequantising and untying, which are reported here."""
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        with no_progress_bar(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)

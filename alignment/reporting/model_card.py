@@ -1,0 +1,189 @@
+"""A model card in the format of the Hugging Face hub, from plain values. They may come from anywhere: all are escaped.
+
+What would not be published does not get into it: values that look like secrets, and folders of the machine.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from huggingface_hub import ModelCardData
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+from alignment.config.errors import SECRETS
+from alignment.reporting.report import markdown_table
+
+Facts = Sequence[tuple[str, str]]
+_LONGEST = 200  # characters of one value
+# Of Markdown and HTML. As numbers of characters they never have a meaning, in tables and code neither.
+_SPECIAL = re.compile(r"[\\`*\[\]{}<>()#!|~&$@^]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|:(?=//)|(?<=www)\.")
+_PATH = re.compile(r"(?<![\w.:/\\])(?:file:/*|~|[A-Za-z]:)?(?:[/\\][^\s/\\'\",;:]+)+[/\\]?")
+_WHOLE_PATH = re.compile(r"(file:/|~?[/\\]|[A-Za-z]:[/\\])[^\n]*$")
+_SECRET_NAME = re.compile(r"(^|_)(token|secret|password|passwd|api_?key|credentials?|authorization)$", re.IGNORECASE)
+_TOKEN_IDS = re.compile(r"^(pad|eos|bos|unk|sep|cls|mask|additional|missing_eos)_", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"\b(hf_|sk-|ghp_|AKIA|Bearer )\S{8,}|(?<=://)[^/@\s]+@")
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What a card says.
+
+    Attributes:
+        title: the model's name.
+        is_classifier: a reward model, which gives scores and no text.
+        base_model: what was trained, as people call it; None where it is not known.
+        base_id: the same on the hub; None where it is not there.
+        method: name of the method, such as ``dpo``; None where it is not known.
+        method_title: as people call it.
+        papers: title and address of what to cite.
+        datasets: those that are on the hub.
+        export: sentences on how the weights were written.
+        training: facts of the run, such as ``("steps", "100")``.
+        options: those that are not at their defaults.
+        data: facts on the rows.
+        results_of: to what the metrics belong, such as ``step 100``.
+        train: metrics.
+        evaluation: metrics.
+        versions: of libraries, by name.
+    """
+
+    title: str
+    is_classifier: bool = False
+    base_model: str | None = None
+    base_id: str | None = None
+    method: str | None = None
+    method_title: str | None = None
+    papers: Sequence[tuple[str, str]] = ()
+    datasets: Sequence[str] = ()
+    export: Sequence[str] = ()
+    training: Facts = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    data: Facts = ()
+    results_of: str = ""
+    train: Mapping[str, Any] = field(default_factory=dict)
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """The whole card, which ends with a line break."""
+        sections = [
+            f"---\n{self._metadata()}\n---",
+            f"# {escaped(self.title)}",
+            self._what(),
+            *self._training(),
+            *([f"## Data\n\n{_facts(self.data)}"] if self.data else []),
+            *self._results(),
+            *([f"## Versions\n\n{_facts(self.versions.items())}"] if self.versions else []),
+        ]
+        return "\n\n".join(sections) + "\n"
+
+    def _metadata(self) -> str:
+        tags = ["deepspeed-alignment", *([self.method] if self.method and _is_tag(self.method) else [])]
+        data = ModelCardData(
+            base_model=self.base_id,
+            library_name="transformers",
+            pipeline_tag="text-classification" if self.is_classifier else "text-generation",
+            datasets=list(self.datasets) or None,
+            tags=tags,
+        )
+        text: str = data.to_yaml()
+        return text.rstrip()
+
+    def _what(self) -> str:
+        noun = "reward model (a sequence classifier with one score)" if self.is_classifier else "language model"
+        start = "" if self.base_model is None else f", trained from {_named(self.base_model, self.base_id)}"
+        method = self.method_title or self.method
+        how = "" if method is None else f" with {escaped(public(method))}"
+        if how and not start:
+            how = f", trained{how}"
+        lines = "\n".join(f"- {escaped(public(line), longest=1000)}" for line in self.export)
+        return f"A {noun}{start}{how}.\n\n{lines}".rstrip()
+
+    def _training(self) -> list[str]:
+        papers = "\n".join(f"- method: [{escaped(title)}]({url})" for title, url in self.papers)
+        parts = [text for text in ("\n".join(filter(None, (papers, _facts(self.training)))),) if text]
+        shown = {name: value for name, value in self.options.items() if not is_secret(name)}
+        if shown:
+            rows = [(escaped(name), escaped(public(value))) for name, value in shown.items()]
+            parts.append(f"Options that are not at their defaults:\n\n{markdown_table(('option', 'value'), rows)}")
+        return ["\n\n".join(["## Training", *parts])] if parts else []
+
+    def _results(self) -> list[str]:
+        both = (("training", self.train), ("evaluation", self.evaluation))
+        columns = [(title, values) for title, values in both if values]
+        if not columns:
+            return []
+        names = dict.fromkeys(name for _, values in columns for name in values)
+        rows = [[escaped(name), *(_number(values.get(name)) for _, values in columns)] for name in names]
+        of = f"Of {escaped(self.results_of)}, as logged during training.\n\n" if self.results_of else ""
+        return ["## Results\n\n" + of + markdown_table(("metric", *(title for title, _ in columns)), rows)]
+
+
+def escaped(text: object, longest: int = _LONGEST) -> str:
+    """``text`` as Markdown that shows it: on one line, shortened, without links, formatting, HTML or cells."""
+    line = " ".join(str(text).split())
+    line = line if len(line) <= longest else line[: longest - 1] + "…"
+    line = "".join(character for character in line if character.isprintable())
+    return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", line)
+
+
+def is_secret(name: str) -> bool:
+    """Whether an option by this name holds what nobody else may read."""
+    return name in SECRETS or (bool(_SECRET_NAME.search(name)) and not _TOKEN_IDS.search(name))
+
+
+def public(value: Any) -> Any:
+    """A value without secrets, and without the folders of the machine: of a path its last part is left."""
+    if isinstance(value, Mapping):
+        return {str(key): public(one) for key, one in value.items() if not is_secret(str(key))}
+    if isinstance(value, (list, tuple)):
+        return [public(one) for one in value]
+    if not isinstance(value, str):
+        return value
+    if _WHOLE_PATH.match(value):
+        return _last(value)  # with any spaces that are in it
+    return _PATH.sub(lambda found: _last(found[0]), _SECRET_VALUE.sub("‹hidden›", value))
+
+
+def is_local(name: str) -> bool:
+    """Whether a model or dataset is named by where it is on the machine."""
+    return bool(_WHOLE_PATH.match(name)) or name.startswith((".", "~"))
+
+
+def hub_id(name: str | None) -> str | None:
+    """``name`` where it can be one on the hub, with an owner; whether it is there is not looked up."""
+    if name is None or name.count("/") != 1 or is_local(name):
+        return None
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name
+
+
+def _last(path: str) -> str:
+    return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
+
+
+def _named(name: str, on_hub: str | None) -> str:
+    if on_hub is not None:
+        return f"[{escaped(on_hub)}](https://huggingface.co/{on_hub})"
+    return f"{escaped(_last(name))} (a local folder)" if is_local(name) or "/" in name else escaped(name)
+
+
+def _is_tag(text: str) -> bool:
+    return re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,40}", text) is not None
+
+
+def _facts(facts: Iterable[tuple[str, object]]) -> str:
+    return "\n".join(f"- {escaped(name)}: {escaped(public(value))}" for name, value in facts)
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return ""
+    return f"{value:.5g}"

@@ -1,0 +1,138 @@
+"""Train whole runs, and each once more from some of its checkpoints; for ``test_resume_grid.py``.
+
+Usage: resume_runs.py SPEC, a JSON list of what ``resume_grid.runs_of`` gives. Beside SPEC, ``NAME/whole`` and
+``NAME/after-STEP`` have the output folder ``out``, the weights at the end ``final`` and ``history.json``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    EarlyStoppingCallback,
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    set_seed,
+)
+
+import alignment
+from alignment.engines.collectives import on_first_rank
+from alignment.engines.guard import guarded
+from alignment.engines.launch_env import rank
+
+TORN = '{"step": 99, "of a line that was cut'
+
+
+def counting(module: nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+    """A hook: what a module says depends on how often it was asked in training, which a buffer counts."""
+    if module.training:
+        module.asked.add_(1)
+    return output * (1 + 0.001 * module.asked)
+
+
+class Saves(TrainerCallback):
+    """Asks for a checkpoint at each step that a run goes on from, and at the one after it."""
+
+    def __init__(self, points: list[int]) -> None:
+        self.steps = {step for point in points for step in (point, point + 1)}
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.global_step in self.steps:
+            control.should_save = True
+
+
+def live_model(run: dict[str, Any]) -> PreTrainedModel:
+    """A model with a buffer that training changes."""
+    kind = AutoModelForSequenceClassification if run["method"] == "Reward" else AutoModelForCausalLM
+    model: PreTrainedModel = kind.from_pretrained(run["model"], dtype=torch.float32)
+    last = model.get_submodule("model.norm")
+    last.register_buffer("asked", torch.zeros(()), persistent=False)
+    last.register_forward_hook(counting)
+    return model
+
+
+def made(run: dict[str, Any], folder: Path) -> Any:
+    """A trainer of a run."""
+    model: Any = run["model"]
+    optimizers: tuple[Any, Any] = (None, None)
+    if run["own"]:
+        model = live_model(run)
+        groups = [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0, "lr": 1e-3},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=5e-3, amsgrad=True)
+        optimizers = optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
+    args = getattr(alignment, f"{run['method']}Config")(output_dir=str(folder / "out"), **run["args"])
+    stopping = run["stopping"]
+    return getattr(alignment, f"{run['method']}Trainer")(
+        model=model,
+        args=args,
+        train_dataset=run["train"],
+        eval_dataset=run["eval"],
+        optimizers=optimizers,
+        callbacks=[EarlyStoppingCallback(stopping["patience"], stopping["threshold"]), Saves(run["points"])],
+    )
+
+
+def train(run: dict[str, Any], folder: Path, checkpoint: str | None = None) -> None:
+    """Train to the end, and save what there is then."""
+    trainer = made(run, folder)
+    with contextlib.closing(trainer):
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_model(folder / "final")
+        if rank() == 0:
+            (folder / "history.json").write_text(json.dumps(trainer.state.log_history))
+
+
+def left_behind(whole: Path, folder: Path, point: int) -> None:
+    """A copy of a run's output folder, without the checkpoints after a step; its logs are whole, and end torn."""
+    newer = [f"checkpoint-{step}" for step in range(point + 1, 100)]
+    shutil.copytree(whole / "out", folder / "out", ignore=lambda place, names: set(names) & set(newer))
+    for name in ("log.jsonl", "completions.jsonl"):
+        if (folder / "out" / name).exists():
+            with (folder / "out" / name).open("a") as file:
+                file.write(TORN)
+
+
+def disturb(seed: int) -> None:
+    """Leave the process's random generators elsewhere."""
+    set_seed(seed)
+    for _ in range(seed % 7):
+        random.random(), np.random.rand(), torch.rand(1)
+
+
+def main() -> None:
+    """Run everything that the file lists."""
+    mock.patch("alignment.training.summary.draw_history", return_value=False).start()
+    # A CPU computes in fp16 more slowly than in bf16, which is all that its accelerator means by that.
+    mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True).start()
+    spec = Path(sys.argv[1])
+    for run in json.loads(spec.read_text()):
+        whole = spec.parent / run["name"] / "whole"
+        train(run, whole)
+        for point in run["points"]:
+            folder = spec.parent / run["name"] / f"after-{point}"
+            on_first_rank(lambda: left_behind(whole, folder, point))  # noqa: B023 - called at once
+            disturb(1000 + 10 * point + rank())
+            train(run, folder, f"checkpoint-{point}" if point % 2 else "latest")
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))

@@ -1,0 +1,89 @@
+"""Checkpoints of real runs exported: the fp32 master weights of the engine, whatever its stage, arrive to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exports import masters
+from helpers import STAGES, make_model, options, paired_rows, unpaired_rows
+from peft import PeftModel
+from tiny_adapters import logps
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from alignment import KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
+from alignment.engines.exporting.export import export
+
+pytestmark = pytest.mark.usefixtures("own_process_group")
+TRAINERS: dict[str, tuple[Any, Any, Any]] = {
+    "kto": (KTOTrainer, KTOConfig, unpaired_rows(8)),
+    "reward": (RewardTrainer, RewardConfig, paired_rows(8)),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("base"), "tied")
+
+
+def checkpoint(kind: str, base: str, folder: Path, **more: Any) -> tuple[Path, dict[str, Tensor]]:
+    """The checkpoint at the end of two steps in 16 bits, and the engine's masters by parameter name."""
+    trainer_class, config_class, rows = TRAINERS[kind]
+    own = {"learning_rate": 1e-4, "max_steps": 2, "save_strategy": "steps", "save_steps": 2, "save_only_model": False}
+    args = config_class(model_name_or_path=base, **options(folder, **own, **more))
+    trainer = trainer_class(args=args, train_dataset=rows)
+    trainer.train()
+    found = masters(trainer.engines.policy)
+    trainer.close()
+    return folder / "out" / "checkpoint-2", found
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        ("kto", "stage2"),
+        pytest.param("kto", "stage0", marks=pytest.mark.ci),
+        pytest.param("kto", "stage3-offload", marks=pytest.mark.ci),
+        pytest.param("reward", "stage3", marks=pytest.mark.ci),
+    ],
+)
+def test_a_run_in_16_bits_is_exported_from_its_masters(kind: str, stage: str, base: str, tmp_path: Path) -> None:
+    source, exact = checkpoint(kind, base, tmp_path, deepspeed=STAGES[stage], bf16=True)
+    report = export(source, tmp_path / "wide", dtype="float32", sample_count=2)
+    auto = AutoModelForCausalLM if kind == "kto" else AutoModelForSequenceClassification
+    wide, narrow = (dict(auto.from_pretrained(path).named_parameters()) for path in (tmp_path / "wide", source))
+    assert wide.keys() == exact.keys() and report.masters == len(exact)
+    assert all(torch.equal(wide[name], exact[name]) for name in exact)
+    assert any(not torch.equal(wide[name], narrow[name].float()) for name in exact)
+    assert report.change is not None and report.change.error_max < 1e-6
+    assert report.base_model == base and report.stored_change is not None
+    assert report.survival is not None and (report.change.effect_mean is not None) is (kind == "kto")
+    card = (tmp_path / "wide" / "README.md").read_text()
+    assert "- steps: 2\n" in card and f"- ZeRO stage: {stage[5]}\n" in card and "| loss " in card
+    assert str(tmp_path) not in card and ("2402.01306" in card) is (kind == "kto")
+
+
+@pytest.mark.ci
+def test_adapters_are_merged_from_their_masters(base: str, tmp_path: Path) -> None:
+    own = {"use_peft": True, "lora_modules_to_save": ["lm_head"], "bf16": True, "deepspeed": STAGES["stage2"]}
+    source, exact = checkpoint("kto", base, tmp_path, **own)
+    report = export(source, tmp_path / "wide", dtype="float32", sample_count=2)
+    assert report.masters == len(exact)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), source)
+    parameters = dict(model.get_base_model().float().named_parameters())
+    for name, master in exact.items():
+        parameters[name].data.copy_(master)
+    ours = logps(AutoModelForCausalLM.from_pretrained(tmp_path / "wide"))
+    assert (ours - logps(model)).abs().max() < 1e-6
+
+
+@pytest.mark.ci
+def test_a_run_in_fp32_and_its_output_folder(base: str, tmp_path: Path) -> None:
+    source, exact = checkpoint("kto", base, tmp_path, bf16=False, deepspeed=STAGES["stage2"])
+    report = export(source, tmp_path / "whole", sample_count=2)
+    assert report.masters == 0 and report.dtype == "float32"
+    state = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "whole").named_parameters())
+    assert all(torch.equal(state[name], exact[name]) for name in exact)

@@ -1,0 +1,203 @@
+"""What `alignment.internals.deepspeed_state` relies on, with real engines of every kind of wrapped optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.ops.op_builder import CPUAdamBuilder
+from fragment_runs import Case, engine, fp16_on_cpu, masters, train
+
+from alignment.engines.launch_env import init_distributed
+from alignment.engines.saving import gathered_state_dict
+from alignment.internals import deepspeed_state as internals
+
+KINDS = [
+    "stage0/fp32",
+    "stage0/bf16",
+    "stage1-fp32-accumulation/bf16",
+    "stage2/fp32",
+    "stage2-bf16-masters/bf16",
+    "stage2-offload/bf16",
+    "stage2-round-robin/fp32",
+    "stage3/fp32",
+    "stage3-sub-groups/bf16",
+    "stage3-offload/bf16",
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    init_distributed(use_cpu=True)
+    with fp16_on_cpu():
+        yield
+
+
+def kind(text: str) -> Case:
+    return Case.of(f"{text}/adamw_torch")
+
+
+def flat_weights(policy: Any) -> dict[str, torch.Tensor]:
+    return {name: weight.view(-1) for name, weight in gathered_state_dict(policy.scorer.model, keep=True).items()}
+
+
+@pytest.mark.parametrize("text", KINDS)
+def test_units_are_what_the_optimizer_steps_on(text: str, tmp_path: Path) -> None:
+    """Together their pieces are the weights, each once, at whatever offsets."""
+    policy = engine(kind(text), tmp_path)
+    train(policy, 0, 1)
+    units, states = internals.state_units(policy.engine), internals.inner_optimizer(policy.engine).state
+    assert {id(unit.master) for unit in units} == {id(master) for master in states} and len(units) == len(states)
+    assert {unit.group for unit in units} == {0, 1}
+    sizes = dict.fromkeys((id(parameter) for parameter in policy.scorer.model.parameters()), 0)
+    for unit in units:
+        for parameter, _, _, numel in unit.pieces:
+            sizes[id(parameter)] += numel
+    for parameter in policy.scorer.model.parameters():
+        assert sizes[id(parameter)] == torch.Size(internals.whole_shape(parameter)).numel()
+    weights = flat_weights(policy)
+    for name, master in masters(policy).items():
+        assert torch.equal(master.to(weights[name].dtype), weights[name]), name
+    policy.close()
+
+
+@pytest.mark.parametrize("text", KINDS)
+def test_the_weights_follow_the_masters(text: str, tmp_path: Path) -> None:
+    policy = engine(kind(text), tmp_path)
+    train(policy, 0, 1)
+    before = flat_weights(policy)
+    for unit in internals.state_units(policy.engine):
+        unit.master.data.mul_(1.5)
+    internals.refresh_weights(policy.engine)
+    wanted = masters(policy)
+    if text.startswith("stage3"):  # those that DeepSpeed keeps whole on every rank, looked at before any is gathered
+        small = [(name, p) for name, p in policy.scorer.model.named_parameters() if p.ds_persist]
+        assert small and all(torch.equal(p.data.view(-1), wanted[name].to(p.dtype)) for name, p in small)
+    for name, weight in flat_weights(policy).items():
+        assert not torch.equal(weight, before[name]) and torch.equal(weight, wanted[name].to(weight.dtype)), name
+    train(policy, 1, 1)
+    policy.close()
+
+
+@pytest.mark.parametrize(("stage", "replicated"), [(0, True), (1, False), (2, False), (3, False)])
+def test_the_stage_is_known(stage: int, replicated: bool, tmp_path: Path) -> None:
+    policy = engine(Case(f"stage{stage}"), tmp_path)
+    assert internals.zero_stage(policy.engine) == stage
+    assert internals.replicates_state(policy.engine) == replicated
+    policy.close()
+
+
+@pytest.mark.parametrize("layout", ["stage0", "stage2", "stage3"])
+def test_a_loss_scale_goes_on(layout: str, tmp_path: Path) -> None:
+    """It falls at an overflow and rises after two good steps; an engine that is set to its state does the same."""
+    first, second = engine(Case(layout, "fp16"), tmp_path), engine(Case(layout, "fp16"), tmp_path)
+    start = first.engine.optimizer.loss_scale
+    for _ in range(2):  # the first uses up the hysteresis, where there is one
+        first.backward(first.forward(batch()).scores.sum() * float("inf"), last=True)
+        first.step()
+    fallen = first.engine.optimizer.loss_scale
+    assert fallen < start
+    internals.set_loss_scale_state(second.engine, internals.loss_scale_state(first.engine))
+    assert second.engine.optimizer.loss_scale == fallen
+    assert internals.loss_scale_state(second.engine)["cur_iter"] == 2
+    scales: list[list[float]] = [[], []]
+    for policy, course in zip((first, second), scales):
+        for number in range(4):
+            train(policy, number, 1)
+            course.append(policy.engine.optimizer.loss_scale)
+        policy.close()
+    assert scales[0] == scales[1] and len(set(scales[0])) > 1
+
+
+def batch() -> Any:
+    from alignment.data.batching import collate
+
+    return collate([([2, 3, 4], [5, 6])], 20)
+
+
+def test_no_loss_scale_where_nothing_is_scaled(tmp_path: Path) -> None:
+    policy = engine(Case("stage2", "bf16"), tmp_path)
+    assert internals.loss_scale_state(policy.engine) == {}
+    internals.set_loss_scale_state(policy.engine, {"cur_scale": 8.0})
+    assert policy.engine.optimizer.loss_scale == 1.0
+    policy.close()
+
+
+def test_the_engine_counts_on(tmp_path: Path) -> None:
+    policy, other = engine(Case("stage2", "fp16"), tmp_path), engine(Case("stage2", "fp16"), tmp_path)
+    train(policy, 0, 3)
+    policy.backward(policy.forward(batch()).scores.sum() * float("inf"), last=True)
+    policy.step()
+    found = internals.counters(policy.engine)
+    assert found == {"global_steps": 4, "global_samples": 4 * 8, "micro_steps": 4, "skipped_steps": 1}
+    internals.set_counters(other.engine, found)
+    train(policy, 4, 1)
+    train(other, 4, 1)
+    assert internals.counters(policy.engine) == internals.counters(other.engine) != found
+    policy.close()
+    other.close()
+
+
+class Recorder:
+    """Takes the place of compiled code: what is called, with which arguments but tensors."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def called(*arguments: Any) -> None:
+            plain = [type(value) if isinstance(value, torch.Tensor) else value for value in arguments]
+            self.calls.append((name, *plain))
+
+        return called
+
+
+def test_a_replayed_step_is_called_as_a_real_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    monkeypatch.setattr(CPUAdamBuilder, "load", lambda self: recorder)
+    groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": decay} for decay in (0.0, 0.1)]
+    optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=1e-2, betas=(0.9, 0.97))
+    for group in optimizer.param_groups:
+        group["params"][0].grad = torch.ones(2)
+    recorder.calls.clear()
+    for _ in range(3):
+        optimizer.step()
+    real = [call[:-1] + (torch.Tensor,) if call[-1] is torch.nn.Parameter else call for call in recorder.calls]
+    recorder.calls.clear()
+    internals.replay_cpu_adam(optimizer, 3)
+    assert recorder.calls == real and len(real) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 2, 40])
+def test_a_fresh_cpu_adam_can_be_brought_to_any_step(steps: int) -> None:
+    def made() -> tuple[Any, torch.nn.Parameter]:
+        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 4096))
+        return deepspeed.ops.adam.DeepSpeedCPUAdam([parameter], lr=1e-2, betas=(0.9, 0.97)), parameter
+
+    def step(optimizer: Any, parameter: torch.nn.Parameter, number: int) -> None:
+        parameter.grad = torch.linspace(1, 2 + number, 4096).sin()
+        optimizer.step()
+
+    (first, old), (second, new) = made(), made()
+    for number in range(steps):
+        step(first, old, number)
+    state = first.state[old]
+    new.data.copy_(old)
+    second.state[new] = {name: value.clone() if name != "step" else value for name, value in state.items()}
+    internals.replay_cpu_adam(second, steps)
+    for number in range(steps, steps + 3):
+        step(first, old, number)
+        step(second, new, number)
+        assert torch.equal(old, new), number
+
+
+def test_other_optimizers_are_not_replayed() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter])
+    internals.replay_cpu_adam(optimizer, 5)
+    assert not optimizer.state and torch.equal(parameter.detach(), torch.ones(2))

@@ -1,0 +1,46 @@
+"""What the tests of exports share: the command, log-probs by hand, and the masters of an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import Tensor
+
+from alignment.cli.commands import main
+from alignment.engines.scoring import PolicyEngine
+
+FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+
+
+def command(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str, str]:
+    with pytest.raises(SystemExit) as leaving:
+        main(["export", *argv], program="da")
+    return leaving.value.code, *capsys.readouterr()
+
+
+@torch.no_grad()
+def mean_logp(model: Any, row: list[int]) -> float:
+    ids = torch.tensor([row])
+    table = model.eval()(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
+    return float(table[torch.arange(len(row) - 1), ids[0, 1:]].mean())
+
+
+def gap(one: list[float], other: list[float]) -> float:
+    return sum(abs(a - b) for a, b in zip(one, other)) / len(one)
+
+
+def masters(policy: PolicyEngine) -> dict[str, Tensor]:
+    """The optimizer's own copy of what trains, by name, whole."""
+    optimizer: Any = policy.engine.optimizer
+    trained = {name: p for name, p in policy.scorer.model.named_parameters() if p.requires_grad}
+    if not hasattr(optimizer, "fp32_groups"):
+        return {name: safe_get_full_fp32_param(p).detach().clone() for name, p in trained.items()}
+    kept = {  # stage 0
+        id(weight): master
+        for weights, copies in zip(optimizer.fp16_groups, optimizer.fp32_groups)
+        for weight, master in zip(weights, copies)
+    }
+    return {name: kept[id(p)].detach().clone() for name, p in trained.items()}

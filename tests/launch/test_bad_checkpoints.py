@@ -1,0 +1,254 @@
+"""Resumes that cannot be: one line, exit status 1, before a model is loaded, and nothing on disk has changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bad_case import Case
+from bad_commands import command, in_folder, write_models
+from conftest import ROOT
+from helpers import make_model, paired_rows, unpaired_rows
+from small_disk import small_disk
+from test_bad_input import the_error, tree
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from alignment.cli.train import main
+from alignment.engines.checkpoints.manifest import MANIFEST
+
+pytestmark = pytest.mark.usefixtures("own_process_group", "library_bars")
+GOOD = {"per_device_train_batch_size": 4, "max_steps": 4, "save_steps": 2, "disable_tqdm": "true"}
+LATEST = {**GOOD, "resume_from_checkpoint": "latest"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_models(tmp_path_factory.mktemp("models"))
+    make_model(folder / "other", seed=5)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def done(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a good command left."""
+    folder = tmp_path_factory.mktemp("done")
+    with pytest.raises(SystemExit) as leaving:
+        main(command(Case("good", (), GOOD), folder, models))
+    assert leaving.value.code == 0
+    return folder / "out"
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was loaded."""
+    calls: list[Any] = []
+
+    def record(*args: Any, **kwargs: Any) -> None:
+        calls.append(args)
+        raise OSError("loading was recorded")
+
+    for cls in (AutoModelForCausalLM, PreTrainedModel):
+        monkeypatch.setattr(cls, "from_pretrained", record)
+    return calls
+
+
+def edit_manifest(folder: Path, **values: Any) -> None:
+    path = folder / MANIFEST
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def both(out: Path) -> list[Path]:
+    return [out / "checkpoint-2", out / "checkpoint-4"]
+
+
+def newer_format(out: Path) -> None:
+    for folder in both(out):
+        edit_manifest(folder, format=2)
+
+
+def older_release(out: Path) -> None:
+    for folder in both(out):
+        for path in folder.iterdir():
+            if path.name == MANIFEST or path.name.startswith(("optimizer", "run_state")):
+                path.unlink()
+
+
+def missing_rank(out: Path) -> None:
+    for folder in both(out):
+        (folder / "optimizer-00001-of-00001.safetensors").unlink()
+
+
+def truncated_manifest(out: Path) -> None:
+    for folder in both(out):
+        os.truncate(folder / MANIFEST, 100)
+
+
+def no_checkpoint_left(out: Path) -> None:
+    for folder in both(out):
+        shutil.rmtree(folder)
+
+
+def nothing(out: Path) -> None:
+    return None
+
+
+def cases() -> Iterator[tuple[Case, Callable[[Path], None]]]:
+    at = {**GOOD, "resume_from_checkpoint": "@out/checkpoint-4"}
+    yield Case("a file", ("data.jsonl", "no such folder"), {**GOOD, "resume_from_checkpoint": "@data.jsonl"}), nothing
+    yield (
+        Case("no such step", ("did you mean 'checkpoint-4'",), {**GOOD, "resume_from_checkpoint": "checkpoint-5"}),
+        nothing,
+    )
+    yield (
+        Case("an output folder", ("holds checkpoints and is none",), {**GOOD, "resume_from_checkpoint": "@out"}),
+        nothing,
+    )
+    yield (
+        Case("a model", ("good: it has a model and no manifest.json",), {**at, "resume_from_checkpoint": "%good"}),
+        nothing,
+    )
+    pairs = [{key: row[key] for key in ("prompt", "chosen", "rejected")} for row in paired_rows(8)]
+    yield Case("another method", ("method kto", "is cpo"), {**at, "beta": "0.1"}, pairs, method="cpo"), nothing
+    yield Case("newer format", ("checkpoint-4/manifest.json: it has format 2", "upgrade"), LATEST), newer_format
+    yield Case("older release", ("checkpoint-4: it has a model and no manifest.json",), LATEST), older_release
+    yield Case("missing rank", ("optimizer-00001-of-00001.safetensors: it is missing",), LATEST), missing_rank
+    yield Case("truncated manifest", ("checkpoint-4/manifest.json: it cannot be read",), LATEST), truncated_manifest
+    yield Case("truncated manifest by name", ("it cannot be read",), at), truncated_manifest
+    yield Case("no checkpoint left", ("holds a model and no checkpoint",), LATEST), no_checkpoint_left
+    yield (
+        Case("another window", ("takes 2 rows", "took 4; set gradient_accumulation_steps: 2"),
+             {**LATEST, "per_device_train_batch_size": "2"}),
+        nothing,
+    )  # fmt: skip
+    yield (
+        Case("a window that no accumulation makes", ("set per_device_train_batch_size: 2 and gradient_acc",),
+             {**LATEST, "per_device_train_batch_size": "3"}),
+        nothing,
+    )  # fmt: skip
+    yield Case("fewer rows", ("data was 8 rows", "is 6 rows"), LATEST, unpaired_rows(6)), nothing
+    yield Case("other rows", ("data was 8 rows",), LATEST, unpaired_rows(8, seed=9)), nothing
+    yield Case("another model", ("model was ",), LATEST, model="other"), nothing
+    yield (
+        Case("other options", ("beta was 0.1, is 0.3; learning_rate was 1e-06, is 0.001", "resume_anyway"),
+             {**LATEST, "learning_rate": "1e-3", "beta": "0.3"}),
+        nothing,
+    )  # fmt: skip
+    yield Case("fewer steps", ("steps of the run were 4, are 3",), {**LATEST, "max_steps": "3"}), nothing
+    yield Case("begun over", ("is not empty", "resume_from_checkpoint: latest"), GOOD), nothing
+
+
+CASES = list(cases())
+
+
+@pytest.mark.parametrize(("case", "damage"), CASES, ids=[case.name.replace(" ", "-") for case, _ in CASES])
+def test_a_resume_that_cannot_be(
+    case: Case,
+    damage: Callable[[Path], None],
+    done: Path,
+    models: Path,
+    loads: list[Any],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(done, tmp_path / "out")
+    damage(tmp_path / "out")
+    argv = command(case, tmp_path, models)
+    before = tree(tmp_path)
+    with pytest.raises(SystemExit) as leaving:
+        main(argv)
+    line = the_error(capfd.readouterr().err)
+    assert leaving.value.code == 1
+    for said in case.says:
+        assert in_folder(said, tmp_path) in line
+    assert loads == []
+    assert tree(tmp_path) == before
+
+
+def test_the_differences_can_be_overridden(
+    done: Path, models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(done, tmp_path / "out")
+    longer = {**LATEST, "learning_rate": "1e-3", "resume_anyway": "true", "max_steps": "6"}
+    with pytest.raises(SystemExit) as leaving:
+        main(command(Case("anyway", (), longer), tmp_path, models))
+    out = capfd.readouterr().out
+    assert leaving.value.code == 0
+    assert "resume_anyway: learning_rate was 1e-06, is 0.001" in out
+    assert "the run has 6 steps now and had 4" in out and "goes on at 0.0003333 instead of 0" in out
+    assert (tmp_path / "out" / "checkpoint-6").is_dir()
+
+
+def test_the_same_command_begins_and_goes_on(models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    argv = command(Case("latest", (), LATEST), tmp_path, models)
+    for said in ("has no checkpoint, so the run begins", "checkpoint-4, after step 4 of 4"):
+        with pytest.raises(SystemExit) as leaving:
+            main(argv)
+        assert leaving.value.code == 0 and said in capfd.readouterr().out
+    events = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events if "event" in event] == ["start", "resume", "end"]
+    assert not (tmp_path / "out" / ".lock").exists()
+
+
+_HOLDER = """
+import sys, time
+from pathlib import Path
+from alignment.engines.checkpoints.lock import OutputLock
+OutputLock(Path(sys.argv[1])).acquire()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_two_runs_in_one_folder(
+    done: Path, models: Path, loads: list[Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(done, tmp_path / "out")
+    holder = subprocess.Popen(
+        [sys.executable, "-c", _HOLDER, str(tmp_path / "out")], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        for options in (LATEST, {**GOOD, "overwrite_output_dir": "true"}):
+            with pytest.raises(SystemExit) as leaving:
+                main(command(Case("second", (), options), tmp_path, models))
+            line = the_error(capfd.readouterr().err)
+            assert leaving.value.code == 1 and f"process {holder.pid} on" in line
+        assert loads == [] and (tmp_path / "out" / "checkpoint-4").is_dir()
+    finally:
+        holder.kill()
+        holder.wait()
+    with pytest.raises(SystemExit):  # and once it has gone
+        main(command(Case("second", (), LATEST), tmp_path, models))
+    assert loads != []
+
+
+@pytest.mark.parametrize("state", ["read-only", "full"])
+def test_a_disk_that_takes_nothing(
+    state: str, done: Path, models: Path, loads: list[Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with small_disk(tmp_path / "out", 4000) as out:
+        shutil.copytree(done, out, dirs_exist_ok=True)
+        if state == "read-only":
+            subprocess.run(["mount", "-o", "remount,ro", str(out)], check=True)
+        else:
+            with (out / "ballast").open("wb", buffering=0) as ballast:
+                while True:
+                    try:
+                        ballast.write(bytes(4096))
+                    except OSError:
+                        break
+        argv = command(Case(state, (), LATEST), tmp_path, models)
+        before = tree(out)
+        with pytest.raises(SystemExit) as leaving:
+            main(argv)
+        line = the_error(capfd.readouterr().err)
+        assert leaving.value.code == 1 and str(out) in line
+        assert ("Read-only file system" if state == "read-only" else "No space left on device") in line
+        assert loads == [] and tree(out) == before

@@ -1,0 +1,112 @@
+"""Checkpoints with one piece of state left out, or as an older one has it; their manifests say that all is well.
+
+Pieces are found, not listed, so that state which is added later is among them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from alignment.engines.checkpoints.manifest import Manifest
+from alignment.engines.checkpoints.tensors import record_of
+
+_FILES = ("run_state", "optimizer", "frozen", "model")
+
+
+class Piece(NamedTuple):
+    """A piece of state, and what becomes of it.
+
+    Attributes:
+        file: of the checkpoint.
+        path: keys within a JSON file, or the ending of the names of tensors; empty: the file itself.
+        left_out: it is removed; otherwise it becomes what it was in an older checkpoint.
+    """
+
+    file: str
+    path: tuple[str, ...] = ()
+    left_out: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.file}: {'.'.join(self.path) or 'all'}{' left out' if self.left_out else ''}"
+
+
+def pieces(older: Path, checkpoint: Path) -> list[Piece]:
+    """Every piece of a checkpoint that may be left out, and every one that the older checkpoint has otherwise."""
+    found: list[Piece] = []
+    for file in sorted(path.name for path in checkpoint.iterdir() if path.name.startswith(_FILES)):
+        if file.endswith(".json"):
+            now, before = _json(checkpoint / file), _json(older / file)
+            found += [Piece(file, (name,), left_out=True) for name in now]
+            found += [Piece(file, path) for path in _paths(now) if _at(now, path) != _at(before, path)]
+        elif file.startswith("optimizer"):
+            kinds = sorted({name.rpartition(".")[2] for name in load_file(checkpoint / file)})
+            found += [Piece(file, (kind,)) for kind in kinds]
+        else:
+            found.append(Piece(file))
+            found += [Piece(file, left_out=True)] if file.startswith("frozen") else []
+    return found
+
+
+def tamper(piece: Piece, older: Path, checkpoint: Path) -> None:
+    """Damage a checkpoint so that nothing but its content tells."""
+    manifest, path = Manifest.read(checkpoint), checkpoint / piece.file
+    if not piece.path:
+        path.unlink() if piece.left_out else shutil.copyfile(older / piece.file, path)
+    elif piece.file.endswith(".json"):
+        state = _json(path)
+        _replace(state, piece.path, None if piece.left_out else _at(_json(older / piece.file), piece.path))
+        path.write_text(json.dumps(state))
+    else:
+        _make_stale(piece.path[0], older / piece.file, path)
+    manifest.files.pop(piece.file)
+    if path.exists():
+        manifest.files[piece.file] = record_of(path)
+    manifest.write(checkpoint)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def _paths(state: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Names, and the names within each that has some."""
+    found: list[tuple[str, ...]] = []
+    for name, value in state.items():
+        found += [(name, inner) for inner in value] if isinstance(value, dict) and value else [(name,)]
+    return found
+
+
+def _at(state: Any, path: tuple[str, ...]) -> Any:
+    """What lies there; None for nothing."""
+    for name in path:
+        state = state.get(name) if isinstance(state, dict) else None
+    return state
+
+
+def _replace(state: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    """Put a value there; None removes what is there."""
+    for name in path[:-1]:
+        state = state[name]
+    state[path[-1]] = value
+    if value is None:
+        del state[path[-1]]
+
+
+def _make_stale(kind: str, older: Path, path: Path) -> None:
+    """Give every tensor of a kind the values of another file."""
+    before = load_file(older)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith(f".{kind}")]:
+        assert not torch.equal(tensors[name], before[name]), f"{name}: nothing has changed"
+        tensors[name] = before[name]
+    save_file(tensors, path, metadata)

@@ -1,0 +1,100 @@
+"""Files that are replaced whole: what a reader, or a restart after a crash, finds."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alignment.training.checkpoints import write_json
+from small_disk import fill, full, small_disk
+
+from alignment.config.errors import OutputError
+from alignment.reporting.durable import is_full, replace_text, sync, sync_folder
+
+
+def kind(descriptor: int) -> str:
+    return Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+
+
+def test_the_content_is_on_the_disk_before_the_name_and_the_name_before_the_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, happened, before = tmp_path / "report.md", [], "old " * 100
+    path.write_text(before)
+    rename, sync_now = os.replace, os.fsync
+
+    def replace(source: Path, target: Path) -> None:
+        assert path.read_text() == before, "a reader finds the old content until the new is complete"
+        assert source.parent == path.parent and source.read_text() == "größer"
+        happened.append("replace")
+        rename(source, target)
+
+    def fsync(descriptor: int) -> None:
+        happened.append(f"sync {kind(descriptor)}")
+        sync_now(descriptor)
+
+    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(os, "fsync", fsync)
+    replace_text(path, "größer")
+    assert happened == ["sync .report.md.partial", "replace", f"sync {tmp_path.name}"]
+    assert path.read_text(encoding="utf-8") == "größer" and list(tmp_path.iterdir()) == [path]
+    sync(path)
+    sync_folder(tmp_path)
+    assert happened[3:] == ["sync report.md", f"sync {tmp_path.name}"]
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_what_fails_leaves_the_file_as_it_was(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise full(tmp_path)
+
+    path = tmp_path / "options.json"
+    write_json(path, {"a": 1})
+    monkeypatch.setattr(os, step, fails)
+    with pytest.raises(OutputError, match=r"^output_dir: could not write .*options\.json: .*No space left") as caught:
+        write_json(path, {"a": 2})
+    assert is_full(caught.value) and path.read_text() == '{\n  "a": 1\n}\n' and list(tmp_path.iterdir()) == [path]
+
+
+def test_on_a_full_disk_the_file_stays_as_it_was(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        path = disk / "run" / "state.json"
+        write_json(path, {"a": 1})
+        ballast = fill(disk)
+        with pytest.raises(OutputError, match="No space left"):
+            write_json(path, {"a": list(range(1000))})
+        assert path.read_text() == '{\n  "a": 1\n}\n' and list(path.parent.iterdir()) == [path]
+        ballast.unlink()
+        write_json(path, {"a": 2})
+        assert path.read_text() == '{\n  "a": 2\n}\n'
+
+
+def test_a_full_disk_is_known_behind_other_errors(tmp_path: Path) -> None:
+    quota = OSError(errno.EDQUOT, "Disk quota exceeded")
+    try:
+        raise OutputError("output_dir: …") from quota
+    except OutputError as error:
+        assert is_full(error)
+    assert is_full(full(tmp_path)) and is_full(quota)
+    assert not is_full(OSError(errno.EROFS, "")) and not is_full(OutputError("full")) and not is_full(None)
+
+
+@pytest.mark.parametrize(("number", "tolerated"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)])
+def test_file_systems_that_cannot_sync_a_folder(
+    number: int, tolerated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if tolerated:
+        sync_folder(tmp_path)
+    else:
+        with pytest.raises(OSError, match=os.strerror(number)):
+            sync_folder(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=os.strerror(number)):
+        sync(tmp_path / "file")

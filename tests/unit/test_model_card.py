@@ -1,0 +1,246 @@
+"""Model cards: every value shown as it is and as nothing else, nothing secret, no folders of the machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from alignment.engines.checkpoints.manifest import Manifest
+from alignment.engines.exporting.card import Run, write_card
+from alignment.engines.exporting.report import ModelReport
+from alignment.reporting.model_card import ModelCard, escaped, hub_id, is_secret, public
+
+CARD = """\
+---
+base_model: meta-llama/Llama-3.2-1B
+datasets:
+- trl-lib/kto-mix-14k
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- deepspeed-alignment
+- kto
+---
+
+# model
+
+A language model, trained from [meta-llama/Llama-3.2-1B](https://huggingface.co/meta-llama/Llama-3.2-1B) with KTO.
+
+- exported in bfloat16
+
+## Training
+
+- method: [A paper](https://example.org/1)
+- steps: 4
+
+Options that are not at their defaults:
+
+| option        | value |
+| ------------- | ----: |
+| learning_rate | 0.001 |
+
+## Data
+
+- rows: 16
+
+## Results
+
+Of step 4, as logged during training.
+
+| metric | training | evaluation |
+| ------ | -------: | ---------: |
+| loss   |  0.48312 |        0.5 |
+| kl     |        2 |            |
+
+## Versions
+
+- torch: 2.9
+"""
+
+
+def test_the_text() -> None:
+    card = ModelCard(
+        title="model",
+        base_model="meta-llama/Llama-3.2-1B",
+        base_id="meta-llama/Llama-3.2-1B",
+        method="kto",
+        method_title="KTO",
+        papers=[("A paper", "https://example.org/1")],
+        datasets=["trl-lib/kto-mix-14k"],
+        export=["exported in bfloat16"],
+        training=[("steps", "4")],
+        options={"learning_rate": 1e-3, "hub_token": "<HUB_TOKEN>"},
+        data=[("rows", "16")],
+        results_of="step 4",
+        train={"loss": 0.48312, "kl": 2.0},
+        evaluation={"loss": 0.5},
+        versions={"torch": "2.9"},
+    )
+    assert card.text() == CARD
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    text = ModelCard(title="model", is_classifier=True).text()
+    assert "A reward model (a sequence classifier with one score).\n" in text and "##" not in text.replace(
+        "# model", ""
+    )
+    head = yaml.safe_load(text.split("---")[1])
+    assert head == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-classification",
+        "tags": ["deepspeed-alignment"],
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<script>alert(1)</script>",
+        "[click](javascript:alert)",
+        "![](x) **bold** `code` ~~gone~~ $x$",
+        "a | b || c",
+        "_start and end_ __init__",
+        "@someone #1 &lt; \\ {{ x }}",
+    ],
+)
+def test_a_value_has_no_meaning_in_markdown(text: str) -> None:
+    found = escaped(text)
+    left = found
+    for character in set(text):
+        left = left.replace(f"&#{ord(character)};", "")
+    assert not set("<>[]()*`|~$@\\{}") & set(left) and not left.startswith("_") and "&" not in left.replace("&#", "")
+
+
+def test_lines_addresses_and_length() -> None:
+    assert escaped("one\n\n# two\r\n---") == "one &#35; two ---"
+    assert escaped("learning_rate 5e-07, 1.5") == "learning_rate 5e-07, 1.5"
+    assert "https://" not in escaped("see https://evil.example") and "www." not in escaped("www.evil.example")
+    assert len(escaped("x" * 900)) == 200 and escaped("x" * 900).endswith("…")
+    assert escaped("a\u202eb\x00c") == "abc"
+
+
+def test_metadata_is_yaml_whatever_is_in_it() -> None:
+    text = ModelCard(title="x", base_id="a/b", method="evil: [1]\n---", datasets=["o/d: x"]).text()
+    head = yaml.safe_load(text.split("---")[1])
+    assert head["tags"] == ["deepspeed-alignment"] and head["datasets"] == ["o/d: x"] and head["base_model"] == "a/b"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("/home/me/data/rows.jsonl", "rows.jsonl"),
+        ("/home/my name/rows.jsonl", "rows.jsonl"),
+        ("~/models/tiny/", "tiny"),
+        ("C:\\Users\\me\\tiny", "tiny"),
+        ("file:///home/me/x", "x"),
+        ("/home/me/rewards.py:length", "rewards.py:length"),
+        ("on 8 rows (/home/me/x.jsonl): 0.1", "on 8 rows (x.jsonl): 0.1"),
+        ("trl-lib/kto", "trl-lib/kto"),
+        ("and/or 1/2", "and/or 1/2"),
+        ({"path": "/a/b", "token": "x", "pad_token": "p"}, {"path": "b", "pad_token": "p"}),
+        ([{"hub_token": "x", "n": 3}], [{"n": 3}]),
+        ("key hf_abcdefghijkl", "key ‹hidden›"),
+        ("https://me:pass@host/x", "https://‹hidden›host/x"),
+    ],
+)
+def test_what_may_be_published(value: Any, expected: Any) -> None:
+    assert public(value) == expected
+
+
+def test_names() -> None:
+    assert all(map(is_secret, ("hub_token", "token", "api_key", "judge_api_key", "password", "client_secret")))
+    assert not any(map(is_secret, ("eos_token", "missing_eos_penalty", "num_tokens", "max_length")))
+    assert hub_id("org/name") == "org/name"
+    assert [hub_id(name) for name in (None, "gpt2", "/org/name", "./org/name", "a/b/c", "o/na me")] == [None] * 6
+
+
+# From a run's folder -------------------------------------------------------------------------------------------------
+
+REPORT = ModelReport("checkpoint-4", None, "causal_lm", "bfloat16", "bfloat16", 0, None, None, None, None, None)
+
+
+def run_folder(root: Path, **options: Any) -> Path:
+    """What a run leaves, without weights."""
+    checkpoint = root / "checkpoint-4"
+    checkpoint.mkdir(parents=True)
+    history = [
+        {"loss": 0.5, "step": 4, "epoch": 2.0, "learning_rate": 1e-3},
+        {"eval_loss": 0.4, "step": 4},
+        {"loss": 9.0, "step": 6},
+    ]
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": 4, "log_history": history}))
+    (root / "options.json").write_text(json.dumps(options))
+    start = {"event": "start", "steps": 6, "window": 8, "rows": 30, "dropped": {"empty <b>": 2}}
+    lines = [start, {"loss": 9.0, "step": 6}, {"event": "end"}]
+    (root / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn')
+    return checkpoint
+
+
+def card_of(source: Path, out: Path, manifest: Manifest | None = None) -> str:
+    out.mkdir()
+    write_card(out, source, manifest, REPORT, None, out.name)
+    return (out / "README.md").read_text()
+
+
+def test_a_run(tmp_path: Path) -> None:
+    source = run_folder(
+        tmp_path / "run",
+        method="dpo",
+        loss_type="ipo",
+        beta=0.3,
+        learning_rate=1e-6,
+        dataset_name="/secret/place/a.csv",
+        output_dir="/secret/place",
+        hub_token="<HUB_TOKEN>",
+        save_steps=7,
+        model_init_kwargs={"token": "abc", "x": 1},
+    )
+    options = json.loads((tmp_path / "run" / "options.json").read_text())
+    manifest = Manifest("x", 4, "dpo", 2, 3, 8, 6, True, {"torch": "1.2"}, {}, options, {})
+    text = card_of(source, tmp_path / "out", manifest)
+    assert "2305.18290" in text and "2310.12036" in text and "with DPO" in text and "- dpo\n" in text
+    assert "- dataset: a.csv\n- rows: 30\n- dropped &#40;empty &#60;b&#62;&#41;: 2\n" in text
+    assert "| loss          |      0.5 |        0.4 |" in text and "9" not in text.partition("## Results")[2]
+    assert "- processes: 2\n- ZeRO stage: 3\n" in text and "- torch: 1.2\n" in text
+    assert "| beta " in text and "save_steps" not in text and "learning_rate  |     1e" not in text
+    assert not [
+        word for word in ("secret", "HUB_TOKEN", "hub_token", "abc", "/") if word in text.partition("## Data")[2]
+    ]
+    assert "abc" not in text and "secret" not in text
+
+
+def test_code_from_outside_is_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass T: config_class = None\n")
+    source = run_folder(tmp_path / "run", method=f"{tmp_path / 'evil.py'}:T", beta=0.3)
+    text = card_of(source, tmp_path / "out")
+    assert not (tmp_path / "ran").exists() and "evil.py:T" in text and str(tmp_path) not in text and "| beta" in text
+
+
+def test_the_weights_of_the_best_step_have_its_metrics(tmp_path: Path) -> None:
+    source = run_folder(tmp_path / "run", method="sft", load_best_model_at_end=True)
+    state = json.loads((source / "trainer_state.json").read_text()) | {"global_step": 6, "best_global_step": 4}
+    (tmp_path / "run" / "trainer_state.json").write_text(json.dumps(state))
+    best = Run(tmp_path / "run")
+    assert best.step == 4 and best.metrics("loss")["loss"] == 0.5 and best.metrics("eval_") == {"eval_loss": 0.4}
+    assert Run(source).step == 4
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", '{"log_history": [1, {"loss": "x"}], "global_step": "a"}'])
+def test_files_that_are_something_else(content: str, tmp_path: Path) -> None:
+    source = tmp_path / "run" / "checkpoint-4"
+    source.mkdir(parents=True)
+    for file in (source / "trainer_state.json", tmp_path / "run" / "options.json", tmp_path / "run" / "log.jsonl"):
+        file.write_text(content)
+    assert "# out" in card_of(source, tmp_path / "out")
+
+
+def test_a_local_name_is_none_of_the_hub(tmp_path: Path) -> None:
+    source = run_folder(tmp_path / "work" / "run", dataset_mixture={"org/data": 1.0, "data/mine": 2.0, "x/y.jsonl": 1})
+    (tmp_path / "work" / "data" / "mine").mkdir(parents=True)
+    text = card_of(source, tmp_path / "out")
+    assert yaml.safe_load(text.split("---")[1])["datasets"] == ["org/data"]
+    assert "- dataset: data/mine\n" in text
