@@ -119,6 +119,8 @@ class TrainingLoop:
     def _go_on(self) -> None:
         """Do what follows a checkpoint: the callbacks hear of it, and the random streams are those that were saved."""
         self.random.restore(self.state.global_step, rank())
+        if self.args.save_strategy != "no":
+            self.writer.prune(self.best.folder)  # a run that was killed at its last save will come to no other
         if self.boundary.ends:
             if self.ignores_end:
                 self.context.tell("resume_anyway: a callback had ended this run here; it goes on")

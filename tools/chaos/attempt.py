@@ -108,10 +108,17 @@ class Attempt:
         if kill.point is None and seconds >= kill.moment * expected:
             for rank in kill.ranks:
                 self._end_rank(rank)
-        if kill.node_lost and any(self._is_gone(rank) for rank in kill.ranks):
+        gone = [rank for rank in kill.ranks if self._is_gone(rank)]
+        # Ranks that have not met wait for each other, as long as torch does: only a launcher can know.
+        if gone and (kill.node_lost or self._place(gone[0]) == "start"):
             time.sleep(_NODE_LOST_S)
             for rank in range(RANKS):
                 self._end_rank(rank)
+
+    def _place(self, rank: int) -> str:
+        """The phase that a rank came to last."""
+        trail = Trail.read(self.folder / f"trail-{rank}")
+        return trail[-1][1] if trail else "start"
 
     def _process(self, rank: int) -> psutil.Process | None:
         try:
@@ -138,13 +145,13 @@ class Attempt:
 
     def _end(self, outcome: Outcome, start: float, kill: Kill | None) -> End:
         killed = any(rank.code == -9 and not rank.ended for rank in outcome.ranks)
-        trails = [Trail.read(self.folder / f"trail-{rank}") for rank in range(RANKS)]
-        victim = trails[kill.ranks[0]] if kill is not None else trails[0]
-        trained = next((at - start for at, phase in trails[0] if phase == "train"), 0.0)
+        place = self._place(kill.ranks[0] if kill is not None else 0)
+        phases = Trail.read(self.folder / "trail-0")
+        trained = next((at - start for at, phase in phases if phase == "train"), 0.0)
         shutil.rmtree(self.folder)
         return End(
             killed=killed,
-            place=victim[-1][1] if victim else "start",
+            place=place,
             code=outcome.returncode,
             hung=outcome.hung,
             seconds=time.monotonic() - start,

@@ -17,6 +17,7 @@ from typing import Any
 
 Half = Callable[[], Any]
 Hear = Callable[[str, Half | None], None]
+_AFTER = {"folder": "build", "train": "end"}  # what lies between two phases, by the first of them
 _HIDDEN = re.compile(r"^\.(checkpoint-)\d+\.(partial|removed)$")
 
 
@@ -175,6 +176,8 @@ class Events:
             yield
         finally:
             self.phases.pop()
+            if len(self.phases) == 1:
+                self.phases[0] = _AFTER.get(phase, self.phases[0])
             self.phase(self.phases[-1])
 
 

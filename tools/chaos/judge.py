@@ -103,9 +103,9 @@ def _is_json(line: str) -> bool:
 
 
 def lost(before: Look, after: Look, limit: int) -> list[str]:
-    """Checkpoints that are gone without ``limit`` others, a newer one among them, having been whole."""
+    """Checkpoints that are gone although there are not ``limit`` others, or no other is as new."""
     gone = sorted(set(before.steps) - set(after.steps))
-    if not gone or (max(after.steps, default=0) > max(before.steps) and len(after.steps) >= limit):
+    if not gone or (max(after.steps, default=0) >= max(before.steps) and len(after.steps) >= limit):
         return []
     return [f"checkpoint-{step} is gone, and there are only {list(after.steps)}" for step in gone]
 

@@ -6,7 +6,7 @@ import dataclasses
 import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools.chaos.attempt import Attempt, End
@@ -15,7 +15,6 @@ from tools.chaos.plan import Chain, Kill
 from tools.chaos.world import SAVE_TOTAL_LIMIT, STEPS, World
 from tools.ranks import RankServer
 
-_LEFT_ALONE = 3  # starts without a kill; more than one only if the first fails
 Note = Callable[["Attempted"], None]
 
 
@@ -61,6 +60,20 @@ class Reference:
         """Seconds that a run takes from the checkpoint of a step to its end."""
         return self.start_s + (self.seconds - self.start_s) * (1 - step / STEPS)
 
+    def corrected(self, step: int, end: End) -> Reference:
+        """The times between these and those of a run that was just left alone: the machine's load changes."""
+        ratio = (1 + end.seconds / self.expected(step)) / 2
+        return dataclasses.replace(self, start_s=self.start_s * ratio, seconds=self.seconds * ratio)
+
+
+@dataclass
+class _State:
+    """A chain between two starts: its folder, what was found in it last, and its resumes."""
+
+    output_dir: Path
+    found: Look = field(default_factory=Look)
+    lineage: Lineage = field(default_factory=Lineage)
+
 
 class Chaos:
     """Chains of kills in a folder.
@@ -98,32 +111,32 @@ class Chaos:
         return Attempt(self.server, self.folder / f"{name}-ranks").run(arguments, output_dir, kill, expected)
 
     def run(self, chain: Chain, note: Note = lambda attempted: None) -> list[Attempted]:
-        """Run a chain to its end; ``note`` is told of each attempt."""
-        reference = self.reference(chain.method)
-        output_dir = self.folder / f"chain-{chain.name}"
+        """Run a chain to its end, or to the first problem; ``note`` is told of each attempt."""
         told: list[Attempted] = []
-        before, lineage = Look(), Lineage()
-        for number, kill in enumerate([*chain.kills, *[None] * _LEFT_ALONE], 1):
-            end = self._start(
-                f"chain-{chain.name}",
-                chain.method,
-                output_dir,
-                kill,
-                reference.expected(max(before.steps, default=0)),
-            )
-            after = look(output_dir)
-            resumes = lineage.attempt(before, after)
-            problems = [*_problems(end, kill), *after.problems, *lost(before, after, SAVE_TOTAL_LIMIT)]
-            finished = end.code == 0
-            if finished:
-                problems += compare(output_dir, reference.folder, resumes)
-            told.append(_attempted(chain, number, kill, end, before, problems))
+        state = _State(self.folder / f"chain-{chain.name}")
+        for number, kill in enumerate([*chain.kills, None], 1):
+            end = self._attempt(chain, number, kill, state, told)
             note(told[-1])
-            before = after
-            if finished or problems:
+            if end.code == 0 or told[-1].problems:
                 break
-        self._put_away(chain, output_dir, bool(told[-1].problems))
+        self._put_away(chain, state.output_dir, bool(told[-1].problems))
         return told
+
+    def _attempt(self, chain: Chain, number: int, kill: Kill | None, state: _State, told: list[Attempted]) -> End:
+        """Start once, and judge."""
+        reference, before = self.reference(chain.method), state.found
+        newest = max(before.steps, default=0)
+        end = self._start(
+            f"chain-{chain.name}", chain.method, state.output_dir, kill, expected=reference.expected(newest)
+        )
+        state.found = look(state.output_dir)
+        resumes = state.lineage.attempt(before, state.found)
+        problems = [*_problems(end, kill), *state.found.problems, *lost(before, state.found, SAVE_TOTAL_LIMIT)]
+        if end.code == 0:
+            problems += compare(state.output_dir, reference.folder, resumes)
+            self._references[chain.method] = reference.corrected(newest, end)
+        told.append(_attempted(chain, number, kill, end, before, problems))
+        return end
 
     def _put_away(self, chain: Chain, output_dir: Path, failed: bool) -> None:
         if failed and self.failed is not None:

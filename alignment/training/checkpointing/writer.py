@@ -125,12 +125,17 @@ class CheckpointWriter:
             )
             return False
         self.newest = step
-        if self.context.is_first:
-            try:
-                prune_checkpoints(self.context.output_dir, self.context.args.save_total_limit, keep)
-            except OSError as error:
-                self.context.tell(f"save_total_limit: an old checkpoint could not be removed: {_reason(error)}")
+        self.prune(keep)
         return True
+
+    def prune(self, keep: Path | None) -> None:
+        """Remove the oldest checkpoints beyond ``save_total_limit``, but not ``keep``, on the first rank."""
+        if not self.context.is_first:
+            return
+        try:
+            prune_checkpoints(self.context.output_dir, self.context.args.save_total_limit, keep)
+        except OSError as error:
+            self.context.tell(f"save_total_limit: an old checkpoint could not be removed: {_reason(error)}")
 
     def _written(self, target: Path) -> str | None:
         """Why the checkpoint could not be written; None where it was. All ranks agree after every stage."""
