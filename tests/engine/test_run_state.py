@@ -29,6 +29,7 @@ from alignment.training.window import NonFiniteLoss
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
 METHODS = ("KTO", "CPO", "DPO", "SFT", "Reward", "OnlineDPO", "OnlineDPO-judge")
+BRIEF = ("KTO", "OnlineDPO")
 STEPS = 6  # two epochs
 EVERY_STEP = {"save_strategy": "steps", "save_steps": 1}
 TIMES = ("runtime", "per_second")
@@ -118,7 +119,7 @@ def state_of(folder: Path) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in BRIEF else pytest.mark.ci) for m in METHODS])
 def test_a_fresh_trainer_goes_on_from_any_step(method: str, models: dict[str, str], tmp_path: Path) -> None:
     whole = make(method, models, tmp_path / "whole", **EVERY_STEP)
     whole.train()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from alignment.training.checkpoints import write_json
+from alignment.training.checkpointing.output_folder import write_json
 from small_disk import fill, full, small_disk
 
 from alignment.config.errors import OutputError

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from alignment.training.checkpoints import check_output_folder
+from alignment.training.checkpointing.output_folder import check_output_folder
 from conftest import DRIVERS, ROOT
 from small_disk import fill, full, small_disk
 
