@@ -204,16 +204,23 @@ def restore(policy: PolicyEngine, folder: Path, beside: dict[str, Any]) -> None:
 
 
 def everything(policy: PolicyEngine) -> dict[str, Tensor]:
-    """Copies of what a rank holds: masters, states, and the whole weights."""
+    """Copies of what a rank holds: masters, states, and the whole weights.
+
+    Padding is left out: DeepSpeed does not initialise it at stage 3, and a master in the model's files has none.
+    """
     from alignment.engines.saving import gathered_state_dict
 
     found = {}
     optimizer = inner_optimizer(policy.engine)
     for number, unit in enumerate(state_units(policy.engine)):
-        for offset, numel in [(piece.offset, piece.numel) for piece in unit.pieces]:
-            found[f"{number}.master.{offset}"] = unit.master.detach().reshape(-1)[offset : offset + numel].clone()
-        for name, value in optimizer.state.get(unit.master, {}).items():
-            found[f"{number}.{name}"] = value.clone() if isinstance(value, Tensor) else torch.tensor(float(value))
+        used = torch.zeros(unit.master.numel(), dtype=torch.bool)
+        for piece in unit.pieces:
+            used[piece.offset : piece.offset + piece.numel] = True
+        for name, value in {"master": unit.master, **optimizer.state.get(unit.master, {})}.items():
+            value = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+            found[f"{number}.{name}"] = (
+                value.reshape(-1)[used] if value.is_floating_point() and value.numel() == len(used) else value.clone()
+            )
     weights = gathered_state_dict(policy.scorer.model, keep=True)
     return found | {f"weight.{name}": tensor for name, tensor in weights.items()}
 
