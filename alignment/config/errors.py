@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
-SECRETS = frozenset({"hub_token"})
+SECRETS = frozenset({"hub_token", "token", "use_auth_token", "api_key"})
 _LONGEST = 60
 _TYPES = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "an object"}
 

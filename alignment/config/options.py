@@ -34,6 +34,13 @@ def _environment_int(name: str, default: int) -> int:
         raise OptionError(f"{name}={text!r}: the launcher's variable must be a whole number; unset it") from None
 
 
+def _without_secrets(name: str, value: Any) -> Any:
+    """A secret's name in the place of its value, also within mappings such as ``model_init_kwargs``."""
+    if name in SECRETS and value is not None and not isinstance(value, bool):
+        return f"<{name.upper()}>"
+    return {key: _without_secrets(key, each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
 @dataclass(kw_only=True)
 class AlignmentConfig(
     SavingOptions,
@@ -152,9 +159,7 @@ class AlignmentConfig(
         values: dict[str, Any] = {"method": name_of(self)}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name in SECRETS and value is not None:
-                value = f"<{field.name.upper()}>"
-            values[field.name] = value.value if isinstance(value, Strategy) else value
+            values[field.name] = _without_secrets(field.name, value.value if isinstance(value, Strategy) else value)
         return values
 
     def to_sanitized_dict(self) -> dict[str, Any]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from alignment.config.errors import AlignmentError
+from alignment.config.errors import AlignmentError, CheckpointError
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
@@ -61,6 +62,23 @@ def on_first_rank(compute: Callable[[], Any]) -> Any:
     if failed is not None:
         raise failed
     return result
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Within this context ranks work apart; what one of them raises for the user, every rank raises at its end.
+
+    Raises:
+        CheckpointError: with the message of the first rank that failed.
+    """
+    message = None
+    try:
+        yield
+    except AlignmentError as error:
+        message = str(error)
+    found = next((text for text in gathered(message) if text is not None), None)
+    if found is not None:
+        raise CheckpointError(found) from None
 
 
 def barrier() -> None:

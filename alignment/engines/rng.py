@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from transformers import set_seed
 
+from alignment.engines.collectives import device
+
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
@@ -33,7 +35,7 @@ def seed_streams(seed: int) -> None:
 
 
 class RandomStreams:
-    """The process-wide random generators of Python, NumPy and torch, on this rank's devices."""
+    """The process-wide random generators of Python, NumPy and torch, on the CPU and on this rank's own device."""
 
     def state_dict(self) -> dict[str, Any]:
         """The generators as they stand."""
@@ -41,12 +43,12 @@ class RandomStreams:
         numpy = np.random.get_state(legacy=False)
         assert isinstance(numpy, dict)
         inner = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in numpy["state"].items()}
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        own = device()
         return {
             "python": [version, list(internal), gauss],
             "numpy": {**numpy, "state": inner},
             "torch": _text(torch.get_rng_state()),
-            "cuda": [_text(state) for state in cuda],
+            "cuda": _text(torch.cuda.get_rng_state(own)) if own.type == "cuda" else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -56,8 +58,8 @@ class RandomStreams:
         inner = {**state["numpy"]["state"], "key": np.array(state["numpy"]["state"]["key"], dtype=np.uint32)}
         np.random.set_state({**state["numpy"], "state": inner})
         torch.set_rng_state(_tensor(state["torch"]))
-        if state["cuda"]:
-            torch.cuda.set_rng_state_all([_tensor(text) for text in state["cuda"]])
+        if state["cuda"] is not None and device().type == "cuda":
+            torch.cuda.set_rng_state(_tensor(state["cuda"]), device())
 
 
 def _text(state: torch.Tensor) -> str:

@@ -118,6 +118,7 @@ class CompletionLog:
     def __init__(self, table: CompletionTable | None, every: int, prompts: int) -> None:
         self.table, self.every, self.prompts = table if every else None, every, prompts
         self._logs = 0
+        self._written: Mapping[str, Any] = {}  # by a run that kept the table, while this one does not
         self._rows: list[dict[str, Any]] = []
 
     def keep(self, groups: Sequence[Generated], rankings: Sequence[Ranking]) -> None:
@@ -139,13 +140,15 @@ class CompletionLog:
 
     def state_dict(self) -> dict[str, Any]:
         """How many logs there were, what is remembered, and how much of the file there is."""
-        table = {} if self.table is None else self.table.state_dict()
+        table = self._written if self.table is None else self.table.state_dict()
         return {"logs": self._logs, "rows": self._rows, "table": table}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave."""
         self._logs, self._rows = state["logs"], list(state["rows"])
-        if self.table is not None and state["table"]:
+        if self.table is None:
+            self._written = state["table"]
+        elif state["table"]:
             self.table.load_state_dict(state["table"])
 
 

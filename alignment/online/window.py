@@ -115,11 +115,11 @@ class OnlineWindowPass(WindowPass):
 
     def redistributed(self, states: Sequence[Any], rank: int) -> Any:
         """For another number of ranks: every rank has all answers, and uses those to the prompts that it is dealt."""
-        starts: dict[str, list[Any]] = {}
+        starts: dict[str, dict[int, list[Any]]] = {}
         for state in states:
             for key, answers in state["starts"].items():
-                starts.setdefault(key, []).extend(answers)
-        return {"epoch": states[0]["epoch"], "starts": starts}
+                starts.setdefault(key, {}).update({answer[0]: answer for answer in answers})
+        return {"epoch": states[0]["epoch"], "starts": {key: list(each.values()) for key, each in starts.items()}}
 
     def dataset_of(self, data: PreparedData) -> str:
         return ""
@@ -135,6 +135,10 @@ class OnlineWindowPass(WindowPass):
     def logged(self, step: int) -> None:
         """Write the newest window's completions, if it is their turn."""
         self.online.log.write(step)
+
+    def finish(self) -> None:
+        """Write completions that wait for space."""
+        self.online.log.finish()
 
     def prepared(
         self, plan: WindowPlan, batches: Sequence[AnyBatch], data: PreparedData, sums: MetricSums, *, train: bool

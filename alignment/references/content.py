@@ -69,15 +69,27 @@ def _commit(source: ModelSource) -> str:
     return _cached_commit(source.path, file, source.init_kwargs)
 
 
-def _cached_commit(path: str, file: str, kwargs: Mapping[str, Any]) -> str:
+def hub_commit(path: str, file: str, kwargs: Mapping[str, Any]) -> str | None:
+    """The commit of a file that was loaded from the hub; None where it is not in the cache.
+
+    Args:
+        path: name of the repository.
+        file: in it.
+        kwargs: of ``from_pretrained``: ``cache_dir`` and ``revision`` count.
+    """
     cached = try_to_load_from_cache(path, file, cache_dir=kwargs.get("cache_dir"), revision=kwargs.get("revision"))
-    if not isinstance(cached, str):
+    # …/snapshots/COMMIT/config.json
+    return Path(cached).parents[file.count("/")].name if isinstance(cached, str) else None
+
+
+def _cached_commit(path: str, file: str, kwargs: Mapping[str, Any]) -> str:
+    commit = hub_commit(path, file, kwargs)
+    if commit is None:
         raise ModelError(
             f"{path!r}: the commit that it was loaded from is not in the cache of the hub, so its log-probs cannot be "
             "kept; download it to a folder, or set another ref_placement"
         )
-    parents = Path(cached).parents
-    return parents[file.count("/")].name  # …/snapshots/COMMIT/config.json
+    return commit
 
 
 def live_content(model: PreTrainedModel, keep: bool) -> dict[str, Any]:

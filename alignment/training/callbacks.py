@@ -105,9 +105,11 @@ class Events:
         return Decision(*(bool(getattr(self.control, flag)) for flag in _FLAGS))
 
     def save_state(self) -> None:
-        """Put what the callbacks keep of their own into the trainer's state, under their class names."""
+        """Put what the callbacks keep of their own into the trainer's state, by class; of several of one, a list."""
+        states: dict[str, list[dict[str, Any]]] = {}
         for name, part in self._stateful():
-            self.state.stateful_callbacks[name] = part.state()
+            states.setdefault(name, []).append(part.state())
+        self.state.stateful_callbacks = {n: each[0] if len(each) == 1 else each for n, each in states.items()}
 
     def _stateful(self) -> Iterator[tuple[str, Any]]:
         for part in (self.control, *self.handler.callbacks):
@@ -123,9 +125,11 @@ class Events:
         """Restore what :meth:`state_dict` gave, in the objects that there are."""
         for name, value in state.items():
             setattr(self.state, name, copy.deepcopy(value))
+        saved = {
+            n: list(each) if isinstance(each, list) else [each] for n, each in self.state.stateful_callbacks.items()
+        }
         for name, part in self._stateful():
-            for attribute, value in state["stateful_callbacks"].get(name, {}).get("attributes", {}).items():
+            own = saved[name].pop(0) if saved.get(name) else {}
+            given = own.get("attributes", {}) | (own.get("args", {}) if part is self.control else {})
+            for attribute, value in given.items():
                 setattr(part, attribute, value)
-            if part is self.control:
-                for attribute, value in state["stateful_callbacks"][name]["args"].items():
-                    setattr(part, attribute, value)

@@ -22,13 +22,13 @@ from alignment.config.errors import RewardError, TrainingError
 from alignment.data.batching import AnyBatch, EpochWindows
 from alignment.data.windows import WindowPlan, WindowSampler
 from alignment.engines.checkpoints.folder import checkpoint_folder
-from alignment.engines.collectives import from_first_rank
+from alignment.engines.collectives import from_first_rank, on_first_rank
 from alignment.engines.launch_env import rank, world_size
 from alignment.internals.torch import schedule_may_go_first
 from alignment.reporting.metrics import MetricHistory, means
 from alignment.reporting.progress import Progress
 from alignment.training.callbacks import Decision
-from alignment.training.checkpointing.best import BestModel
+from alignment.training.checkpointing.best import BestModel, content_damage
 from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, total_steps
@@ -314,6 +314,10 @@ class TrainingLoop:
             self.context.tell("load_best_model_at_end: no evaluation was finite, so these are the last step's weights")
         if folder is None or self.state.best_global_step == self.state.global_step:
             return
+        damage = on_first_rank(lambda: content_damage(folder))
+        if damage is not None:
+            self.context.tell(f"load_best_model_at_end: {damage}; so these are the last step's weights")
+            return
         with self.context.phases("load best"):
             self.engines.restore(folder)
         self.progress.note(f"weights of {folder.name}: {self.args.metric_for_best_model} {self.state.best_metric:.6g}")
@@ -341,7 +345,8 @@ class TrainingLoop:
             metrics[self.context.method.reduced_windows] = self.totals.reduced_windows
         self.context.log(metrics)
         self.context.log_file.write({"event": "end", "phases": self.context.phases.summary()})
-        self.context.log_file.finish()
+        for finish in (self.context.log_file.finish, self.engines.window_pass.finish):
+            self.writer.agreed(finish)
         self.events("on_train_end")
-        self.writer.write_state(self.context.output_dir)
+        self.writer.agreed(lambda: self.writer.write_state(self.context.output_dir))
         return TrainOutput(steps, metrics["train_loss"], {**metrics, "epoch": self.state.epoch or 0.0})

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, enable_full_determinism, set_seed
 
 from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
-from alignment.engines.checkpoints.engine_state import EngineState
+from alignment.engines.checkpoints.engine_state import EngineState, ScheduleState
 from alignment.engines.checkpoints.frozen import FrozenTensors
 from alignment.engines.collectives import device
 from alignment.engines.optimizers import build_optimizer, build_scheduler
@@ -188,7 +188,7 @@ class RunEngines:
         handler.optimizer, handler.lr_scheduler = policy.engine.optimizer, policy.engine.lr_scheduler
         self._trainable = training_steps is not None
         if isinstance(policy, PolicyEngine):
-            context.run_state.register("schedule", policy.scheduler)
+            context.run_state.register("schedule", ScheduleState(policy.scheduler))
             context.run_state.register("engine", EngineState(policy))
         self._frozen = FrozenTensors(policy.scorer.model)
         self._pass = self.resources.window_pass(context, self.models, self.aux_coefficient)

@@ -52,7 +52,9 @@ class RunState:
         self.parts: dict[str, Stateful] = {}
         self.on_each_rank: dict[str, StatefulOnEachRank] = {}
         self._waiting: dict[str, Any] = {}
-        self._waiting_ranks: tuple[Sequence[Mapping[str, Any]], int, bool] = ((), 0, True)
+        self._waiting_own: Mapping[str, Any] = {}
+        self._waiting_ranks: Sequence[Mapping[str, Any]] = ()
+        self._rank = 0
         self._marks: dict[str, Any] = {}
 
     def register(self, name: str, part: Part) -> Part:
@@ -89,20 +91,24 @@ class RunState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave on this rank."""
-        self.load(state["shared"], [state["own"]], 0, same_ranks=True)
+        self.load(state["shared"], state["own"])
 
     def load(
-        self, shared: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], rank: int, *, same_ranks: bool
+        self,
+        shared: Mapping[str, Any],
+        own: Mapping[str, Any],
+        ranks: Sequence[Mapping[str, Any]] = (),
+        rank: int = 0,
     ) -> None:
         """Restore a state, of parts that will be registered later once they are.
 
         Args:
             shared: of the parts that are the same on every rank.
-            ranks: of the others, by rank.
+            own: of the others, on this rank.
+            ranks: in place of ``own``, those of all ranks that there were, where there are more or fewer now.
             rank: this one.
-            same_ranks: whether there are as many ranks as there were.
         """
-        self._waiting, self._waiting_ranks = dict(shared), (ranks, rank, same_ranks)
+        self._waiting, self._waiting_own, self._waiting_ranks, self._rank = dict(shared), own, ranks, rank
         self._marks = {}
         for name in [name for name in self.parts if name in self._waiting]:
             self.parts[name].load_state_dict(self._waiting.pop(name))
@@ -110,17 +116,21 @@ class RunState:
             self._load_own(name)
 
     def _load_own(self, name: str) -> None:
-        ranks, rank, same_ranks = self._waiting_ranks
-        states = [state[name] for state in ranks if name in state]
+        part, states = self.on_each_rank[name], [state[name] for state in self._waiting_ranks if name in state]
         if states:
-            part = self.on_each_rank[name]
-            part.load_state_dict(states[rank] if same_ranks else part.redistributed(states, rank))
+            part.load_state_dict(part.redistributed(states, self._rank))
+        elif name in self._waiting_own:
+            part.load_state_dict(self._waiting_own[name])
 
     @property
     def missing(self) -> list[str]:
         """What was loaded for parts that nobody has registered."""
-        ranks, _, _ = self._waiting_ranks
-        return [*self._waiting, *sorted({name for state in ranks for name in state} - self.on_each_rank.keys())]
+        own = {name for state in (self._waiting_own, *self._waiting_ranks) for name in state}
+        return [*self._waiting, *sorted(own - self.on_each_rank.keys())]
+
+    def unknown(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+        """Which parts of a state nobody has registered."""
+        return [*(name for name in shared if name not in self.parts), *sorted(own.keys() - self.on_each_rank.keys())]
 
 
 @dataclass

@@ -18,7 +18,7 @@ from alignment.config.errors import AlignmentError, LastCheckpointError, OptionE
 from alignment.config.options import AlignmentConfig
 from alignment.data.prepare import check_vocabulary
 from alignment.data.windows import WindowSampler
-from alignment.engines.collectives import barrier, device
+from alignment.engines.collectives import barrier, device, on_first_rank
 from alignment.engines.launch_env import init_distributed, local_rank, rank, world_size
 from alignment.engines.optimizers import check_optimization
 from alignment.engines.phases import Phases
@@ -272,7 +272,7 @@ class AlignmentTrainer:
         if self.args.merged_output_dir is not None:
             self._write_merged(Path(self.args.merged_output_dir))
         if writer.failure is not None:
-            raise LastCheckpointError(f"output_dir: the last checkpoint could not be written: {writer.failure}")
+            raise LastCheckpointError(f"output_dir: the end of the run could not be written: {writer.failure}")
         return result
 
     def _prepared(self, checkpoint: Checkpoint | None, present: Present) -> tuple[TrainingLoop, CheckpointWriter]:
@@ -282,13 +282,15 @@ class AlignmentTrainer:
         self.engines.build(loop.total_steps)
         if checkpoint is not None:
             self._go_on(checkpoint, loop, present)
+            self.folder.went_on(checkpoint)
         writer = CheckpointWriter(
             self.context, self.engines, self.identity, present, self.write_state, self.folder.lock.check
         )
-        writer.newest = None if checkpoint is None else checkpoint.step
+        if checkpoint is not None and checkpoint.folder.parent.resolve() == self.output_dir.resolve():
+            writer.newest = checkpoint.step
         if self.args.save_strategy != "no":
             self.tell(writer.describe())
-        self._write_settings()
+        on_first_rank(self._write_settings)
         return loop, writer
 
     def _present(self, sampler: WindowSampler) -> Present:
@@ -311,7 +313,7 @@ class AlignmentTrainer:
     def _go_on(self, checkpoint: Checkpoint, loop: TrainingLoop, present: Present) -> None:
         """Restore a run into the engines, and let the loop go on from there."""
         restore(checkpoint, self.context, self.engines, present)
-        BestModel(self.args, self.state).moved_to(self.output_dir)
+        self.tell(BestModel(self.args, self.state).moved_to(checkpoint.folder.parent))
         loop.resumed = {
             "run": self.identity.name,
             "attempt": self.identity.attempt,
@@ -380,8 +382,10 @@ class AlignmentTrainer:
 
         Of a run that trains adapters it is PEFT's folder of these alone, and what else was trained with them.
         """
+        folder = Path(output_dir or self.output_dir)
+        on_first_rank(lambda: self.folder.check_not_replaced(folder))
         self.engines.build(None)
-        self.engines.write(Path(output_dir or self.output_dir))
+        self.engines.write(folder)
         barrier()
 
     def _write_merged(self, folder: Path) -> None:
@@ -448,7 +452,7 @@ class AlignmentTrainer:
         self.state.log_history.append(entry)
         if self.args.disable_tqdm and self.is_world_process_zero():
             print(json.dumps(entry), flush=True)
-        if self.sampler is not None:
+        if self.sampler is not None and not self.folder.held_by_earlier_run:
             self.log_file.write(entry)
 
     def settings(self) -> dict[str, Any]:
@@ -464,6 +468,6 @@ class AlignmentTrainer:
         write_report(self.context, self.engines, show=show)
 
     def _write_settings(self) -> None:
-        if self.is_world_process_zero():
-            for name, content in self.settings().items():
-                write_json(self.output_dir / name, content)
+        """On the first rank."""
+        for name, content in self.settings().items():
+            write_json(self.output_dir / name, content)

@@ -74,6 +74,9 @@ class WindowPass:
     def logged(self, step: int) -> None:
         """Called after the log of a step."""
 
+    def finish(self) -> None:
+        """Called at the end of a run, on the first rank, for what still waits to be written."""
+
     def prepared(
         self, plan: WindowPlan, batches: Sequence[AnyBatch], data: PreparedData, sums: MetricSums, *, train: bool
     ) -> tuple[WindowPlan, Sequence[AnyBatch]]:

@@ -1,13 +1,17 @@
-"""The numbers that a training engine counts with: steps, loss scale, and the settings of its parameter groups."""
+"""What a training engine counts with: steps, loss scale, the settings of its parameter groups, and its schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from torch.optim.lr_scheduler import LRScheduler
+
 from alignment.engines.checkpoints.optimizer_state import group_settings, restore_group_settings
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.deepspeed_state import counters, loss_scale_state, set_counters, set_loss_scale_state
+
+_PAIRS = "pairs"
 
 
 class EngineState:
@@ -38,3 +42,38 @@ class EngineState:
         set_counters(self.policy.engine, state["counters"])
         set_loss_scale_state(self.policy.engine, state["loss_scale"])
         restore_group_settings(self.policy, state["groups"])
+
+
+class ScheduleState:
+    """The state of a learning rate schedule, a user's own included, in what JSON knows.
+
+    JSON has texts for keys only, and torch's ``MultiStepLR`` counts by step; such a mapping becomes a list of pairs.
+
+    Args:
+        scheduler: any of torch's form.
+    """
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self.scheduler = scheduler
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its own."""
+        return {name: _listed(value) for name, value in self.scheduler.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave; mappings become of the class that they were."""
+        found: dict[str, Any] = {}
+        for name, value in state.items():
+            present = getattr(self.scheduler, name, None)
+            if isinstance(value, dict) and set(value) == {_PAIRS}:
+                kind = type(present) if isinstance(present, dict) else dict
+                found[name] = kind(dict(value[_PAIRS]))
+            else:
+                found[name] = tuple(value) if isinstance(present, tuple) else value
+        self.scheduler.load_state_dict(found)
+
+
+def _listed(value: Any) -> Any:
+    if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
+        return {_PAIRS: [[key, each] for key, each in value.items()]}
+    return value

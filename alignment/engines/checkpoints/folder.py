@@ -6,6 +6,7 @@ process left behind under such a name is cleared away by the next one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -30,7 +31,7 @@ def checkpoint_step(path: Path) -> int | None:
 def checkpoints(folder: Path) -> list[Path]:
     """Checkpoint folders, the oldest step first."""
     found = ((checkpoint_step(path), path) for path in folder.glob(f"{CHECKPOINT_PREFIX}*"))
-    return [path for _, path in sorted((step, path) for step, path in found if step is not None)]
+    return [path for _, path in sorted((step, path) for step, path in found if step is not None and path.is_dir())]
 
 
 def partial_of(target: Path) -> Path:
@@ -42,7 +43,8 @@ def publish(partial: Path, target: Path) -> None:
     """Make a checkpoint visible whose files are all on disk."""
     sync_folder(partial)
     os.rename(partial, target)
-    sync_folder(target.parent)
+    with contextlib.suppress(OSError):  # it is there; if the machine loses the name, the one before is taken
+        sync_folder(target.parent)
 
 
 def remove(path: Path) -> None:
@@ -50,7 +52,10 @@ def remove(path: Path) -> None:
     hidden = path.with_name(f".{path.name}{_REMOVED}")
     shutil.rmtree(hidden, ignore_errors=True)
     os.rename(path, hidden)
-    shutil.rmtree(hidden)
+    if hidden.is_symlink():
+        hidden.unlink()  # what it points to is not ours to remove
+    else:
+        shutil.rmtree(hidden)
 
 
 def clear_leftovers(folder: Path) -> None:

@@ -8,6 +8,7 @@ watches by its own clock, because the clocks of two hosts may differ.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -25,6 +26,7 @@ LOCK = ".lock"
 HEARTBEAT_S = 5.0
 STALE_S = 60.0  # a heartbeat that stands still for so long has stopped
 _POLL_S = 1.0
+_LAST_BEAT_S = 5.0  # how long a beat that is under way may take when the lock is given back
 _SETTLE_S = 0.5  # far longer than another process needs from its last look at a stale file to its rename
 _TURN_S = 5.0
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -97,26 +99,30 @@ class OutputLock:
                 left.unlink(missing_ok=True)
         except OSError as error:
             raise self._cannot(error) from error
+        atexit.register(self.release)  # for whoever never closes its trainer
 
     def check(self) -> None:
         """Make sure that the folder is still this run's; a file that somebody removed is written again.
 
         A run that stood still for a minute (stopped by a signal, its machine suspended) may have been taken for dead.
 
+        A file system that does not answer is told and no more: whoever writes next will meet it.
+
         Raises:
-            OutputError: another run holds the lock, or the folder cannot be written.
+            OutputError: another run holds the lock.
         """
         if self._heartbeat is None:
             return
         try:
             self._confirm()
         except OSError as error:
-            raise self._cannot(error) from error
+            self._tell(str(self._cannot(error)))
 
     def release(self) -> None:
         """Give the lock back if it is this process's; calling it again changes nothing."""
         if self._heartbeat is None or os.getpid() != self._pid:  # a fork has the object, and not the lock
             return
+        atexit.unregister(self.release)
         self._stop()
         try:
             with contextlib.suppress(FileNotFoundError):  # somebody has removed the folder
@@ -284,6 +290,8 @@ class OutputLock:
             found = self._read(self.path)
         if self._is_own(found or b""):
             return
+        if found == b"":  # replaced on the server just now, or torn: nobody's, as far as can be seen
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         self._stop()
         raise self._refusal(Owner.parsed(found or b""))
 
@@ -344,4 +352,4 @@ class _Heartbeat(threading.Thread):
     def stop(self) -> None:
         """End it, waiting for a beat that is under way unless the file system hangs."""
         self._stopped.set()
-        self.join(timeout=HEARTBEAT_S)
+        self.join(timeout=_LAST_BEAT_S)

@@ -8,14 +8,14 @@ precision are read from there. What a fragment file is: :mod:`.fragments`.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from alignment.config.errors import CheckpointError
 from alignment.engines.checkpoints.fragment_reading import ExportedTensor, FragmentReader
@@ -32,7 +32,7 @@ from alignment.engines.checkpoints.fragments import (
     state_key,
 )
 from alignment.engines.checkpoints.tensors import FileRecord, file_bytes, write_tensors
-from alignment.engines.collectives import gathered
+from alignment.engines.collectives import together
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.deepspeed_state import (
     Unit,
@@ -138,14 +138,14 @@ def read_fragments(
     split = describe_split(zero_stage(policy.engine), policy.world_size)
     with ExitStack() as opened:
         plan: list[tuple[Unit, tuple[SavedPiece, ...]]] = []
-        with _together():
+        with together():
             fragments = opened.enter_context(Fragments(folder, files))
             reader = opened.enter_context(FragmentReader(fragments, exported or {}, optimizer, split))
             _check_same(policy, fragments, shapes)
             for unit in state_units(policy.engine):
                 plan.append((unit, saved_pieces(unit, names)))
                 reader.check(*plan[-1], shapes)
-        with _together(), torch.no_grad():
+        with together(), torch.no_grad():
             for unit, pieces in plan:
                 reader.fill(unit, pieces)
     steps = [int(state["step"]) for state in optimizer.state.values() if isinstance(state.get("step"), int)]
@@ -173,8 +173,7 @@ def fragment_bytes(policy: PolicyEngine, exported: Collection[str] = ()) -> int:
     def first_bytes(unit: Unit, numel: int) -> int:
         key = (unit.group, unit.master.dtype, numel)
         if key not in known:
-            states = first_states(optimizer, unit.group, unit.master.new_zeros(numel))
-            known[key] = sum(value.nbytes for value in states.values() if isinstance(value, Tensor))
+            known[key] = _first_bytes(optimizer, unit, numel)
         return known[key]
 
     size = file_bytes(tensors.values(), index.metadata())
@@ -188,17 +187,13 @@ def fragment_bytes(policy: PolicyEngine, exported: Collection[str] = ()) -> int:
     return size
 
 
-@contextlib.contextmanager
-def _together() -> Iterator[None]:
-    """Raise the first rank's :class:`CheckpointError` on every rank, so that none waits for it; collective."""
-    message = None
+def _first_bytes(optimizer: Optimizer, unit: Unit, numel: int) -> int:
+    """The size of the states that an optimizer makes for so many elements; of two moments, where it will not say."""
     try:
-        yield
-    except CheckpointError as error:
-        message = str(error)
-    found = next((text for text in gathered(message) if text is not None), None)
-    if found is not None:
-        raise CheckpointError(found) from None
+        states = first_states(optimizer, unit.group, unit.master.new_zeros(numel))
+    except Exception:  # a user's optimizer may take matrices only, and says so in its own way
+        return 2 * numel * unit.master.element_size()
+    return sum(value.nbytes for value in states.values() if isinstance(value, Tensor))
 
 
 def _check_same(policy: PolicyEngine, fragments: Fragments, shapes: Collection[str]) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from alignment.config.errors import OptionError, did_you_mean, setting
+from alignment.config.errors import CheckpointError, OptionError, did_you_mean, setting
+from alignment.engines.checkpoints.manifest import Manifest
+from alignment.engines.collectives import on_first_rank
 
 if TYPE_CHECKING:
     from transformers import TrainerState
@@ -83,7 +85,40 @@ class BestModel:
         """The best checkpoint's folder, once there is one."""
         return None if self.state.best_model_checkpoint is None else Path(self.state.best_model_checkpoint)
 
-    def moved_to(self, output_dir: Path) -> None:
-        """The checkpoints are in this folder now, by the names that they had."""
-        if self.folder is not None:
-            self.state.best_model_checkpoint = str(output_dir / self.folder.name)
+    def moved_to(self, output_dir: Path) -> str | None:
+        """The checkpoints are in this folder now, by the names that they had; one that is damaged is forgotten.
+
+        Collective.
+
+        Returns:
+            What became of it, if anything did.
+        """
+        if self.folder is None:
+            return None
+        folder = output_dir / self.folder.name
+        self.state.best_model_checkpoint = str(folder)
+        damage: str | None = on_first_rank(lambda: _damage(folder))
+        if damage is None or not self.args.load_best_model_at_end:
+            return None
+        self.state.best_metric = self.state.best_global_step = self.state.best_model_checkpoint = None
+        return f"the best checkpoint so far cannot be used ({damage}), so the best is chosen from here on"
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, as far as the sizes of its files tell."""
+    try:
+        Manifest.read(folder).check_files(folder)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def content_damage(folder: Path) -> str | None:
+    """What is wrong with the model in a checkpoint, whose files are read for it."""
+    try:
+        manifest = Manifest.read(folder)
+        manifest.check_files(folder)
+        manifest.check_contents(folder, (name for name in manifest.files if not name.startswith("optimizer-")))
+    except CheckpointError as error:
+        return str(error)
+    return None

@@ -25,9 +25,11 @@ from alignment.internals.deepspeed_zero3 import is_partitioned
 from alignment.models.adapters.record import Adapters
 from alignment.models.source import ModelSource
 from alignment.planning.engines import EnginePlan
+from alignment.references.content import hub_commit
 from alignment.training.context import RunContext
+from alignment.training.data import PreparedData
 
-# Options that leave the numbers of a run alone or move them by rounding only (where and how fast things are computed),
+# Options that leave the numbers of a run alone or move them by rounding only (where and how fast they are computed),
 # that fingerprints stand for (what is read), or that say how long the run is. All others have to stay the same.
 MAY_CHANGE = frozenset(
     words(
@@ -66,9 +68,9 @@ def fingerprints(
         rewards: what stands for reward sources, by name.
     """
     assert context.train_data is not None
-    found = {"data": f"{len(context.train_data.table)} rows, {context.train_data.key}"}
+    found = {"data": _data(context.train_data)}
     for name, data in context.eval_data.items():
-        found[f"evaluation data {name}".rstrip()] = f"{len(data.table)} rows, {data.key}"
+        found[f"evaluation data {name}".rstrip()] = _data(data)
     found["tokenizer"] = _short(describe_tokenizer(context.processing_class))
     found["model"] = model_fingerprint(plan.source)
     found["computing dtype"] = plan.dtypes.compute
@@ -77,6 +79,15 @@ def fingerprints(
     if reference is not None:
         found["reference"] = model_fingerprint(reference)
     return found | {f"reward source {name}": text for name, text in rewards.items()}
+
+
+def _data(data: PreparedData) -> str:
+    return f"{len(data.table)} rows, {data.key} ({data.where})"
+
+
+def identity(fingerprint: str | None) -> str | None:
+    """What of a fingerprint is compared: all but the name, which changes with the place."""
+    return None if fingerprint is None else fingerprint.partition(" (")[0]
 
 
 def compared_options(args: AlignmentConfig) -> dict[str, Any]:
@@ -96,8 +107,10 @@ def _short(content: Any) -> str:
 def model_fingerprint(source: ModelSource) -> str:
     """What stands for a model's content, wherever it lies; collective where it is live and partitioned."""
     if source.live is not None:
-        return _short({"config": _configuration(source), "parameters": _live(source.live)})
-    return _short({"config": _configuration(source), "content": _stored(str(source.path), source.init_kwargs)})
+        short = _short({"config": _configuration(source), "parameters": _live(source.live)})
+        return f"{short} (a live model)"
+    content = _stored(str(source.path), source.init_kwargs)
+    return f"{_short({'config': _configuration(source), 'content': content})} ({source.path})"
 
 
 def code_fingerprint(code: Any) -> str:
@@ -125,10 +138,11 @@ def _adapters(adapters: Adapters) -> str:
 
 
 def _stored(path: str, kwargs: Mapping[str, Any]) -> Any:
-    """Samples of the weight files of a folder; the name of a hub model, and its revision."""
+    """Samples of the weight files of a folder; name, revision and commit of a hub model."""
     folder = Path(path) / kwargs.get("subfolder", "")
     if not folder.is_dir():
-        return [path, kwargs.get("revision")]
+        file = "/".join(part for part in (kwargs.get("subfolder", ""), "config.json") if part)
+        return [path, kwargs.get("revision"), hub_commit(path, file, kwargs)]
     files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)})
     return {file.name: [file.stat().st_size, _sampled(_pieces(file))] for file in files}
 

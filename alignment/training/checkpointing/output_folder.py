@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,12 @@ _MODELS = ("model*.safetensors", "adapter_model.safetensors", "pytorch_model*.bi
 
 
 def check_output_folder(
-    folder: Path, overwrite: bool = False, option: str = "output_dir", *, earlier_run: bool = False
+    folder: Path,
+    overwrite: bool = False,
+    option: str = "output_dir",
+    *,
+    earlier_run: bool = False,
+    ignored: Collection[str] = (),
 ) -> None:
     """Refuse a folder that cannot be used, leaving nothing behind.
 
@@ -27,6 +33,7 @@ def check_output_folder(
         overwrite: it may hold anything.
         option: what names it.
         earlier_run: it may hold an earlier run.
+        ignored: names of files that may be in it.
 
     Raises:
         OutputError: it is a file, cannot be written, or is not empty.
@@ -35,7 +42,7 @@ def check_output_folder(
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
         if not existing.is_dir():
             raise OutputError(f"{option}: {existing} is not a folder; choose another {option}")
-        taken = existing == folder and in_use(folder) and not overwrite
+        taken = existing == folder and in_use(folder, ignored) and not overwrite
         if taken and not (earlier_run and holds_run(folder)):
             raise OutputError(f"{option}: {folder} is not empty; choose another folder{_ways_out(folder, option)}")
         with tempfile.TemporaryFile(dir=existing):
@@ -53,9 +60,10 @@ def _ways_out(folder: Path, option: str) -> str:
     return " or set overwrite_output_dir: true"
 
 
-def in_use(folder: Path) -> bool:
-    """Whether anything is in the folder beside what a run holds it by."""
-    return folder.is_dir() and any(not path.name.startswith(LOCK) for path in folder.iterdir())
+def in_use(folder: Path, ignored: Collection[str] = ()) -> bool:
+    """Whether anything is in the folder beside ``ignored`` and what a run holds it by."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return any(not name.startswith(LOCK) and name not in ignored for name in names)
 
 
 def holds_run(folder: Path) -> bool:

@@ -18,6 +18,7 @@ from alignment.engines.checkpoints.optimizer_state import (
     restore_group_settings,
 )
 from alignment.engines.checkpoints.tensors import TensorFile
+from alignment.engines.collectives import together
 from alignment.engines.launch_env import rank, world_size
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.torch import take_scheduled_rates
@@ -40,22 +41,24 @@ def restore(checkpoint: Checkpoint, context: RunContext, engines: RunEngines, pr
         CheckpointError: it holds what this run does not have, or fits its own ranks and ZeRO stage only.
     """
     folder, manifest = checkpoint.folder, checkpoint.manifest
-    shared = _read(folder / STATE)
-    settings = OptimizerSettings(engines.policy)
-    exported = {name: ExportedTensor(*place) for name, place in shared.pop("exported").items()}
-    same_ranks = manifest.world_size == world_size()
+    settings, same_ranks = OptimizerSettings(engines.policy), manifest.world_size == world_size()
+    with together():
+        shared, own = _read(folder / STATE), _read(folder / own_state_file(rank() if same_ranks else 0))
+        others = [] if same_ranks else [_read(folder / own_state_file(n)) for n in range(manifest.world_size)]
+        exported = {name: ExportedTensor(*place) for name, place in shared.pop("exported").items()}
+        unknown = context.run_state.unknown(shared, own)
+        if unknown:
+            raise CheckpointError(
+                f"{folder}: it has a state of {', '.join(unknown)}, which this run does not know; go on with the "
+                "release and the options that wrote it"
+            )
     read_fragments(engines.policy, folder, exported=exported)
-    _restore_frozen(checkpoint, engines, same_ranks)
     if not same_ranks or manifest.stage != engines.stage:
         _tell_split(checkpoint, context, engines, same_ranks)
         shared.pop("rollout", None)  # how much fits is another question now
-    ranks = [_read(folder / own_state_file(number)) for number in range(manifest.world_size)]
-    context.run_state.load(shared, ranks, rank(), same_ranks=same_ranks)
-    if context.run_state.missing:
-        raise CheckpointError(
-            f"{folder}: it has a state of {', '.join(context.run_state.missing)}, which this run does not know; go on "
-            "with the release and the options that wrote it"
-        )
+    with together():
+        _restore_frozen(checkpoint, engines, same_ranks)
+        context.run_state.load(shared, own, others, rank())
     if present.options != manifest.options or present.total_steps != manifest.total_steps:
         rate = engines.policy.learning_rate
         settings.restore()

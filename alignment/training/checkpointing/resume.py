@@ -5,6 +5,7 @@ Everything that can be refused is refused before a model is loaded, and nothing 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +18,12 @@ from alignment.engines.checkpoints.fragments import check_fragments
 from alignment.engines.checkpoints.manifest import Manifest
 from alignment.engines.collectives import gathered, on_first_rank
 from alignment.engines.launch_env import rank, world_size
+from alignment.training.checkpointing.fingerprints import identity
 from alignment.training.checkpointing.output_folder import LOG, check_output_folder, holds_model, holds_run
 
 LATEST = "latest"
 _OPTION = "resume_from_checkpoint"
+_OF_THE_BEST = ("metric_for_best_model", "greater_is_better")
 
 
 @dataclass(frozen=True)
@@ -164,15 +167,10 @@ def choose(
         OptionError: what ``refuse`` says.
     """
 
-    def compared() -> Candidates:
-        candidates = find(output_dir, asked, method)
-        if candidates.found:
-            refuse(candidates.found[0])
-        return candidates
-
-    candidates: Candidates = on_first_rank(compared)
+    candidates: Candidates = on_first_rank(lambda: find(output_dir, asked, method))
     problems = list(candidates.problems)
     for checkpoint in candidates.found:
+        on_first_rank(functools.partial(refuse, checkpoint))
         damage = [one for one in gathered(_damage(checkpoint)) if one is not None]
         if not damage:
             for problem in problems:
@@ -260,12 +258,20 @@ def _fitting(window: int, micro_batch: int, ranks: int) -> str:
 
 
 def _differences(manifest: Manifest, present: Present) -> Iterator[str]:
-    for was, now in ((manifest.options, present.options), (manifest.fingerprints, present.fingerprints)):
+    for was, now, compared in (
+        (manifest.options, present.options, lambda value: value),
+        (manifest.fingerprints, present.fingerprints, identity),
+    ):
         for name in sorted(was.keys() | now.keys()):
-            if was.get(name) != now.get(name):
+            if compared(was.get(name)) != compared(now.get(name)) and not _unasked(name, was, now):
                 yield f"{name} was {_shown(was, name)}, is {_shown(now, name)}"
     if present.total_steps < manifest.total_steps:
         yield f"the steps of the run were {manifest.total_steps}, are {present.total_steps}"
+
+
+def _unasked(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether an option counts only where another one asks for it, and one of the two runs did not."""
+    return name in _OF_THE_BEST and None in (was.get(name), now.get(name))
 
 
 def _shown(values: Mapping[str, Any], name: str) -> str:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from alignment.config.errors import OptionError, setting
+from alignment.config.errors import OptionError, OutputError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.engines.checkpoints.folder import checkpoint_step, checkpoints, clear_leftovers
 from alignment.engines.checkpoints.lock import OutputLock
@@ -26,6 +26,9 @@ class RunFolder:
         path: the folder, which need not exist.
         args: the run's options.
         tell: prints a line on the first rank.
+
+    Attributes:
+        held_by_earlier_run: the folder holds another run's results, on the first rank, and is not this one's yet.
     """
 
     def __init__(self, path: Path, args: AlignmentConfig, tell: Callable[[str], None]) -> None:
@@ -33,6 +36,7 @@ class RunFolder:
         self.lock = OutputLock(path, tell=tell)
         self._free = False
         self._made: list[Path] = []
+        self.held_by_earlier_run = False
 
     def check(self) -> None:
         """Refuse on the first rank, before anything is read, a folder that the run will not be able to use.
@@ -49,9 +53,22 @@ class RunFolder:
         else:  # a script may still ask for a resume when it calls train()
             check_output_folder(self.path, args.overwrite_output_dir, earlier_run=True)
             self._free = not in_use(self.path)
+            self.held_by_earlier_run = not self._free and not args.overwrite_output_dir
         self.lock.peek()
         if args.merged_output_dir is not None:
             check_output_folder(Path(args.merged_output_dir), False, "merged_output_dir")
+
+    def check_not_replaced(self, folder: Path) -> None:
+        """Refuse to write a model that was not trained here over one that was, on the first rank.
+
+        Raises:
+            OutputError: ``folder`` is the output folder, and an earlier run's.
+        """
+        if self.held_by_earlier_run and folder.resolve() == self.path.resolve():
+            raise OutputError(
+                f"output_dir: {self.path} holds an earlier run, and its model would be replaced by one that was not "
+                "trained since; name another folder, or set overwrite_output_dir: true"
+            )
 
     def enter(self, asked: str | bool | None, present: Present) -> Checkpoint | None:
         """Take the folder and make it ready for the run to begin, or to go on from a checkpoint. Collective.
@@ -72,8 +89,9 @@ class RunFolder:
         if asked and args.overwrite_output_dir:  # an argument of train() is seen by no earlier check
             raise OptionError(f"{setting('resume_from_checkpoint', asked)}: set overwrite_output_dir: false with it")
         if not asked:
-            # What is there although it was free is this trainer's: it may have evaluated.
-            on_first_rank(lambda: check_output_folder(self.path, args.overwrite_output_dir or self._free))
+            # A log that is there although the folder was free is this trainer's: it may have evaluated.
+            own = (LOG, COMPLETIONS) if self._free else ()
+            on_first_rank(lambda: check_output_folder(self.path, args.overwrite_output_dir, ignored=own))
         on_first_rank(self._take)
         try:
             check_shared_folder(self.path)
@@ -82,7 +100,12 @@ class RunFolder:
         except BaseException:
             self.release()
             raise
+        self.held_by_earlier_run = False
         return checkpoint
+
+    def went_on(self, checkpoint: Checkpoint) -> None:
+        """Called when a run has been restored: checkpoints of later steps are moved away. Collective."""
+        on_first_rank(lambda: self._leave_newer(checkpoint))
 
     def _take(self) -> None:
         self._made = [path for path in (self.path, *self.path.absolute().parents) if not path.exists()]
@@ -112,11 +135,9 @@ class RunFolder:
             for name in (LOG, COMPLETIONS):  # of an attempt that came to none
                 with contextlib.suppress(FileNotFoundError):
                     os.truncate(self.path / name, 0)
-        if checkpoint is not None:
-            self._leave_newer(checkpoint)
 
     def _leave_newer(self, checkpoint: Checkpoint) -> None:
-        """Move checkpoints of later steps away, damaged ones among them: the run will write those steps again."""
+        """Damaged ones among them: the run will write those steps again."""
         newer = [path for path in checkpoints(self.path) if (checkpoint_step(path) or 0) > checkpoint.step]
         if newer:
             place = set_aside(self.path, newer)

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError
 
 from alignment.config.errors import AlignmentError, CheckpointError, OutputError, one_line
@@ -29,7 +30,7 @@ from alignment.engines.checkpoints.optimizer_state import (
     writes_fragments,
 )
 from alignment.engines.checkpoints.tensors import FileRecord, record_of
-from alignment.engines.collectives import from_first_rank, gathered, on_first_rank
+from alignment.engines.collectives import from_first_rank, gathered, on_first_rank, together
 from alignment.engines.launch_env import rank, world_size
 from alignment.engines.saving import exported_tensors
 from alignment.reporting.durable import replace_text, sync
@@ -82,22 +83,37 @@ class CheckpointWriter:
         self.newest: int | None = None
 
     def describe(self) -> str:
-        """How large a checkpoint is, of all ranks together; collective."""
-        model, state = self._bytes()
+        """How large a checkpoint is, of all ranks together; collective.
+
+        Raises:
+            CheckpointError: something of the run cannot be saved, so that none could be written.
+        """
+        with together():
+            if self.resumable:
+                self._state_texts()
+            own = self._own_bytes()
+        model, state = self._bytes(own)
         if not self.resumable:
             return f"checkpoints: {_size(model)} each, the model only, so no run can go on from them (save_only_model)"
         return f"checkpoints: {_size(model + state)} each: model {_size(model)}, state {_size(state)}"
 
-    def _bytes(self) -> tuple[int, int]:
-        """Of the model, and of everything beside it."""
-        model = self.engines.trained_bytes()
+    def _bytes(self, own: int) -> tuple[int, int]:
+        """Of the model, and of everything beside it on all ranks."""
+        return self.engines.trained_bytes(), sum(gathered(own))
+
+    def _own_bytes(self) -> int:
+        """Of what this rank writes beside the model."""
         if not self.resumable:
-            return model, 0
+            return 0
         policy = self.engines.policy
         # Those that train in fp32 are expected in the model's files; where they are renamed, it takes a little more.
         exported = self.engines.exported_names() if self.engines.trains_fp32 else ()
-        own = fragment_bytes(policy, exported) + frozen_bytes(self.engines.frozen)
-        return model, sum(gathered(own))
+        return fragment_bytes(policy, exported) + frozen_bytes(self.engines.frozen)
+
+    def _state_texts(self) -> tuple[str, str]:
+        """What all ranks share of the run state, and what is this rank's own, as JSON."""
+        state = self.context.run_state.state_dict()
+        return _json(state["shared"]), _json(state["own"])
 
     def write(self, keep: Path | None) -> bool:
         """Write the checkpoint of the present step, then remove those beyond ``save_total_limit``; collective.
@@ -140,8 +156,11 @@ class CheckpointWriter:
     def _written(self, target: Path) -> str | None:
         """Why the checkpoint could not be written; None where it was. All ranks agree after every stage."""
         partial = partial_of(target)
-        model, state = self._bytes()
-        failed = self._agreed(lambda: self._prepare(partial, model + state))
+        own: list[int] = []
+        failed = self._agreed(lambda: own.append(self._own_bytes()))
+        if failed is None:
+            size = sum(self._bytes(own[0]))
+            failed = self._agreed(lambda: self._prepare(partial, size))
         if failed is None:
             failed = self._agreed(lambda: self.engines.write(partial))
         exported: dict[str, ExportedTensor] = {}
@@ -157,6 +176,11 @@ class CheckpointWriter:
         if failed is not None and self.context.is_first:
             shutil.rmtree(partial, ignore_errors=True)
         return failed
+
+    def agreed(self, act: Callable[[], Any]) -> None:
+        """Write on the first rank what a run ends with; a failure is kept in ``failure``. Collective."""
+        failed = self._agreed(lambda: act() if self.context.is_first else None)
+        self.failure = failed if failed is not None else self.failure
 
     def _agreed(self, act: Callable[[], Any]) -> str | None:
         """Do a part on this rank; what went wrong on any."""
@@ -194,10 +218,11 @@ class CheckpointWriter:
         if frozen.changed:
             name = frozen_file(rank(), world_size())
             records[name] = write_frozen(frozen, partial / name)
-        state = self.context.run_state.state_dict()
-        records |= _text_file(partial / own_state_file(rank()), state["own"])
+        shared, mine = self._state_texts()
+        records |= _text_file(partial / own_state_file(rank()), mine)
         if self.context.is_first:
-            records |= _text_file(partial / STATE, {**state["shared"], "exported": dict(exported)})
+            places = json.dumps({"exported": dict(exported)})
+            records |= _text_file(partial / STATE, f"{shared[:-1]}, {places[1:]}")
         return records
 
     def _publish(self, partial: Path, target: Path, records: dict[str, FileRecord]) -> None:
@@ -235,9 +260,33 @@ def library_versions() -> dict[str, str]:
     return found
 
 
-def _text_file(path: Path, content: Mapping[str, Any]) -> dict[str, FileRecord]:
-    replace_text(path, json.dumps(content))
+def _text_file(path: Path, text: str) -> dict[str, FileRecord]:
+    replace_text(path, text)
     return {path.name: record_of(path)}
+
+
+def _json(parts: Mapping[str, Any]) -> str:
+    """Parts of the run state as JSON, numbers of NumPy as numbers.
+
+    Raises:
+        CheckpointError: one holds something else; it is named.
+    """
+    texts = []
+    for name, state in parts.items():
+        try:
+            texts.append(f"{json.dumps(name)}: {json.dumps(state, default=_number)}")
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the state of {name!r} (of callbacks: 'trainer') cannot be saved: {one_line(error)}; keep numbers, "
+                "texts, lists and mappings of these in it, or set save_only_model: true"
+            ) from error
+    return f"{{{', '.join(texts)}}}"
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"of type {type(value).__name__}")
 
 
 def _size(count: float) -> str:
