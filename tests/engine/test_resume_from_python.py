@@ -1,0 +1,155 @@
+"""Going on from Python: with one's own optimizer and schedule, in another folder, beside an earlier trainer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from data_tokenizers import PLAIN, char_tokenizer
+from helpers import make_model, options, unpaired_rows
+from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from alignment import KTOConfig, KTOTrainer
+from alignment.config.errors import CheckpointError, OutputError
+from alignment.engines.checkpoints.folder import checkpoints
+
+pytestmark = pytest.mark.usefixtures("own_process_group")
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("model") / "policy", seed=1)
+
+
+def make(model: Any, folder: Path, trainer: dict[str, Any] | None = None, **more: Any) -> KTOTrainer:
+    given = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 2, **more}
+    return KTOTrainer(
+        model=model,
+        args=KTOConfig(**options(folder, **given)),
+        train_dataset=unpaired_rows(12, 3),
+        eval_dataset=unpaired_rows(4, 4),
+        **(trainer or {}),
+    )
+
+
+def with_own_optimizer(model: str) -> tuple[Any, dict[str, Any]]:
+    """A live model, an optimizer over it, and a schedule that counts its milestones by step."""
+    live = AutoModelForCausalLM.from_pretrained(model)
+    optimizer = torch.optim.AdamW(live.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[3, 5])
+    return live, {"optimizers": (optimizer, schedule), "processing_class": char_tokenizer(template=PLAIN)}
+
+
+def test_a_schedule_of_the_users_goes_on(model: str, tmp_path: Path) -> None:
+    rates = []
+    for name in ("whole", "again"):
+        live, more = with_own_optimizer(model)
+        trainer = make(live, tmp_path / name, more)
+        if name == "again":
+            shutil.copytree(tmp_path / "whole" / "out" / "checkpoint-2", tmp_path / "again" / "out" / "checkpoint-2")
+        trainer.train(resume_from_checkpoint=name == "again")
+        trainer.close()
+        rates.append([entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry])
+    assert rates[0] == pytest.approx([1e-3, 1e-3, 1e-3, 1e-4, 1e-4, 1e-5])
+    assert rates[1] == rates[0]
+
+
+class Keeping(TrainerCallback, ExportableState):
+    """Keeps something."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"kept": self.kept}}
+
+
+def test_what_callbacks_keep(model: str, tmp_path: Path) -> None:
+    """Numbers of NumPy, and two callbacks of one class; what cannot be saved is refused before the first step."""
+    trainer = make(model, tmp_path, {"callbacks": [Keeping(np.float32(0.5)), Keeping(7)]})
+    trainer.train()
+    trainer.close()
+    again = [Keeping(0), Keeping(0)]
+    trainer = make(model, tmp_path, {"callbacks": again})
+    trainer.train(resume_from_checkpoint=True)
+    trainer.close()
+    assert [callback.kept for callback in again] == [0.5, 7]
+    trainer = make(model, tmp_path / "other", {"callbacks": [Keeping({1, 2})]})
+    with pytest.raises(CheckpointError, match="the state of 'trainer' .* cannot be saved: .*set"):
+        trainer.train()
+    assert trainer.state.global_step == 0 and not checkpoints(tmp_path / "other" / "out")
+
+
+def test_going_on_in_another_folder(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The best model stays where it was, and is found there; if it has gone, the best of what follows is taken."""
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
+    first = make(model, tmp_path / "a", **best)
+    first.train()
+    first.save_model()
+    first.close()
+    assert first.state.best_global_step == 2
+    weights = (first.output_dir / "model.safetensors").read_bytes()
+    for name, found in (("b", True), ("c", False)):
+        if not found:
+            shutil.rmtree(first.output_dir / "checkpoint-2")
+        second = make(model, tmp_path / name, **best)
+        second.train(resume_from_checkpoint=str(first.output_dir / "checkpoint-4"))
+        second.save_model()
+        second.close()
+        assert [path.name for path in checkpoints(second.output_dir)] == ["checkpoint-6"]
+        assert ((second.output_dir / "model.safetensors").read_bytes() == weights) is found
+        assert ("the best checkpoint so far cannot be used" in capsys.readouterr().out) is not found
+        assert second.state.best_global_step == (2 if found else 6)
+
+
+def test_a_restore_that_fails_leaves_the_folder_as_it_was(model: str, tmp_path: Path) -> None:
+    first = make(model, tmp_path)
+    first.train()
+    first.close()
+    second = make(model, tmp_path, optim="sgd", resume_anyway=True)
+    with pytest.raises(CheckpointError, match="has the states of torch.AdamW"):
+        second.train(resume_from_checkpoint="checkpoint-2")
+    assert [path.name for path in checkpoints(first.output_dir)] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert not (first.output_dir / "previous-1").exists() and not (first.output_dir / ".lock").exists()
+
+
+def test_a_trainer_on_a_finished_run_replaces_nothing(model: str, tmp_path: Path) -> None:
+    first = make(model, tmp_path)
+    first.train()
+    first.save_model()
+    first.close()
+    before = {path.name: path.read_bytes() for path in first.output_dir.iterdir() if path.is_file()}
+    second = make(model, tmp_path)
+    second.evaluate()
+    with pytest.raises(OutputError, match="holds an earlier run"):
+        second.save_model()
+    with pytest.raises(OutputError, match="is not empty; choose another folder, resume_from_checkpoint: latest"):
+        second.train()
+    second.close()
+    assert {path.name: path.read_bytes() for path in first.output_dir.iterdir() if path.is_file()} == before
+
+
+def test_two_trainers_that_were_made_on_one_free_folder(model: str, tmp_path: Path) -> None:
+    first, second = make(model, tmp_path), make(model, tmp_path)
+    first.train()
+    first.close()
+    with pytest.raises(OutputError, match="is not empty"):
+        second.train()
+    second.close()
+
+
+def test_no_secret_is_in_a_checkpoint(model: str, tmp_path: Path) -> None:
+    trainer = make(model, tmp_path, model_init_kwargs={"token": "hf_0123456789"})
+    trainer.train()
+    trainer.close()
+    manifest = (trainer.output_dir / "checkpoint-2" / "manifest.json").read_text()
+    assert json.loads(manifest)["options"]["model_init_kwargs"] == {"token": "<TOKEN>"}
+    for path in trainer.output_dir.rglob("*"):
+        assert not path.is_file() or b"hf_0123456789" not in path.read_bytes(), path
