@@ -191,6 +191,11 @@ def test_the_same_command_begins_and_goes_on(models: Path, tmp_path: Path, capfd
         with pytest.raises(SystemExit) as leaving:
             main(argv)
         assert leaving.value.code == 0 and said in capfd.readouterr().out
+        (tmp_path / "out" / ".probe-left").touch()  # as by a process that was killed as it looked at the folder
+        (tmp_path / "out" / ".checkpoint-9.partial").mkdir()
+    with pytest.raises(SystemExit):
+        main(argv)
+    assert not any((tmp_path / "out").glob(".*"))
     events = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events if "event" in event] == ["start", "resume", "end"]
     assert not (tmp_path / "out" / ".lock").exists()

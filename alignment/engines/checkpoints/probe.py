@@ -12,6 +12,7 @@ from alignment.config.errors import OutputError
 from alignment.engines.collectives import from_first_rank, gathered
 from alignment.engines.launch_env import rank
 
+PROBE = ".probe-"  # what the names of its files begin with
 _PATIENCE_S = 10.0  # network file systems show a new file to other hosts when their caches run out
 _POLL_S = 0.1
 _UNSEEN = "unseen"
@@ -25,7 +26,7 @@ def check_shared_folder(folder: Path) -> None:
     Raises:
         OutputError: on every rank, naming the hosts that see another folder or cannot write there.
     """
-    name = f".probe-{uuid.uuid4().hex}"
+    name = f"{PROBE}{uuid.uuid4().hex}"
     levels = _existing_level(folder) if rank() == 0 else 0
     places = (folder.absolute(), *folder.absolute().parents)
     problem = _write(places[levels] / name) if rank() == 0 else None

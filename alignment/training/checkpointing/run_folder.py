@@ -12,7 +12,7 @@ from alignment.config.options import AlignmentConfig
 from alignment.engines.checkpoints.folder import checkpoint_step, checkpoints, clear_leftovers
 from alignment.engines.checkpoints.lock import OutputLock
 from alignment.engines.checkpoints.old_runs import set_aside
-from alignment.engines.checkpoints.probe import check_shared_folder
+from alignment.engines.checkpoints.probe import PROBE, check_shared_folder
 from alignment.engines.collectives import on_first_rank
 from alignment.engines.launch_env import rank
 from alignment.training.checkpointing.output_folder import COMPLETIONS, LOG, check_output_folder, in_use
@@ -125,6 +125,8 @@ class RunFolder:
     def _prepare(self, checkpoint: Checkpoint | None, resumes: bool) -> None:
         """Clear away what a killed process left, and what would be taken for this run's."""
         clear_leftovers(self.path)
+        for probe in self.path.glob(f"{PROBE}*"):
+            probe.unlink(missing_ok=True)
         if checkpoint is None and self.args.overwrite_output_dir:
             place = set_aside(self.path)
             if place is not None:
