@@ -39,10 +39,10 @@ from alignment.training.arguments import (
 )
 from alignment.training.callbacks import Events, check_callbacks, check_early_stopping
 from alignment.training.checkpointing.best import BestModel, check_best_metric
-from alignment.training.checkpointing.fingerprints import compared_options, fingerprints
 from alignment.training.checkpointing.output_folder import LOG, write_json
+from alignment.training.checkpointing.present import Present, present_run
 from alignment.training.checkpointing.restore import restore
-from alignment.training.checkpointing.resume import Checkpoint, Present
+from alignment.training.checkpointing.resume import Checkpoint
 from alignment.training.checkpointing.run_folder import RunFolder
 from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import Resources, RunContext
@@ -258,7 +258,9 @@ class AlignmentTrainer:
         if self.engines.trained:
             raise OptionError("train: this trainer has trained already; save the model and make another one")
         check_early_stopping(self.args, self.events.handler.callbacks)
-        present = self._present(self.sampler)
+        reference = self.reference_source if self.method.needs_reference else None
+        given = None if reference is self.policy_source else reference
+        present = present_run(self.context, self.engine_plan, given, self.resources)
         asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         checkpoint = self.folder.enter(asked, present)
         try:
@@ -292,23 +294,6 @@ class AlignmentTrainer:
             self.tell(writer.describe())
         on_first_rank(self._write_settings)
         return loop, writer
-
-    def _present(self, sampler: WindowSampler) -> Present:
-        """What the numbers of the run come from."""
-        reference = self.reference_source if self.method.needs_reference else None
-        return Present(
-            method=self.args.method,
-            window=sampler.window,
-            micro_batch=self.args.per_device_train_batch_size,
-            total_steps=total_steps(self.args, sampler),
-            fingerprints=fingerprints(
-                self.context,
-                self.engine_plan,
-                None if reference is self.policy_source else reference,
-                self.resources.fingerprints(),
-            ),
-            options=compared_options(self.args),
-        )
 
     def _go_on(self, checkpoint: Checkpoint, loop: TrainingLoop, present: Present) -> None:
         """Restore a run into the engines, and let the loop go on from there."""

@@ -22,7 +22,8 @@ from alignment.engines.collectives import together
 from alignment.engines.launch_env import rank, world_size
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.torch import take_scheduled_rates
-from alignment.training.checkpointing.resume import Checkpoint, Present
+from alignment.training.checkpointing.present import Present
+from alignment.training.checkpointing.resume import Checkpoint
 from alignment.training.checkpointing.writer import STATE, own_state_file
 from alignment.training.context import RunContext
 from alignment.training.run_engines import RunEngines

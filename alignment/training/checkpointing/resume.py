@@ -20,6 +20,7 @@ from alignment.engines.collectives import gathered, on_first_rank
 from alignment.engines.launch_env import rank, world_size
 from alignment.training.checkpointing.fingerprints import identity
 from alignment.training.checkpointing.output_folder import LOG, check_output_folder, holds_model, holds_run
+from alignment.training.checkpointing.present import Present
 
 LATEST = "latest"
 _OPTION = "resume_from_checkpoint"
@@ -192,27 +193,6 @@ def _damage(checkpoint: Checkpoint) -> str | None:
     except CheckpointError as error:
         return str(error)
     return None
-
-
-@dataclass(frozen=True)
-class Present:
-    """What a run is now, to be compared with what it was.
-
-    Attributes:
-        method: of alignment.
-        window: rows of one optimizer step.
-        micro_batch: rows of one micro-batch and rank.
-        total_steps: of the whole run.
-        fingerprints: see :mod:`.fingerprints`.
-        options: those that have to stay the same.
-    """
-
-    method: str
-    window: int
-    micro_batch: int
-    total_steps: int
-    fingerprints: Mapping[str, str]
-    options: Mapping[str, Any]
 
 
 def check_same_run(checkpoint: Checkpoint, present: Present, *, anyway: bool, tell: Callable[[str], None]) -> None:

@@ -34,7 +34,7 @@ from alignment.engines.collectives import from_first_rank, gathered, on_first_ra
 from alignment.engines.launch_env import rank, world_size
 from alignment.engines.saving import exported_tensors
 from alignment.reporting.durable import replace_text, sync
-from alignment.training.checkpointing.resume import Present
+from alignment.training.checkpointing.present import Present
 from alignment.training.context import RunContext
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import Identity
