@@ -346,7 +346,7 @@ class TrainingLoop:
         self.context.log(metrics)
         self.context.log_file.write({"event": "end", "phases": self.context.phases.summary()})
         for finish in (self.context.log_file.finish, self.engines.window_pass.finish):
-            self.writer.agreed(finish)
+            self.writer.finish(finish)
         self.events("on_train_end")
-        self.writer.agreed(lambda: self.writer.write_state(self.context.output_dir))
+        self.writer.finish(lambda: self.writer.write_state(self.context.output_dir))
         return TrainOutput(steps, metrics["train_loss"], {**metrics, "epoch": self.state.epoch or 0.0})

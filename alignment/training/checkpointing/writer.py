@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 
-from alignment.config.errors import AlignmentError, CheckpointError, OutputError, one_line
+from alignment.config.errors import CheckpointError, OutputError, one_line
 from alignment.engines.checkpoints.folder import checkpoint_folder, partial_of, prune_checkpoints, publish
 from alignment.engines.checkpoints.fragments import fragment_file
 from alignment.engines.checkpoints.frozen import frozen_bytes, frozen_file, write_frozen
@@ -42,12 +42,21 @@ from alignment.training.run_state import Identity
 STATE = "run_state.json"
 _LIBRARIES = ("deepspeed-alignment", "torch", "transformers", "deepspeed", "peft", "bitsandbytes")
 _SPARE = 1 << 20  # bytes, for the tokenizer, configurations and states
-_FAILURES = (OSError, SafetensorError, OutputError, CheckpointError)
 
 
 def own_state_file(rank: int) -> str:
     """The file with what the run state holds of one rank."""
     return f"run_state-{rank:05d}.json"
+
+
+@contextlib.contextmanager
+def _together() -> Iterator[None]:
+    """A stage of writing: all ranks get through it, or each of them raises :class:`CheckpointError`. Collective."""
+    with together():
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(_reason(error)) from error
 
 
 class CheckpointWriter:
@@ -132,9 +141,12 @@ class CheckpointWriter:
         if self.newest == step:
             return True
         on_first_rank(self.hold)
-        with self.context.phases("save"):
-            self.failure = self._written(target)
+        self.failure = None
+        with self.context.phases("save"), self._kept_as_failure():
+            self._written(target)
         if self.failure is not None:
+            if self.context.is_first:
+                shutil.rmtree(partial_of(target), ignore_errors=True)
             self.context.tell(
                 f"checkpoint-{step}: not written, {self.failure}; those from before are kept, and the run goes on and "
                 "tries again at the next save"
@@ -153,43 +165,41 @@ class CheckpointWriter:
         except OSError as error:
             self.context.tell(f"save_total_limit: an old checkpoint could not be removed: {_reason(error)}")
 
-    def _written(self, target: Path) -> str | None:
-        """Why the checkpoint could not be written; None where it was. All ranks agree after every stage."""
+    def _written(self, target: Path) -> None:
+        """Write everything, stage by stage.
+
+        Raises:
+            CheckpointError: on every rank, where one of them could not.
+        """
         partial = partial_of(target)
-        own: list[int] = []
-        failed = self._agreed(lambda: own.append(self._own_bytes()))
-        if failed is None:
-            size = sum(self._bytes(own[0]))
-            failed = self._agreed(lambda: self._prepare(partial, size))
-        if failed is None:
-            failed = self._agreed(lambda: self.engines.write(partial))
-        exported: dict[str, ExportedTensor] = {}
-        if failed is None and self.resumable:
-            failed = self._agreed(lambda: exported.update(self._exported(partial)))
-        records: dict[str, FileRecord] = {}
-        if failed is None:
-            places = from_first_rank(exported)
-            failed = self._agreed(lambda: records.update(self._own_files(partial, places)))
-        if failed is None:
-            everyone = {name: one for part in gathered(records) for name, one in part.items()}
-            failed = self._agreed(lambda: self._publish(partial, target, everyone))
-        if failed is not None and self.context.is_first:
-            shutil.rmtree(partial, ignore_errors=True)
-        return failed
+        with _together():
+            own = self._own_bytes()
+        size = sum(self._bytes(own))
+        with _together():
+            self._prepare(partial, size)
+        with _together():
+            self.engines.write(partial)
+        with _together():
+            exported = self._exported(partial)
+        exported = from_first_rank(exported)
+        with _together():
+            records = self._own_files(partial, exported)
+        everyone = {name: one for part in gathered(records) for name, one in part.items()}
+        with _together():
+            self._publish(partial, target, everyone)
 
-    def agreed(self, act: Callable[[], Any]) -> None:
-        """Write on the first rank what a run ends with; a failure is kept in ``failure``. Collective."""
-        failed = self._agreed(lambda: act() if self.context.is_first else None)
-        self.failure = failed if failed is not None else self.failure
+    def finish(self, write: Callable[[], None]) -> None:
+        """Write what a run ends with, on the first rank; if that fails it is kept in ``failure``. Collective."""
+        with self._kept_as_failure(), _together():
+            if self.context.is_first:
+                write()
 
-    def _agreed(self, act: Callable[[], Any]) -> str | None:
-        """Do a part on this rank; what went wrong on any."""
-        failed: str | None = None
+    @contextlib.contextmanager
+    def _kept_as_failure(self) -> Iterator[None]:
         try:
-            act()
-        except _FAILURES as error:
-            failed = _reason(error)
-        return next((one for one in gathered(failed) if one is not None), None)
+            yield
+        except CheckpointError as error:
+            self.failure = str(error)
 
     def _prepare(self, partial: Path, size: int) -> None:
         if not self.context.is_first:
@@ -202,7 +212,7 @@ class CheckpointWriter:
 
     def _exported(self, partial: Path) -> dict[str, ExportedTensor]:
         """Where the model's own files have the weights that train in fp32 already; the first rank looks."""
-        names = self.engines.exported_names()
+        names = self.engines.exported_names() if self.resumable else {}
         found = exported_tensors(partial, names) if self.context.is_first else {}
         return {name: ExportedTensor(*place) for name, place in found.items()}
 
@@ -301,4 +311,4 @@ def _size(count: float) -> str:
 def _reason(error: BaseException) -> str:
     if isinstance(error, OSError):
         return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
-    return str(error) if isinstance(error, AlignmentError) else one_line(error)
+    return one_line(error)
