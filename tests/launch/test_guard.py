@@ -179,6 +179,7 @@ def test_an_interruption_waits_for_a_connection() -> None:
     code = """
 import os, signal, time
 from alignment.engines.guard import _interrupt_deferred
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 try:
     with _interrupt_deferred():
         os.kill(os.getpid(), signal.SIGINT)
