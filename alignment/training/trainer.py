@@ -18,6 +18,7 @@ from alignment.config.errors import AlignmentError, LastCheckpointError, OptionE
 from alignment.config.options import AlignmentConfig
 from alignment.data.prepare import check_vocabulary
 from alignment.data.windows import WindowSampler
+from alignment.engines.checkpoints.old_runs import set_folder_aside
 from alignment.engines.collectives import barrier, device, on_first_rank
 from alignment.engines.launch_env import init_distributed, local_rank, rank, world_size
 from alignment.engines.optimizers import check_optimization
@@ -380,6 +381,9 @@ class AlignmentTrainer:
             from alignment.engines.exporting.adapter import merge_adapter  # imports peft
 
             source = self.engine_plan.source
+            aside = set_folder_aside(folder) if self.args.resume_from_checkpoint else None
+            if aside is not None:
+                self.tell(f"merged_output_dir: what an attempt before this one merged is in {aside}")
             try:
                 report = merge_adapter(
                     self.output_dir,

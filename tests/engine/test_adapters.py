@@ -284,11 +284,15 @@ def test_evaluation_before_training(base: str, tmp_path: Path) -> None:
 
 
 def test_a_merged_folder_after_training(base: str, tmp_path: Path) -> None:
-    trainer = trained(base, tmp_path, None, use_peft=True, lora_r=2, merged_output_dir=str(tmp_path / "merged"))
-    found = inside(trainer)
-    trainer.close()
-    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    torch.testing.assert_close(logits(whole), found, rtol=0, atol=1e-5)
+    """Also when the same command is started once more, as after a kill at its very end."""
+    merged = {"merged_output_dir": str(tmp_path / "merged"), "resume_from_checkpoint": "latest"}
+    for _ in range(2):
+        trainer = trained(base, tmp_path, None, use_peft=True, lora_r=2, save_strategy="epoch", **merged)
+        found = inside(trainer)
+        trainer.close()
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        torch.testing.assert_close(logits(whole), found, rtol=0, atol=1e-5)
+    assert (tmp_path / "merged.previous-1" / "model.safetensors").exists()
 
 
 def test_dropout_of_adapters_is_spared(base: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from alignment.config.errors import OutputError
-from alignment.engines.checkpoints.old_runs import set_aside
+from alignment.engines.checkpoints.old_runs import set_aside, set_folder_aside
 
 MOVED = (
     *("checkpoint-2/model.safetensors", "checkpoint-10/model.safetensors", "checkpoint-10/sub/file"),
@@ -119,3 +119,14 @@ def test_what_cannot_be_moved_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     assert {name: text for name, text in files(tmp_path).items() if not name.startswith("previous")} == content(
         (*MOVED, *KEPT)
     )
+
+
+def test_a_folder_beside_those_before(tmp_path: Path) -> None:
+    folder = tmp_path / "merged"
+    assert set_folder_aside(folder) is None
+    for number in (1, 2):
+        folder.mkdir()
+        assert set_folder_aside(folder) is None
+        (folder / "model").write_text(str(number))
+        assert set_folder_aside(folder) == tmp_path / f"merged.previous-{number}"
+    assert not folder.exists() and (tmp_path / "merged.previous-2" / "model").read_text() == "2"

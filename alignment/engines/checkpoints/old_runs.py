@@ -54,6 +54,24 @@ def set_aside(folder: Path, only: Sequence[Path] | None = None) -> Path | None:
         ) from error
 
 
+def set_folder_aside(folder: Path) -> Path | None:
+    """Give a folder that is not empty the name ``NAME.previous-N`` beside it; None if there is nothing to rename.
+
+    Raises:
+        OutputError: it cannot be renamed.
+    """
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return None
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.{PREVIOUS}{number}")).exists():
+        number += 1
+    try:
+        os.rename(folder, target)
+    except OSError as error:
+        raise OutputError(f"{folder}: could not be renamed to {target.name}: {error.strerror or error}") from error
+    return target
+
+
 def _left_by_earlier_run(folder: Path) -> list[Path]:
     """Its files: checkpoints from the oldest to the newest, for as long as any is there, the newest is; then the rest.
 

@@ -57,7 +57,12 @@ class RunFolder:
             self.held_by_earlier_run = not self._free and not args.overwrite_output_dir
         self.lock.peek()
         if args.merged_output_dir is not None:
-            check_output_folder(Path(args.merged_output_dir), False, "merged_output_dir")
+            from alignment.engines.exporting.folder import REPORT  # imports more than a run without it needs
+
+            merged = Path(args.merged_output_dir)
+            # What an attempt before this one merged, if it came so far, is set aside when it is merged again.
+            if not asked or not (merged / REPORT).exists():
+                check_output_folder(merged, False, "merged_output_dir")
 
     def check_not_replaced(self, folder: Path) -> None:
         """Refuse to write a model that was not trained here over one that was, on the first rank.
