@@ -202,13 +202,12 @@ def test_two_live_adapters(base: str, tmp_path: Path) -> None:
 
     other = live()
     other.set_adapter("two")
-    args = KTOConfig(**run_options(tmp_path / "both"))
+    here, there = (KTOConfig(**run_options(tmp_path / name)) for name in ("here", "there"))
     runs = [
-        KTOTrainer(live(), args=args, train_dataset=ROWS, model_adapter_name="one", ref_adapter_name="two"),
-        KTOTrainer(live(), other.merge_and_unload(), args=args, train_dataset=ROWS, model_adapter_name="one"),
+        KTOTrainer(live(), args=here, train_dataset=ROWS, model_adapter_name="one", ref_adapter_name="two"),
+        KTOTrainer(live(), other.merge_and_unload(), args=there, train_dataset=ROWS, model_adapter_name="one"),
     ]
     for run in runs:
-        args.overwrite_output_dir = True
         run.train()
         run.close()
     assert losses(runs[0]) == pytest.approx(losses(runs[1]), abs=1e-6) and abs(losses(runs[0])[0] - 0.5) > 1e-5
