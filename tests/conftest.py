@@ -145,6 +145,22 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What models were loaded; the test goes on without them, so that only the list tells."""
+    from transformers import AutoModelForCausalLM, PreTrainedModel
+
+    calls: list[Any] = []
+
+    def record(*args: Any, **kwargs: Any) -> None:
+        calls.append(args)
+        raise OSError("loading was recorded")
+
+    for cls in (AutoModelForCausalLM, PreTrainedModel):
+        monkeypatch.setattr(cls, "from_pretrained", record)
+    return calls
+
+
+@pytest.fixture
 def library_bars() -> Iterator[None]:
     """For commands that turn the libraries' progress bars and warnings off; later tests find them as they were."""
     from datasets import enable_progress_bars

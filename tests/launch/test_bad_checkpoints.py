@@ -18,7 +18,6 @@ from conftest import ROOT
 from helpers import make_model, paired_rows, unpaired_rows
 from small_disk import small_disk
 from test_bad_input import the_error, tree
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from alignment.cli.train import main
 from alignment.engines.checkpoints.manifest import MANIFEST
@@ -43,20 +42,6 @@ def done(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         main(command(Case("good", (), GOOD), folder, models))
     assert leaving.value.code == 0
     return folder / "out"
-
-
-@pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was loaded."""
-    calls: list[Any] = []
-
-    def record(*args: Any, **kwargs: Any) -> None:
-        calls.append(args)
-        raise OSError("loading was recorded")
-
-    for cls in (AutoModelForCausalLM, PreTrainedModel):
-        monkeypatch.setattr(cls, "from_pretrained", record)
-    return calls
 
 
 def edit_manifest(folder: Path, **values: Any) -> None:

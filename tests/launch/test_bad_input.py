@@ -31,20 +31,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was loaded; the test goes on without it, so that only the list tells."""
-    calls: list[Any] = []
-
-    def record(*args: Any, **kwargs: Any) -> None:
-        calls.append(args)
-        raise OSError("loading was recorded")
-
-    for cls in (AutoModelForCausalLM, PreTrainedModel):
-        monkeypatch.setattr(cls, "from_pretrained", record)
-    return calls
-
-
 def tree(folder: Path) -> dict[str, bytes | None]:
     """Everything below a folder, with the contents of files."""
     return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
