@@ -36,6 +36,7 @@ def main() -> None:
     kind, work = sys.argv[-2:]
     print(f"rank {rank()} of {world_size()} began", flush=True)
     if kind.startswith("everyone-"):
+        torch.distributed.barrier()  # a rank that is still connecting hears of nothing until torch tries again
         fail(kind.removeprefix("everyone-"))
     if rank() == 1 and kind != "none":
         time.sleep(0.5)
