@@ -93,9 +93,7 @@ class SavingOptions:
     save_strategy: Strategy = option(Strategy.STEPS, "When to save the model: `no`, `steps` or `epoch`.")
     save_steps: int = option(500, "Optimizer steps between saves.")
     save_total_limit: int | None = option(None, "Keep only the newest so many checkpoint folders.")
-    save_only_model: bool = option(
-        False, "Save the model without what a run needs to go on from it: smaller, and no run can be resumed from it."
-    )
+    save_only_model: bool = option(False, "Save the model without the state that a resume needs.")
     load_best_model_at_end: bool = option(
         False, "End with the weights that evaluated best; each new best is saved, whatever `save_strategy` says."
     )
@@ -107,10 +105,10 @@ class SavingOptions:
     )
     resume_from_checkpoint: str | bool | None = option(
         None,
-        "Checkpoint folder to go on from; `latest` (or `true`): the newest whole one in `output_dir`, and where there "
-        "is none, begin.",
+        "Checkpoint folder to resume from; `latest` (or `true`): the newest whole one in `output_dir`, or a fresh "
+        "start if there is none.",
     )
-    resume_anyway: bool = option(False, "Go on although data, models or options differ; the differences are listed.")
+    resume_anyway: bool = option(False, "Resume although data, models or options differ; the differences are listed.")
     push_to_hub: bool = option(False, "Upload the model to the Hugging Face hub.")
     hub_model_id: str | None = option(None, "Repository to upload to.")
     hub_token: str | None = option(None, "Token for the hub; never logged or saved.")

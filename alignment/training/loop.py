@@ -28,7 +28,7 @@ from alignment.internals.torch import schedule_may_go_first
 from alignment.reporting.metrics import MetricHistory, means
 from alignment.reporting.progress import Progress
 from alignment.training.callbacks import Decision
-from alignment.training.checkpointing.best import BestModel, content_damage
+from alignment.training.checkpointing.best import BestModel, damage_of_model
 from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, total_steps
@@ -314,7 +314,7 @@ class TrainingLoop:
             self.context.tell("load_best_model_at_end: no evaluation was finite, so these are the last step's weights")
         if folder is None or self.state.best_global_step == self.state.global_step:
             return
-        damage = on_first_rank(lambda: content_damage(folder))
+        damage = on_first_rank(lambda: damage_of_model(folder, read=True))
         if damage is not None:
             self.context.tell(f"load_best_model_at_end: {damage}; so these are the last step's weights")
             return

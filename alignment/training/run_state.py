@@ -51,23 +51,16 @@ class RunState:
     def __init__(self) -> None:
         self.parts: dict[str, Stateful] = {}
         self.on_each_rank: dict[str, StatefulOnEachRank] = {}
-        self._waiting: dict[str, Any] = {}
-        self._waiting_own: Mapping[str, Any] = {}
-        self._waiting_ranks: Sequence[Mapping[str, Any]] = ()
-        self._rank = 0
         self._marks: dict[str, Any] = {}
 
     def register(self, name: str, part: Part) -> Part:
-        """Make ``part`` belong to the state; it gets what was loaded for it, if it was made after that."""
+        """Make ``part`` belong to the state."""
         self.parts[name] = part
-        if name in self._waiting:
-            part.load_state_dict(self._waiting.pop(name))
         return part
 
     def register_on_each_rank(self, name: str, part: EachPart) -> EachPart:
         """The same for a part whose state differs from rank to rank."""
         self.on_each_rank[name] = part
-        self._load_own(name)
         return part
 
     def mark(self, *names: str) -> None:
@@ -100,7 +93,7 @@ class RunState:
         ranks: Sequence[Mapping[str, Any]] = (),
         rank: int = 0,
     ) -> None:
-        """Restore a state, of parts that will be registered later once they are.
+        """Restore a state. What nobody has registered is passed over; see :meth:`unknown`.
 
         Args:
             shared: of the parts that are the same on every rank.
@@ -108,25 +101,15 @@ class RunState:
             ranks: in place of ``own``, those of all ranks that there were, where there are more or fewer now.
             rank: this one.
         """
-        self._waiting, self._waiting_own, self._waiting_ranks, self._rank = dict(shared), own, ranks, rank
         self._marks = {}
-        for name in [name for name in self.parts if name in self._waiting]:
-            self.parts[name].load_state_dict(self._waiting.pop(name))
-        for name in self.on_each_rank:
-            self._load_own(name)
-
-    def _load_own(self, name: str) -> None:
-        part, states = self.on_each_rank[name], [state[name] for state in self._waiting_ranks if name in state]
-        if states:
-            part.load_state_dict(part.redistributed(states, self._rank))
-        elif name in self._waiting_own:
-            part.load_state_dict(self._waiting_own[name])
-
-    @property
-    def missing(self) -> list[str]:
-        """What was loaded for parts that nobody has registered."""
-        own = {name for state in (self._waiting_own, *self._waiting_ranks) for name in state}
-        return [*self._waiting, *sorted(own - self.on_each_rank.keys())]
+        for name, part in self.parts.items():
+            if name in shared:
+                part.load_state_dict(shared[name])
+        for name, each in self.on_each_rank.items():
+            if ranks:
+                each.load_state_dict(each.redistributed([state[name] for state in ranks], rank))
+            elif name in own:
+                each.load_state_dict(own[name])
 
     def unknown(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
         """Which parts of a state nobody has registered."""

@@ -14,11 +14,10 @@ from typing import Any, ClassVar
 from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_utils import TrainOutput
 
-from alignment.config.errors import AlignmentError, LastCheckpointError, OptionError, setting
+from alignment.config.errors import LastCheckpointError, OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.data.prepare import check_vocabulary
 from alignment.data.windows import WindowSampler
-from alignment.engines.checkpoints.old_runs import set_folder_aside
 from alignment.engines.collectives import barrier, device, on_first_rank
 from alignment.engines.launch_env import init_distributed, local_rank, rank, world_size
 from alignment.engines.optimizers import check_optimization
@@ -50,6 +49,7 @@ from alignment.training.context import Resources, RunContext
 from alignment.training.data import PreparedData, prepare_data, total_steps, window_sampler
 from alignment.training.evaluation import evaluate, evaluation_windows
 from alignment.training.loop import TrainingLoop
+from alignment.training.merged import write_merged
 from alignment.training.method import AnyMethod
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import Identity, RunState
@@ -273,7 +273,8 @@ class AlignmentTrainer:
         result = loop.run(evaluation_windows(self.context), writer)
         self.write_report(show=True)
         if self.args.merged_output_dir is not None:
-            self._write_merged(Path(self.args.merged_output_dir))
+            self.save_model()
+            write_merged(self.context, self.engine_plan.source, Path(self.args.merged_output_dir))
         if writer.failure is not None:
             raise LastCheckpointError(f"output_dir: the end of the run could not be written: {writer.failure}")
         return result
@@ -372,33 +373,6 @@ class AlignmentTrainer:
         on_first_rank(lambda: self.folder.check_not_replaced(folder))
         self.engines.build(None)
         self.engines.write(folder)
-        barrier()
-
-    def _write_merged(self, folder: Path) -> None:
-        """Save the adapters, and merge them into their base as it is on disk."""
-        self.save_model()
-        if self.is_world_process_zero():
-            from alignment.engines.exporting.adapter import merge_adapter  # imports peft
-
-            source = self.engine_plan.source
-            aside = set_folder_aside(folder) if self.args.resume_from_checkpoint else None
-            if aside is not None:
-                self.tell(f"merged_output_dir: what an attempt before this one merged is in {aside}")
-            try:
-                report = merge_adapter(
-                    self.output_dir,
-                    folder,
-                    base=source.path,
-                    revision=source.init_kwargs.get("revision"),
-                    trust_remote_code=self.args.trust_remote_code,
-                )
-            except AlignmentError as error:
-                raise type(error)(
-                    f"merged_output_dir: {error}; the adapters are in {self.output_dir}: deepspeed-alignment export "
-                    "merges them"
-                ) from error
-            for line in report.lines():
-                self.tell(line)
         barrier()
 
     def save_state(self) -> None:

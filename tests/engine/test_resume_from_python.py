@@ -17,6 +17,7 @@ from transformers.trainer_callback import ExportableState
 
 from alignment import KTOConfig, KTOTrainer
 from alignment.config.errors import CheckpointError, OutputError
+from alignment.engines.checkpoints.engine_state import ScheduleState
 from alignment.engines.checkpoints.folder import checkpoints
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
@@ -59,6 +60,30 @@ def test_a_schedule_of_the_users_goes_on(model: str, tmp_path: Path) -> None:
         rates.append([entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry])
     assert rates[0] == pytest.approx([1e-3, 1e-3, 1e-3, 1e-4, 1e-4, 1e-5])
     assert rates[1] == rates[0]
+
+
+def test_a_schedule_within_a_schedule_goes_on(model: str) -> None:
+    """Its milestones are two levels down."""
+
+    def made() -> torch.optim.lr_scheduler.SequentialLR:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        parts = [torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[2, 4]) for _ in range(2)]
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
+
+    def rates(scheduler: torch.optim.lr_scheduler.SequentialLR, steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            scheduler.optimizer.step()
+            scheduler.step()
+            found.append(scheduler.get_last_lr()[0])
+        return found
+
+    whole, first, second = made(), made(), made()
+    expected = rates(whole, 9)
+    assert rates(first, 1) == expected[:1] and len(set(expected)) > 2
+    ScheduleState(second).load_state_dict(json.loads(json.dumps(ScheduleState(first).state_dict())))
+    second.optimizer.param_groups[0]["lr"] = first.optimizer.param_groups[0]["lr"]
+    assert rates(second, 8) == expected[1:]
 
 
 class Keeping(TrainerCallback, ExportableState):
@@ -107,6 +132,33 @@ def test_going_on_in_another_folder(model: str, tmp_path: Path, capsys: pytest.C
         assert ((second.output_dir / "model.safetensors").read_bytes() == weights) is found
         assert ("the best checkpoint so far cannot be used" in capsys.readouterr().out) is not found
         assert second.state.best_global_step == (2 if found else 6)
+
+
+class Damaging(TrainerCallback):
+    """Changes a byte of a file after the last save."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == STEPS:
+            content = bytearray(self.file.read_bytes())
+            content[-1] ^= 1
+            self.file.write_bytes(content)
+
+
+def test_a_best_model_that_is_damaged_is_not_loaded(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
+    trainer = make(model, tmp_path, **best)
+    trainer.add_callback(Damaging(trainer.output_dir / "checkpoint-2" / "model.safetensors"))
+    trainer.train()
+    trainer.save_model()
+    trainer.close()
+    assert "model.safetensors: its content is not what was written" in capsys.readouterr().out
+    last = trainer.output_dir / f"checkpoint-{STEPS}" / "model.safetensors"
+    assert (trainer.output_dir / "model.safetensors").read_bytes() == last.read_bytes()
 
 
 def test_a_restore_that_fails_leaves_the_folder_as_it_was(model: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from alignment.engines.checkpoints.optimizer_state import group_settings, restor
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.deepspeed_state import counters, loss_scale_state, set_counters, set_loss_scale_state
 
-_PAIRS = "pairs"
+_PAIRS, _COUNTS = "__pairs__", "__counts__"
 
 
 class EngineState:
@@ -47,7 +48,8 @@ class EngineState:
 class ScheduleState:
     """The state of a learning rate schedule, a user's own included, in what JSON knows.
 
-    JSON has texts for keys only, and torch's ``MultiStepLR`` counts by step; such a mapping becomes a list of pairs.
+    JSON has texts for keys only, and torch's ``MultiStepLR`` has a ``Counter`` of steps, even within another schedule;
+    such a mapping becomes a list of pairs.
 
     Args:
         scheduler: any of torch's form.
@@ -58,22 +60,26 @@ class ScheduleState:
 
     def state_dict(self) -> dict[str, Any]:
         """Its own."""
-        return {name: _listed(value) for name, value in self.scheduler.state_dict().items()}
+        return {name: _encoded(value) for name, value in self.scheduler.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave; mappings become of the class that they were."""
-        found: dict[str, Any] = {}
-        for name, value in state.items():
-            present = getattr(self.scheduler, name, None)
-            if isinstance(value, dict) and set(value) == {_PAIRS}:
-                kind = type(present) if isinstance(present, dict) else dict
-                found[name] = kind(dict(value[_PAIRS]))
-            else:
-                found[name] = tuple(value) if isinstance(present, tuple) else value
-        self.scheduler.load_state_dict(found)
+        """Restore what :meth:`state_dict` gave."""
+        self.scheduler.load_state_dict({name: _decoded(value) for name, value in state.items()})
 
 
-def _listed(value: Any) -> Any:
-    if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
-        return {_PAIRS: [[key, each] for key, each in value.items()]}
-    return value
+def _encoded(value: Any) -> Any:
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value):
+            return {key: _encoded(each) for key, each in value.items()}
+        kind = _COUNTS if isinstance(value, Counter) else _PAIRS
+        return {kind: [[key, _encoded(each)] for key, each in value.items()]}
+    return [_encoded(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, dict):
+        if set(value) == {_COUNTS}:
+            return Counter(dict(value[_COUNTS]))
+        pairs = value[_PAIRS] if set(value) == {_PAIRS} else value.items()
+        return {key: _decoded(each) for key, each in pairs}
+    return [_decoded(each) for each in value] if isinstance(value, list) else value

@@ -41,11 +41,7 @@ class FrozenTensors:
 
     @torch.no_grad()
     def restore(self, file: TensorFile) -> None:
-        """Put back what :func:`write_frozen` wrote.
-
-        Raises:
-            CheckpointError: the file holds a tensor that the model does not have.
-        """
+        """Put back what :func:`write_frozen` wrote: into the tensor that is there, or in its place if it differs."""
         present = self._tensors()
         for key in file.keys():
             value = torch.empty(file.shape(key), dtype=file.dtype(key))
@@ -55,8 +51,11 @@ class FrozenTensors:
                 tensor.copy_(value)
                 continue
             owner, _, name = key.rpartition(".")
-            where = value if tensor is None else value.to(tensor.device)
-            self.model.get_submodule(owner).register_buffer(name, where, persistent=False)
+            module = self.model.get_submodule(owner)
+            if tensor is None:
+                module.register_buffer(name, value, persistent=False)
+            else:  # set as the module sets it, so that it stays as persistent as it was
+                setattr(module, name, value.to(tensor.device))
 
 
 def frozen_file(rank: int, ranks: int) -> str:

@@ -149,8 +149,3 @@ def files_in(folder: Path) -> list[str]:
     """The paths of all files below ``folder``, relative to it, but for the manifest."""
     found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return sorted(str(path) for path in found if str(path) != MANIFEST)
-
-
-def total_bytes(files: Mapping[str, FileRecord]) -> int:
-    """The size of them all."""
-    return sum(record.size for record in files.values())

@@ -97,28 +97,25 @@ class BestModel:
             return None
         folder = output_dir / self.folder.name
         self.state.best_model_checkpoint = str(folder)
-        damage: str | None = on_first_rank(lambda: _damage(folder))
+        damage: str | None = on_first_rank(lambda: damage_of_model(folder, read=False))
         if damage is None or not self.args.load_best_model_at_end:
             return None
         self.state.best_metric = self.state.best_global_step = self.state.best_model_checkpoint = None
         return f"the best checkpoint so far cannot be used ({damage}), so the best is chosen from here on"
 
 
-def _damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, as far as the sizes of its files tell."""
-    try:
-        Manifest.read(folder).check_files(folder)
-    except CheckpointError as error:
-        return str(error)
-    return None
+def damage_of_model(folder: Path, *, read: bool) -> str | None:
+    """What is wrong with the model in a checkpoint; None where nothing is.
 
-
-def content_damage(folder: Path) -> str | None:
-    """What is wrong with the model in a checkpoint, whose files are read for it."""
+    Args:
+        folder: the checkpoint.
+        read: compare checksums as well, not only sizes.
+    """
     try:
         manifest = Manifest.read(folder)
         manifest.check_files(folder)
-        manifest.check_contents(folder, (name for name in manifest.files if not name.startswith("optimizer-")))
+        if read:
+            manifest.check_contents(folder, (name for name in manifest.files if not name.startswith("optimizer-")))
     except CheckpointError as error:
         return str(error)
     return None

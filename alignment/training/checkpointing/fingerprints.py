@@ -92,12 +92,9 @@ def identity(fingerprint: str | None) -> str | None:
 
 def compared_options(args: AlignmentConfig) -> dict[str, Any]:
     """The options that have to be the same for a run to go on."""
-    return plain({name: value for name, value in args.to_dict().items() if name not in MAY_CHANGE})
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON gives it back."""
-    return json.loads(json.dumps(value, default=str))
+    compared = {name: value for name, value in args.to_dict().items() if name not in MAY_CHANGE}
+    as_read: dict[str, Any] = json.loads(json.dumps(compared, default=str))  # as a manifest will give them back
+    return as_read
 
 
 def _short(content: Any) -> str:

@@ -15,11 +15,11 @@ from typing import Any
 from alignment.config.errors import CheckpointError, OptionError, did_you_mean, show
 from alignment.engines.checkpoints.folder import checkpoints
 from alignment.engines.checkpoints.fragments import check_fragments
-from alignment.engines.checkpoints.manifest import Manifest
+from alignment.engines.checkpoints.manifest import MANIFEST, Manifest
 from alignment.engines.collectives import gathered, on_first_rank
 from alignment.engines.launch_env import rank, world_size
 from alignment.training.checkpointing.fingerprints import identity
-from alignment.training.checkpointing.output_folder import LOG, check_output_folder, holds_model, holds_run
+from alignment.training.checkpointing.output_folder import LOG, check_output_folder, holds_model
 from alignment.training.checkpointing.present import Present
 
 LATEST = "latest"
@@ -34,12 +34,10 @@ class Checkpoint:
     Attributes:
         folder: its folder.
         manifest: its manifest.
-        notes: lines for the user, such as why a newer one is not taken.
     """
 
     folder: Path
     manifest: Manifest
-    notes: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:
@@ -78,7 +76,7 @@ def _named(output_dir: Path, asked: str) -> Path:
     if not folder.is_dir():
         near = did_you_mean(given.name, [LATEST, *(path.name for path in checkpoints(output_dir))])
         raise CheckpointError(f"{_OPTION}={asked!r}: there is no such folder{near or f'; set {LATEST}, or a folder'}")
-    if not (folder / "manifest.json").exists() and checkpoints(folder):
+    if not (folder / MANIFEST).exists() and checkpoints(folder):
         raise CheckpointError(
             f"{_OPTION}={asked!r}: it holds checkpoints and is none; set {_OPTION}: {LATEST} with output_dir: "
             f"{asked}, or one of {', '.join(path.name for path in checkpoints(folder))}"
@@ -90,7 +88,7 @@ def _newest(output_dir: Path, method: str) -> Candidates:
     folders = checkpoints(output_dir) if output_dir.is_dir() else []
     if not folders:
         check_output_folder(output_dir, earlier_run=True)
-        if output_dir.is_dir() and holds_run(output_dir) and holds_model(output_dir):
+        if holds_model(output_dir):
             raise CheckpointError(
                 f"{_OPTION}: {output_dir} holds a model and no checkpoint, so there is nothing to go on from, and "
                 "beginning anew would replace the model; choose another output_dir"
@@ -167,7 +165,6 @@ def choose(
         CheckpointError: as :func:`find`; and where the one that was named is damaged, or no other is left.
         OptionError: what ``refuse`` says.
     """
-
     candidates: Candidates = on_first_rank(lambda: find(output_dir, asked, method))
     problems = list(candidates.problems)
     for checkpoint in candidates.found:
