@@ -1,0 +1,100 @@
+"""What this process is doing: phase, step, and when it last made progress; for whoever watches it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a phase may go without progress, in seconds; see :meth:`Activity.limit`.
+
+    Attributes:
+        least: whatever was seen before.
+        factor: times the longest stretch without progress that was seen in the phase.
+        first: while the phase is passed through for the first time.
+    """
+
+    least: float = 600.0
+    factor: float = 5.0
+    first: float = 3600.0
+
+
+class Activity:
+    """The phase that the main thread is in, and its progress.
+
+    Written by the main thread, read by others. Progress is whatever cannot happen while a rank hangs: entering and
+    leaving a phase, a micro-batch, a generated token, a tokenised batch of rows.
+
+    Args:
+        clock: in seconds.
+
+    Attributes:
+        step: the last completed optimizer step.
+        limits: how long a phase may go without progress.
+        moves: progress made so far, as a count.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.step, self.limits, self.moves = 0, Limits(), 0
+        self._clock, self._lock = clock, threading.Lock()
+        self._phases = ["start"]
+        self._longest: dict[str, float] = {}
+        self._passed: set[str] = set()
+        self._last = clock()
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Within this context the process is in ``phase``."""
+        self.progress()
+        self._phases.append(phase)
+        try:
+            yield
+            self.progress()
+            self._passed.add(phase)
+        finally:
+            self._phases.pop()
+            self.progress()
+
+    @property
+    def phase(self) -> str:
+        """The innermost phase; ``start`` before any."""
+        return self._phases[-1]
+
+    def progress(self) -> None:
+        """The main thread has got on with its work."""
+        now = self._clock()
+        with self._lock:
+            phase = self.phase
+            self._longest[phase] = max(self._longest.get(phase, 0.0), now - self._last)
+            self._last = now
+            self.moves += 1
+
+    def pardon(self, seconds: float) -> None:
+        """The process stood still for so long through no fault of its own: a suspended job, a sleeping machine."""
+        with self._lock:
+            self._last += seconds
+
+    @property
+    def idle(self) -> float:
+        """Seconds since the last progress."""
+        with self._lock:
+            return self._clock() - self._last
+
+    @property
+    def limit(self) -> float:
+        """Seconds without progress after which this phase counts as hung."""
+        phase, limits = self.phase, self.limits
+        least = limits.least if phase in self._passed else max(limits.first, limits.least)
+        return max(least, limits.factor * self._longest.get(phase, 0.0))
+
+    def reset(self) -> None:
+        """Forget everything, as in a process that has just started."""
+        self.__init__(self._clock)  # type: ignore[misc]
+
+
+ACTIVITY = Activity()

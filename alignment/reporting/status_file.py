@@ -1,0 +1,147 @@
+"""``status.json``: where a run stands, for scripts and people.
+
+Exit statuses get lost on the way through launchers (``torchrun`` always exits with 1, ``deepspeed`` may exit with 0).
+This file does not: it is replaced as a whole, one key to a line, so that ``grep`` can read it as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from alignment.reporting.durable import replace_text
+
+STATUS = "status.json"
+STATES = ("starting", "running", "preempted", "stopped", "failed", "finished")
+ENDED = STATES[2:]
+
+
+def now() -> str:
+    """The time of day as ``2026-11-22T18:20:11Z``."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """The content of ``status.json``.
+
+    Attributes:
+        state: one of :data:`STATES`.
+        signal: what asked the run to stop: ``SIGTERM``, ``SIGUSR1``, ``SIGHUP``, ``SIGINT`` or ``STOP`` (the file);
+            None unless it was.
+        error: the error's line, of a failed run.
+        run: the run's name, the same through all of its attempts.
+        attempt: how often it was started.
+        stalled: attempts in a row, this one included, that have not come beyond the checkpoint that they started
+            from.
+        method: ``kto`` …
+        host: of the first rank.
+        pid: its process.
+        world_size: number of ranks.
+        job: SLURM's number of the job, or empty.
+        restarts: how often SLURM has requeued it.
+        phase: what the first rank was doing.
+        step: the last completed optimizer step.
+        total_steps: of the whole run; 0 while it is not known.
+        checkpoint: name of the newest checkpoint, or empty.
+        started: when this attempt started, in UTC.
+        time: when this was written, in UTC.
+    """
+
+    state: str = "starting"
+    signal: str | None = None
+    error: str | None = None
+    run: str = ""
+    attempt: int = 1
+    stalled: int = 1
+    method: str = ""
+    host: str = ""
+    pid: int = 0
+    world_size: int = 1
+    job: str = ""
+    restarts: int = 0
+    phase: str = "start"
+    step: int = 0
+    total_steps: int = 0
+    checkpoint: str = ""
+    started: str = ""
+    time: str = ""
+
+    def text(self) -> str:
+        """The file: a JSON object with one key to a line."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def parsed(cls, text: str) -> RunStatus:
+        """The status that a file holds; keys of other versions are left out.
+
+        Raises:
+            ValueError: it is no status: torn, no JSON, or with a value that is none.
+        """
+        found = json.loads(text)
+        if not isinstance(found, dict) or found.get("state") not in STATES:
+            raise ValueError("it is no status of a run")
+        known: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            if field.name not in found:
+                continue
+            value, default = found[field.name], field.default
+            kinds = (str, type(None)) if default is None else (type(default),)
+            if type(value) not in kinds:
+                raise ValueError(f"{field.name} is {value!r}")
+            known[field.name] = value
+        return cls(**known)
+
+
+def read_status(folder: Path) -> RunStatus | None:
+    """The status in a run's folder; None if there is none.
+
+    Raises:
+        ValueError: the file is no status.
+        OSError: it cannot be read.
+    """
+    try:
+        return RunStatus.parsed((folder / STATUS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+class StatusFile:
+    """Keeps ``status.json`` of a run up to date; one process writes it, from several threads.
+
+    A disk that is full or does not answer costs the update and nothing else.
+
+    Args:
+        folder: the output folder.
+        status: with which the run starts.
+        clock: in seconds.
+    """
+
+    def __init__(self, folder: Path, status: RunStatus, clock: Callable[[], float] = time.monotonic) -> None:
+        self.path, self.status = folder / STATUS, status
+        self._clock, self._lock, self._written = clock, threading.Lock(), float("-inf")
+
+    def update(self, *, within: float = 0.0, **changes: Any) -> None:
+        """Change fields of the status and write it.
+
+        Args:
+            within: do not write if the file is younger than this, in seconds, and the state is as it was.
+            **changes: fields of :class:`RunStatus`.
+        """
+        with self._lock:
+            if self.status.state in ENDED:  # the first end counts
+                return
+            before, self.status = self.status, dataclasses.replace(self.status, **changes, time=now())
+            if self.status.state == before.state and self._clock() - self._written < within:
+                return
+            with contextlib.suppress(OSError):
+                replace_text(self.path, self.status.text())
+            self._written = self._clock()
