@@ -11,9 +11,7 @@ does (`deepspeed` and `torchrun` end all ranks at once, `srun` does with --kill-
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import re
 import signal
 import sys
 import threading
@@ -23,7 +21,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NoReturn, TextIO
 
-from alignment.config.errors import AlignmentError
+from alignment.engines.failures import describe, exit_code, is_lost_peer
 from alignment.engines.launch_env import init_distributed, prepare_environment, rank, world_size
 from alignment.internals.torch import default_store
 from alignment.internals.tqdm import open_bars
@@ -32,10 +30,6 @@ _POLL_S = 1.0  # how often a rank looks whether another has failed
 _HUSH_S = 5.0  # how long the speaker waits for the others to fall silent
 _SPEECH_S = 10.0  # how long a silent rank waits for the speaker
 _LEAVE_S = 60.0  # how long rank 0 keeps the store for ranks that have finished too
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "ncclRemoteError", "remote process exited")
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-_DISK_FULL_TEXTS = ("No space left on device", "PytorchStreamWriter failed", "Disk quota exceeded")
-_PATH_NAMES = ("filename", "checkpoint_file", "path", "file", "f", "save_directory", "output_dir")
 
 
 def guarded(main: Callable[[], None], use_cpu: bool | Callable[[], bool] = False) -> int:
@@ -110,8 +104,8 @@ class Peers:
 
     def fail(self, error: BaseException) -> NoReturn:
         """Speak if no other rank does, and end this process."""
-        code = _exit_code(error)
-        if _is_lost_peer(error):
+        code = exit_code(error)
+        if is_lost_peer(error):
             # The rank that broke the connection knows why; leave it time to say so.
             self._wait(lambda: self._call("check", ["claim"]), _SPEECH_S / 2)
         with self._lock:
@@ -188,93 +182,7 @@ def _speak(error: BaseException) -> int:
         who = f"rank {os.environ.get('RANK', '?')}: " if several else ""
         # Another rank's progress bar may have left the cursor in the middle of a line.
         _write(("\n" if several else "") + trace + f"error: {who}{line}")
-    return _exit_code(error)
-
-
-def describe(error: BaseException) -> tuple[str, bool]:
-    """One line for the user, and whether the error is a defect whose traceback is worth showing.
-
-    The line is empty for a `SystemExit` with a number: whoever raised it has already spoken.
-    """
-    kinds = {f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
-    text = " ".join(str(error).split())
-    if isinstance(error, AlignmentError):
-        return text, False
-    if isinstance(error, SystemExit):
-        return (text if isinstance(error.code, str) else ""), False
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted by the user", False
-    if "torch.OutOfMemoryError" in kinds:
-        advice = (
-            "a smaller per_device_train_batch_size or max_length, gradient_checkpointing true, or a deepspeed file"
-        )
-        return f"the GPU is out of memory: set {advice} that offloads ({_shorten(text)})", False
-    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
-        return f"the host is out of memory: use less offload, a smaller model or more ranks ({_shorten(text)})", False
-    if _is_lost_peer(error):
-        reason = re.sub(r"^\[\S+\] ", "", text).partition(". ")[0]
-        return (
-            f"another rank has gone without a message: it was killed or lost its network ({_shorten(reason)})",
-            False,
-        )
-    full = _disk_full_in(error)
-    if full is not None:
-        advice = "free space there, or set output_dir to a folder on another disk"
-        return f"{_path_of(full) or 'a file'} could not be written, the disk is full: {advice}", False
-    if isinstance(error, OSError):
-        return _os_error(error, text), False
-    if any(kind.endswith(".SafetensorError") for kind in kinds):
-        return f"{_path_of(error) or 'a safetensors file'} cannot be read or written: {text}", False
-    return f"{type(error).__name__}: {_shorten(text)} (this is a defect: please report it with the traceback)", True
-
-
-def _disk_full_in(error: BaseException | None) -> BaseException | None:
-    """The full disk behind an error, if that is what it comes from. Libraries wrap it in errors of their own."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _DISK_FULL:
-            return error
-        if any(sign in str(error) for sign in _DISK_FULL_TEXTS):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def _os_error(error: OSError, text: str) -> str:
-    if error.strerror is None:
-        return text or type(error).__name__
-    path = _path_of(error)
-    return f"{path}: {error.strerror}" if path else error.strerror
-
-
-def _path_of(error: BaseException) -> str:
-    """The path of a failed read or write: the error's own, or from the innermost frame with a variable named so."""
-    own = getattr(error, "filename", None)
-    if own is not None:
-        return str(own)
-    if isinstance(error, OSError) and error.errno not in (*_DISK_FULL, errno.EIO):
-        return ""  # a socket's error, say
-    found = ""
-    trace = error.__traceback__
-    while trace is not None:
-        variables = trace.tb_frame.f_locals
-        paths = [variables[name] for name in _PATH_NAMES if isinstance(variables.get(name), (str, os.PathLike))]
-        found = str(paths[0]) if paths else found
-        trace = trace.tb_next
-    return found
-
-
-def _is_lost_peer(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST_PEER)
-
-
-def _exit_code(error: BaseException) -> int:
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-
-
-def _shorten(text: str, limit: int = 300) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return exit_code(error)
 
 
 def _write(text: str) -> None:
