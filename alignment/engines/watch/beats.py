@@ -15,6 +15,7 @@ from alignment.engines.checkpoints.owner import Owner
 from alignment.engines.watch.activity import ACTIVITY
 
 _COLLECTIVES = ("torch/distributed/", "deepspeed/comm/")
+_GAP_S = 3.0
 _FRAMES = 12  # how far up the stack a collective's own frames reach
 
 
@@ -85,6 +86,24 @@ class Pulse:
             waiting=in_collective(),
             finished=self.finished,
         )
+
+
+class Gap:
+    """Notices that this process stood still: a suspended job, a sleeping machine.
+
+    Args:
+        clock: in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock, self._last = clock, threading.Lock(), clock()
+
+    def seconds(self) -> float:
+        """Since the last call, if that is longer than any thread lets pass between two calls; else 0."""
+        with self._lock:
+            now = self._clock()
+            gap, self._last = now - self._last, now
+        return gap if gap > _GAP_S else 0.0
 
 
 def in_collective() -> bool:

@@ -28,6 +28,16 @@ def write(text: str) -> None:
     _flush(sys.stderr)
 
 
+def write_beside_bars(text: str) -> None:
+    """Write a line to stderr while the run goes on; its progress bars are drawn again below it."""
+    tqdm = sys.modules.get("tqdm")
+    if tqdm is not None:
+        tqdm.tqdm.write(text, file=sys.stderr)
+    else:
+        sys.stderr.write(text + "\n")
+    _flush(sys.stderr)
+
+
 def _flush(stream: TextIO) -> None:
     # A reader who has gone (`| head`) must not keep the error from stderr, nor a process from ending.
     with contextlib.suppress(OSError, ValueError):

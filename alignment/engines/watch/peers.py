@@ -1,9 +1,9 @@
 """This rank's line to the others: who lives, who has failed, who has finished.
 
 Ranks talk over the process group's store. Each says twice a second what it is doing; the first rank listens to all of
-them and the others listen to the first, so that the traffic grows with the number of ranks and no faster. Whoever finds
-that the job cannot go on claims the right to say so. The others fall silent, let it write its line, and end with its
-exit status.
+them and the others listen to the first, so that the traffic grows with the number of ranks and no faster. Whoever
+finds that the job cannot go on claims the right to say so. The others fall silent, let it write its line, and end with
+its exit status.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from alignment.engines.watch.activity import ACTIVITY
-from alignment.engines.watch.beats import Beat, Heard, Pulse, hung_rank
+from alignment.engines.watch.beats import Beat, Gap, Heard, Pulse, hung_rank
 from alignment.engines.watch.ending import bounded, end_process, mute, write, write_stacks
 from alignment.engines.watch.processes import Watched
 
 _POLL_S = 0.5  # between two beats
-_GAP_S = 3.0  # a pause longer than this between two of them: the process itself stood still
 _ASK_S = 3.0  # how long a last word waits for the store
 _HUSH_S = 5.0  # how long the speaker waits for the others to fall silent
 _SPEECH_S = 10.0  # how long a silent rank waits for the speaker
@@ -55,9 +54,14 @@ class Peers:
     Args:
         store: over which ranks talk; this connection is used for nothing else.
         rank, world_size: this rank, and how many there are.
-        first_keeps_store: rank 0's process serves the store; else a launcher does.
-        lost_launcher: whether a launcher of this process has gone.
+        server: the store of the process group, kept as long as this object: on rank 0 it may be the one that serves
+            the others.
+        lost_store: called when the store has gone, where a launcher serves it: ranks can do their last step without.
+            None: rank 0 serves it, so that nothing goes on without.
         clock: in seconds.
+
+    Attributes:
+        alone: the store has gone, and this rank goes on without the others' signs of life.
     """
 
     def __init__(
@@ -66,20 +70,18 @@ class Peers:
         rank: int,
         world_size: int,
         *,
-        first_keeps_store: bool,
-        lost_launcher: Callable[[], bool] = lambda: False,
+        server: Any = None,
+        lost_store: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        self._store, self._keeps, self._lost_launcher, self._clock = store, first_keeps_store, lost_launcher, clock
+        self._store, self._server, self._lost_store, self._clock = store, server, lost_store, clock
         self._pulse, self._heard = Pulse(), Heard(clock)
-        self._lock, self._last_word = threading.Lock(), threading.Lock()
-        self._own_end = self._storeless = False
-        self._answered = self._ticked = clock()
+        self._gap, self._last_word = Gap(clock), threading.Lock()
+        self._own_end = self._met = self.alone = False
+        self._answered = clock()
         self._neighbours: dict[int, Watched] = {}
         self._fallen: dict[int, float] = {}
-        self._listen_to = list(range(world_size)) if rank == 0 else [0]
-        self._known_to_beat: list[int] = []
         threading.Thread(target=self._watch, name="alignment-guard", daemon=True).start()
 
     # The end of this rank --------------------------------------------------------------------------------------------
@@ -88,11 +90,10 @@ class Peers:
         """Wait until every rank has finished. Rank 0, which may hold the store, goes last."""
         self._pulse.finished = True
         count = self._call("add", "finished", 1)
-        while count < self.world_size and not self._storeless:
+        while count < self.world_size and not self.alone:
             time.sleep(0.1)
             count = self._call("add", "finished", 0)
-        with self._lock:
-            self._own_end = True
+        self._own_end = True
         if self.rank != 0:
             self._call("add", "left", 1)
             return
@@ -112,8 +113,7 @@ class Peers:
         """
         if lost:
             line, verdict = self._lost_peer(line, verdict)
-        with self._lock:
-            self._own_end = True
+        self._own_end = True  # before the claim: the other thread must not take it for another rank's
         won = bounded(lambda: self._claim(verdict), _ASK_S)
         if won is False:
             self._end_silently()
@@ -127,9 +127,11 @@ class Peers:
         write(f"\n{trace}{line}")
         self._end_dead(verdict.dead)
         record(line, verdict)
-        if bounded(lambda: self._store.set("said", line), _ASK_S) is None and self._keeps and self.rank == 0:
-            wanted = len(self._living(verdict.dead))
-            self._wait(lambda: (bounded(lambda: self._store.add("heard", 0), _ASK_S) or 0) >= wanted, 1.0)
+        if won:
+            bounded(lambda: self._store.set("said", line), _ASK_S)
+            if self.rank == 0:  # the store may end with this process
+                wanted = len(self._living(verdict.dead))
+                self._wait(lambda: (bounded(lambda: self._store.add("heard", 0), _ASK_S) or 0) >= wanted, 1.0)
         end_process(verdict.code)
 
     def _claim(self, verdict: Verdict) -> bool:
@@ -148,9 +150,11 @@ class Peers:
         mute()
         verdict, line = Verdict(), "another rank ended the job without saying why"
         bounded(lambda: self._store.set(f"silent/{self.rank}", "1"), _ASK_S)
-        if bounded(lambda: self._store.wait(["why"]), _ASK_S) is None:
-            why = bounded(lambda: self._store.get("why"), _ASK_S)
-            verdict = Verdict(**json.loads(why)) if why is not None else verdict
+        self._wait(lambda: bool(bounded(lambda: self._store.check(["why"]), _ASK_S)), _ASK_S)
+        why = bounded(lambda: self._store.get("why"), _ASK_S)
+        if why is not None:
+            found = json.loads(why)
+            verdict = Verdict(**{**found, "dead": tuple(found["dead"])})
         if verdict.hung:
             write_stacks(ACTIVITY.folder, self.rank)
         self._end_dead(verdict.dead)
@@ -165,13 +169,11 @@ class Peers:
 
     def _watch(self) -> None:
         """The thread that beats and listens; it may wait for the store as long as the store likes."""
-        while not self._storeless:
-            with self._lock:
-                if self._own_end and not self._pulse.finished:
-                    return
-                # Under the lock: a claim made by this rank's main thread must not be taken for another's.
-                claimed = self._call("check", ["claim"]) and not self._own_end
-            if claimed:
+        while not self.alone:
+            self._pardon_gap()
+            if self._own_end and not self._pulse.finished:
+                return
+            if self._call("check", ["claim"]) and not self._own_end:
                 self._end_silently()
             self._exchange()
             self._answered = self._clock()
@@ -182,17 +184,28 @@ class Peers:
     def _exchange(self) -> None:
         """Beat, and hear the beats of those that this rank listens to."""
         self._call("set", f"beat/{self.rank}", self._pulse.beat().text())
-        if len(self._known_to_beat) < len(self._listen_to):
-            new = [other for other in self._listen_to if other not in self._known_to_beat]
-            self._known_to_beat += [other for other in new if self._call("check", [f"beat/{other}"])]
-        for other, beat in self._read_beats(self._known_to_beat).items():
+        everyone = range(self.world_size)
+        if not self._met:
+            if not self._call("check", [f"beat/{other}" for other in everyone]):
+                return
+            for other, beat in self._read_beats(everyone).items():
+                if other != self.rank and beat.machine == self._pulse.machine:
+                    self._neighbours[other] = Watched.begin(beat.pid)
+            self._met = True
+        for other, beat in self._read_beats(everyone if self.rank == 0 else [0]).items():
             self._heard.hear(other, beat)
-            if beat.machine == self._pulse.machine and other != self.rank and other not in self._neighbours:
-                self._neighbours[other] = Watched.begin(beat.pid)
 
     def _read_beats(self, ranks: Sequence[int]) -> dict[int, Beat]:
-        texts = self._call("multi_get", [f"beat/{other}" for other in ranks]) if ranks else []
-        return {other: Beat.parsed(text) for other, text in zip(ranks, texts, strict=True)}
+        texts = self._call("multi_get", [f"beat/{other}" for other in ranks])
+        return {other: Beat.parsed(text) for other, text in zip(ranks, texts, strict=True)} if texts else {}
+
+    def _pardon_gap(self) -> None:
+        """Where this process stood still, nobody else has been silent either."""
+        seconds = self._gap.seconds()
+        if seconds:
+            self._answered += seconds
+            self._heard.pardon(seconds)
+            ACTIVITY.pardon(seconds)
 
     def _judge(self) -> None:
         """End the job if a rank that this one listens to is silent, or if all of them wait for one that hangs."""
@@ -211,17 +224,13 @@ class Peers:
                 self.fail(hung_line(hung, self._heard.beats[hung], self.world_size), Verdict(hung=True))
 
     def tick(self) -> None:
-        """Called often by a thread that waits for nothing: what the other thread cannot notice while the store keeps it.
+        """Notice what the other thread cannot while the store keeps it waiting; called often by one that never waits.
 
         That is the store's own silence, and the end of processes on this machine.
         """
+        self._pardon_gap()
         now = self._clock()
-        gap, self._ticked = now - self._ticked, now
-        if gap > _GAP_S:  # a suspended job, a sleeping machine: nobody else has been given time to speak either
-            self._answered += gap
-            self._heard.pardon(gap)
-            ACTIVITY.pardon(gap)
-        if self._own_end or self._storeless:
+        if self._own_end or self.alone:
             return
         silence = ACTIVITY.limits.silence
         if now - self._answered > silence:
@@ -232,40 +241,41 @@ class Peers:
         for other, watched in self._neighbours.items():
             if other not in self._fallen and _ended(watched):
                 self._fallen[other] = now
-        for other, at in self._fallen.items():
-            if now - at < _GRACE_S:
-                continue
-            if bounded(lambda: self._store.add("finished", 0), _ASK_S) == self.world_size:
-                return
-            beat = self._heard.beats[other]
-            self.fail(
-                f"error: rank {other} (host {beat.host}, process {beat.pid}) was killed in {beat.place}, perhaps for "
-                "lack of host memory",
-                Verdict(dead=(other,)),
-            )
+        fallen = next((other for other, at in self._fallen.items() if now - at >= _GRACE_S), None)
+        if fallen is None or bounded(lambda: self._store.add("finished", 0), _ASK_S) == self.world_size:
+            return
+        beats = bounded(lambda: self._read_beats([fallen]), _ASK_S)
+        if not beats:  # the store has gone as well, which the other thread tells
+            return
+        beat = beats[fallen]
+        self.fail(
+            f"error: rank {fallen} (host {beat.host}, process {beat.pid}) was killed in {beat.place}, perhaps for "
+            "lack of host memory",
+            Verdict(dead=(fallen,)),
+        )
 
     def _store_is_silent(self, silence: float) -> NoReturn:
         beat = self._heard.beats.get(0)
         where = f" (host {beat.host})" if beat is not None else ""
         place = f", last in {beat.place}" if beat is not None else ""
-        what = f"rank 0{where}, which" if self._keeps else "the launcher that"
+        what = f"rank 0{where}, which" if self._lost_store is None else "the launcher, which"
         self.fail(
             f"error: rank {self.rank} (host {self._pulse.host}): {what} keeps the ranks in touch, has given no answer "
             f"for {silence:g} s{place}: it was stopped, or its host or the network is down (peer_timeout)",
-            Verdict(dead=(0,) if self._keeps else ()),
+            Verdict(dead=(0,) if self._lost_store is None else ()),
         )
 
     def _lost_peer(self, line: str, verdict: Verdict) -> tuple[str, Verdict]:
         """Who is missing, after a connection to another rank broke; a rank that fails is given time to say so."""
         everyone = [other for other in range(self.world_size) if other != self.rank]
-        before = bounded(lambda: self._read_beats(everyone), _LOST_S)
+        before = bounded(lambda: self._read_beats(everyone), _LOST_S) if self._met else None
         end = self._clock() + _LOST_S
         while self._clock() < end:
             if bounded(lambda: self._store.check(["claim"]), _ASK_S):
                 self._end_silently()
             time.sleep(0.1)
         after = bounded(lambda: self._read_beats(everyone), _LOST_S)
-        if before is None or after is None:
+        if not before or not after:
             return line, verdict
         missing = [other for other in everyone if after[other].count == before[other].count]
         if not missing:
@@ -279,7 +289,7 @@ class Peers:
         )
 
     def _living(self, dead: Sequence[int]) -> list[int]:
-        gone = {*dead, *self._gone(), *self._heard.silent(2 * _GAP_S), self.rank}
+        gone = {*dead, *self._gone(), *self._heard.silent(6 * _POLL_S), self.rank}
         return [other for other in range(self.world_size) if other not in gone]
 
     def _gone(self) -> list[int]:
@@ -304,10 +314,12 @@ class Peers:
         try:
             return getattr(self._store, method)(*arguments)
         except RuntimeError:
-            if not self._keeps and self._lost_launcher():
-                self._storeless = True
-                return _NOTHING[method]
-            self._store_is_gone()
+            if self._lost_store is None:
+                self._store_is_gone()
+            if not self.alone:
+                self.alone = True
+                self._lost_store("the launcher that keeps the ranks in touch has ended")
+            return _NOTHING[method]
 
     def _store_is_gone(self) -> NoReturn:
         if self._own_end:

@@ -116,18 +116,24 @@ class SignalWatch:
                 if watched.descriptor in ready or (watched.descriptor is None and watched.gone):
                     if watched.descriptor is not None:
                         poll.unregister(watched.descriptor)
-                    self._lost(launcher)
+                    del self._launchers[launcher.pid]
+                    self.lost(f"the launcher {launcher.name}, process {launcher.pid}, has ended")
             self._insist()
             self._each_tick()
         os.close(reader)
         for _, watched in self._launchers.values():
             watched.close()
 
-    def _lost(self, launcher: Launcher) -> None:
-        """A launcher has ended before its ranks: nobody would end them, and the next start would meet them."""
-        del self._launchers[launcher.pid]
+    def lost(self, what: str) -> None:
+        """A launcher has ended before its ranks: nobody would end them, and the next start would meet them.
+
+        They act as after SIGTERM.
+
+        Args:
+            what: has ended.
+        """
         known = self.requests.reason
-        self.requests.request(StopReason.SIGTERM, f"its launcher {launcher.name}, process {launcher.pid}, has ended")
+        self.requests.request(StopReason.SIGTERM, what)
         if self.requests.deferring:
             self._announce(StopReason.SIGTERM, known)
         else:
