@@ -66,9 +66,7 @@ class Launched:
         cwd: their working directory; None: that of this process.
     """
 
-    def __init__(
-        self, command: Sequence[str], plan: Plan, ranks: int, log: Path, cwd: Path | None = None
-    ) -> None:
+    def __init__(self, command: Sequence[str], plan: Plan, ranks: int, log: Path, cwd: Path | None = None) -> None:
         self.plan, self.log = plan, log
         Path(plan.folder).mkdir(parents=True)
         self.trails = [Trail(Path(plan.folder), rank) for rank in range(ranks)]

@@ -26,6 +26,7 @@ class Seen:
         state, signal: of ``status.json``; ``-`` for none.
         hit: the last step that was complete when the signal was sent.
         checkpoint: step of the newest checkpoint; 0 for none.
+        resumed: whether the run went on from it and ended as an undisturbed one, to the bit.
         problems: what is not as expected, each in one line; what the judge of checkpoints and the comparison with an
             undisturbed run have found included.
         output: what the run printed, where there are problems.
@@ -40,6 +41,7 @@ class Seen:
     signal: str
     hit: int
     checkpoint: int
+    resumed: bool = True
     problems: tuple[str, ...] = ()
     output: str = ""
 

@@ -13,7 +13,10 @@ from tools.signals.judge import Seen
 from tools.signals.plan import Cell, Expected
 
 _CODE = ("alignment", "launch", "tools/signals", "tools/chaos")
-_HEAD = ("launcher", "to", "signal", "method", "exit status", "ranks", "status.json", "checkpoint", "seconds", "resume")
+_HEAD = (
+    *("launcher", "to", "signal", "method", "exit status", "ranks", "status.json"),
+    *("hit in step", "checkpoint", "seconds", "resume"),
+)
 
 
 def fingerprint(root: Path = ROOT) -> str:
@@ -62,10 +65,18 @@ def markdown(cells: Iterable[Cell], record: Mapping[str, Seen]) -> list[str]:
         if cell.name not in record:
             continue
         one = record[cell.name]
-        resumed = f"from {one.checkpoint}: {'as expected' if not one.problems else 'see below'}"
         state = one.state if one.signal == "-" else f"{one.state}, {one.signal}"
-        values = (cell.launcher, cell.target, cell.signal, cell.method, one.exit, ", ".join(one.ranks), state)
-        lines.append(f"| {' | '.join(map(str, (*values, f'step {one.checkpoint}', one.seconds, resumed)))} |")
+        values: tuple[object, ...] = (
+            cell.launcher,
+            cell.target,
+            cell.signal,
+            cell.method,
+            one.exit,
+            ", ".join(one.ranks),
+            state,
+        )
+        values = (*values, one.hit + 1, one.checkpoint, one.seconds, "bitwise" if one.resumed else "no")
+        lines.append(f"| {' | '.join(map(str, values))} |")
         wrong += [f"- {cell.name}: {problem}" for problem in one.problems]
     return [*lines, *([""] if wrong else []), *wrong]
 

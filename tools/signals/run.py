@@ -17,6 +17,7 @@ from tools.signals.worker import Plan
 
 STEPS, SCHEDULED = 24, 8  # of a run, and between two of its checkpoints
 _SLOW_FROM = 10
+_OUTPUT = 6000  # characters that are kept
 _WORKER = Path(__file__).with_name("worker.py")
 _TRAIN = ROOT / "launch" / "train.py"
 # Ranks take turns at waiting for each other, so that some signals find their rank within a collective.
@@ -78,11 +79,10 @@ class Signals:
             run.end()
         found = look(output_dir)
         told = seen(cell, end, output_dir, hit, max(found.steps, default=0))
-        problems = [*differences(told, expected, SCHEDULED), *found.problems]
-        problems += self.go_on(cell.method, cell.ranks, output_dir)
-        return dataclasses.replace(
-            told, problems=tuple(problems), output=run.text()[-6000:] if problems else ""
-        )
+        after = self.go_on(cell.method, cell.ranks, output_dir)
+        problems = (*differences(told, expected, SCHEDULED), *found.problems, *after)
+        text = run.text()[-_OUTPUT:] if problems else ""
+        return dataclasses.replace(told, resumed=not after, problems=problems, output=text)
 
     def go_on(self, method: str, ranks: int, output_dir: Path) -> list[str]:
         """Start the run again by the same command, and compare its end with that of the reference."""

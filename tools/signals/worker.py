@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 VARIABLE = "ALIGNMENT_SIGNALS"
+LOADING = "loading"
 _TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
 
 
@@ -32,7 +33,8 @@ class Plan:
         slow_from: the first step that is slow.
         slow: how much longer such a step takes on each rank, in seconds.
         rank: that has the fault.
-        event: of :mod:`tools.chaos.events`, at which the fault happens; None: there is none.
+        event: of :mod:`tools.chaos.events`, at which the fault happens, or ``loading``, when a model is about to be
+            loaded; None: there is none.
         occurrence: the so-manieth time that the event happens.
         fault: ``stop`` (SIGSTOP), ``kill`` (SIGKILL) or ``sleep`` (the main thread hangs).
     """
@@ -101,9 +103,9 @@ def _note_exit(trail: Trail) -> None:
     """Write the exit status down where the process chooses it: launchers keep it to themselves."""
     leave = os._exit
 
-    def noted(code: int) -> NoReturn:
-        trail.put("code", code)
-        leave(code)
+    def noted(status: int) -> NoReturn:
+        trail.put("code", status)
+        leave(status)
 
     os._exit = noted
 
@@ -138,9 +140,24 @@ def _follow(plan: Plan, trail: Trail) -> None:
             trail.put("fault", os.getpid())
             _fail(plan.fault)
 
+    if plan.event == LOADING:
+        _follow_loading(hear)
+        return
     events = Events(Path(plan.output_dir), hear, lambda phase: None)
     events.follow_run()
     events.follow_files()
+
+
+def _follow_loading(hear: Callable[[str, None], None]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    load = AutoModelForCausalLM.from_pretrained
+
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        hear(LOADING, None)
+        return load(*args, **kwargs)
+
+    AutoModelForCausalLM.from_pretrained = followed
 
 
 def _fail(fault: str) -> None:
