@@ -37,7 +37,7 @@ from alignment.training.checkpointing.best import BestModel, damage_of_model
 from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, total_steps
-from alignment.training.interruptions.stopping import end_run
+from alignment.training.interruptions.stopping import end_run, notice_too_short
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import Boundary, RandomAtStart, Totals
 from alignment.training.window import NonFiniteLoss
