@@ -18,7 +18,7 @@ from tools.signals.worker import Plan
 STEPS, SCHEDULED = 24, 8  # of a run, and between two of its checkpoints
 _SLOW_FROM = 10
 _OUTPUT = 6000  # characters that are kept
-_WORKER = Path(__file__).with_name("worker.py")
+WORKER = Path(__file__).with_name("worker.py")
 _TRAIN = ROOT / "launch" / "train.py"
 # Ranks take turns at waiting for each other, so that some signals find their rank within a collective.
 _SLOW_S, _LONG_S = (0.5, 0.1), 25.0
@@ -40,7 +40,7 @@ class Signals:
     def arguments(self, method: str, output_dir: Path, **changes: object) -> list[str]:
         """Of ``launch/train.py``: the same for the first start and for every restart."""
         own = {"max_steps": STEPS, "save_steps": SCHEDULED, "eval_steps": SCHEDULED, "save_total_limit": 100}
-        return self.world.arguments(method, output_dir, **own, **changes)
+        return self.world.arguments(method, output_dir, **(own | changes))
 
     def reference(self, method: str, ranks: int) -> Path:
         """The folder of the run that nobody disturbs; made when it is first needed."""
@@ -68,7 +68,7 @@ class Signals:
             slow_from=_SLOW_FROM,
             slow=(_LONG_S, _LONG_S) if long else _SLOW_S[:: 1 if cell.target == "rank1" else -1],
         )
-        command = launch_command(cell.launcher, _WORKER, cell.ranks)
+        command = launch_command(cell.launcher, WORKER, cell.ranks)
         run = Launched([*command, *self.arguments(cell.method, output_dir)], plan, cell.ranks, place / "log")
         try:
             run.wait_for_step(_SLOW_FROM + (0 if long else 1))

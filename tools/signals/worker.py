@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 
 VARIABLE = "ALIGNMENT_SIGNALS"
 LOADING = "loading"
+SLOW_EVENT_S = 0.2
+_BEATS_S = 1.2  # in which a rank has told the others what it is doing
 _TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
 
 
@@ -36,7 +38,8 @@ class Plan:
         event: of :mod:`tools.chaos.events`, at which the fault happens, or ``loading``, when a model is about to be
             loaded; None: there is none.
         occurrence: the so-manieth time that the event happens.
-        fault: ``stop`` (SIGSTOP), ``kill`` (SIGKILL) or ``sleep`` (the main thread hangs).
+        fault: ``stop`` (SIGSTOP), ``kill`` (SIGKILL), ``sleep`` (the main thread hangs) or ``slow`` (it goes on, and
+            every further event takes longer).
     """
 
     folder: str
@@ -135,10 +138,15 @@ def _follow(plan: Plan, trail: Trail) -> None:
 
     def hear(event: str, half: Callable[[], Any] | None) -> None:
         nonlocal left
-        left -= event == plan.event
-        if event == plan.event and left == 0:
+        if event != plan.event:
+            return
+        left -= 1
+        if left == 0:
+            time.sleep(_BEATS_S)
             trail.put("fault", os.getpid())
             _fail(plan.fault)
+        if left < 0 and plan.fault == "slow":
+            time.sleep(SLOW_EVENT_S)
 
     if plan.event == LOADING:
         _follow_loading(hear)
@@ -163,7 +171,7 @@ def _follow_loading(hear: Callable[[str, None], None]) -> None:
 def _fail(fault: str) -> None:
     if fault == "sleep":
         time.sleep(600)
-    else:
+    elif fault != "slow":
         os.kill(os.getpid(), signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
 
 
