@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 from whole_runs import completions, logged, make, make_models
 
 from alignment.engines.checkpoints.folder import checkpoints
@@ -159,7 +159,8 @@ def test_wherever_the_request_comes(
 
 def test_a_request_at_the_last_step_changes_nothing(models: dict[str, str], tmp_path: Path) -> None:
     """Without an evaluation still to come, the run is done."""
-    trainer = make("KTO", models, tmp_path, **{**RUN, "eval_strategy": "steps", "eval_steps": 4})
+    trainer = make("KTO", models, tmp_path, **{**RUN, "eval_strategy": "no"})
+    trainer.pop_callback(EarlyStoppingCallback)
     trainer.add_callback(Asks("on_step_end", 6, terminate))
     trainer.train()
     trainer.close()

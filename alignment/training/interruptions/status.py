@@ -71,10 +71,9 @@ def ending_in_status() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        interrupted = isinstance(error, KeyboardInterrupt)
-        end = (
-            {"state": "stopped", "signal": "SIGINT"} if interrupted else {"state": "failed", "error": one_line(error)}
-        )
+        end = {"state": "failed", "error": one_line(error)}
+        if isinstance(error, KeyboardInterrupt):
+            end = {"state": "stopped", "signal": "SIGINT"}
         raise
     finally:
         if ACTIVITY.status is not None:
