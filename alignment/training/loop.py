@@ -24,12 +24,12 @@ from alignment.data.windows import WindowPlan, WindowSampler
 from alignment.engines.checkpoints.folder import checkpoint_folder
 from alignment.engines.collectives import from_first_rank, on_first_rank
 from alignment.engines.launch_env import rank, world_size
-from alignment.engines.watch.activity import ACTIVITY
 from alignment.engines.watch.requests import REQUESTS, STOP_FILE
 from alignment.engines.watch.safe_points import agreed_reason
 from alignment.engines.watch.signals import ignore_stop_signals
 from alignment.engines.watch.stop import Cut
 from alignment.internals.torch import schedule_may_go_first
+from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.metrics import MetricHistory, means
 from alignment.reporting.progress import Progress
 from alignment.training.callbacks import Decision

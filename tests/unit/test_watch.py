@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from alignment.engines.watch.activity import Activity, Limits
 from alignment.engines.watch.beats import Beat, Gap, Heard, hung_rank, in_collective
 from alignment.engines.watch.ending import bounded, write_stacks
 from alignment.engines.watch.launchers import NOTICE, launcher_name, stop_notice
@@ -22,6 +21,7 @@ from alignment.engines.watch.processes import Watched
 from alignment.engines.watch.requests import StopRequests
 from alignment.engines.watch.signals import SignalWatch
 from alignment.engines.watch.stop import RunStopped, StopReason
+from alignment.reporting.activity import Activity, Limits
 from alignment.reporting.status_file import RunStatus, StatusFile, read_status
 
 

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-from alignment.engines.watch.activity import ACTIVITY
 from alignment.engines.watch.beats import Beat, Gap, Heard, Pulse, hung_rank
 from alignment.engines.watch.ending import bounded, end_process, mute, write, write_stacks
 from alignment.engines.watch.processes import Watched
+from alignment.reporting.activity import ACTIVITY
 
 _POLL_S = 0.5  # between two beats
 _ASK_S = 3.0  # how long a last word waits for the store

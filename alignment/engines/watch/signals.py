@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
-from alignment.engines.watch.activity import ACTIVITY
 from alignment.engines.watch.launchers import Launcher, launchers
 from alignment.engines.watch.processes import Watched
 from alignment.engines.watch.requests import StopRequests
 from alignment.engines.watch.stop import RunStopped, StopReason
+from alignment.reporting.activity import ACTIVITY
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _IGNORABLE = (signal.SIGINT, signal.SIGHUP)  # by `nohup`, and by shells for what they start in the background

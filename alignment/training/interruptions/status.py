@@ -11,7 +11,7 @@ from typing import Any
 
 from alignment.config.errors import one_line
 from alignment.engines.launch_env import world_size
-from alignment.engines.watch.activity import ACTIVITY
+from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.status_file import STATUS, RunStatus, StatusFile, now, read_status
 
 _EVERY_S = 5.0
@@ -71,10 +71,9 @@ def ending_in_status() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        interrupted = isinstance(error, KeyboardInterrupt)
-        end = (
-            {"state": "stopped", "signal": "SIGINT"} if interrupted else {"state": "failed", "error": one_line(error)}
-        )
+        end = {"state": "failed", "error": one_line(error)}
+        if isinstance(error, KeyboardInterrupt):
+            end = {"state": "stopped", "signal": "SIGINT"}
         raise
     finally:
         if ACTIVITY.status is not None:
