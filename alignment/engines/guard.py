@@ -44,10 +44,6 @@ def guarded(main: Callable[[], None], use_cpu: bool | Callable[[], bool] = False
     with guard.signals.listening():
         code = guard.run(main, use_cpu)
     ACTIVITY.reset()
-    if guard.peers is not None:
-        # A launcher ends all ranks as soon as one has exited, and this one is about to do so by itself.
-        for each in STOP_SIGNALS:
-            signal.signal(each, signal.SIG_IGN)
     return code
 
 
@@ -74,8 +70,9 @@ class _Guard:
                 init_distributed(use_cpu() if callable(use_cpu) else use_cpu)
                 self.peers = _peers(self.signals.lost)
             stopped = _run(main)
-            with REQUESTS.deferred(None):  # the work is done, or was given up: there is nothing to interrupt
+            with REQUESTS.deferred(None):
                 if self.peers is not None:
+                    self.signals.done = True
                     self.peers.finish()
                 if stopped is not None and int(os.environ.get("RANK", "0")) == 0:
                     write(stopped.message)
