@@ -27,7 +27,6 @@ _IGNORABLE = (signal.SIGINT, signal.SIGHUP)  # by `nohup`, and by shells for wha
 _AGAIN_S = 2.0  # launchers and schedulers repeat signals; a second SIGINT counts after this
 _LEAVE_S = 3.0  # how long the main thread has to hear of a signal where it is not to look for requests itself
 _TICK_S = 0.5
-_WAKE = b"\0"  # no signal's number
 
 
 class SignalWatch:
@@ -62,7 +61,7 @@ class SignalWatch:
     def listening(self, signals: Iterable[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
         """Within this context signals are requests; call it in the main thread.
 
-        SIGINT and SIGHUP stay ignored where they were ignored before. Handlers that were set within it stay.
+        SIGINT and SIGHUP stay ignored where they were ignored before.
         """
         handlers = {each: signal.getsignal(each) for each in signals}
         taken = [each for each, handler in handlers.items() if not (each in _IGNORABLE and handler == signal.SIG_IGN)]
@@ -81,13 +80,11 @@ class SignalWatch:
         try:
             yield
         finally:
-            # The thread first: what it hears from now on must not meet the handlers of before.
             over.set()
-            os.write(writer, _WAKE)
+            os.write(writer, b"\0")
             thread.join(2 * _TICK_S)
             for each in taken:
-                if signal.getsignal(each) == self._handle:
-                    signal.signal(each, handlers[each] or signal.SIG_DFL)
+                signal.signal(each, signal.SIG_IGN if self.requests.done else handlers[each] or signal.SIG_DFL)
             signal.set_wakeup_fd(before)
             os.close(writer)
 
@@ -98,7 +95,7 @@ class SignalWatch:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """In the main thread: interrupt it, unless it looks at requests by itself."""
         self.requests.request(StopReason.of_signal(number))
-        if self.requests.deferring or self._raised:
+        if self.requests.deferring or self._raised or self.requests.done:
             return
         self._raised = True
         reason = self.requests.reason or StopReason.of_signal(number)
@@ -116,8 +113,6 @@ class SignalWatch:
                 poll.register(watched.descriptor, select.POLLIN)
         while not over.is_set():
             ready = {descriptor for descriptor, _ in poll.poll(_TICK_S * 1000)}
-            if over.is_set():
-                break
             if reader in ready:
                 for number in os.read(reader, 64):
                     self._hear(number)
@@ -141,6 +136,8 @@ class SignalWatch:
         Args:
             what: has ended.
         """
+        if self.requests.done:
+            return
         self.requests.request(StopReason.SIGTERM, what)
         if self.requests.deferring:
             self._announce()
@@ -157,6 +154,8 @@ class SignalWatch:
                 self._end(reason)
             self._first_interrupt = now if self._first_interrupt is None else self._first_interrupt
         self.requests.request(reason)
+        if self.requests.done:
+            return
         if not self.requests.deferring:
             self._deadline = self._deadline or now + _LEAVE_S
         else:
