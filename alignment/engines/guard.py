@@ -44,6 +44,7 @@ def guarded(main: Callable[[], None], use_cpu: bool | Callable[[], bool] = False
     with guard.signals.listening():
         code = guard.run(main, use_cpu)
     ACTIVITY.reset()
+    REQUESTS.forget()
     return code
 
 
@@ -72,7 +73,7 @@ class _Guard:
             stopped = _run(main)
             with REQUESTS.deferred(None):
                 if self.peers is not None:
-                    self.signals.done = True
+                    REQUESTS.done = True
                     self.peers.finish()
                 if stopped is not None and int(os.environ.get("RANK", "0")) == 0:
                     write(stopped.message)

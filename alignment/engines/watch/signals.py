@@ -38,10 +38,6 @@ class SignalWatch:
         tell: called in the thread with a line for the user when a request has to wait.
         each_tick: called in the thread twice a second.
         clock: in seconds.
-
-    Attributes:
-        done: the work is done or was given up: nothing is to be interrupted any more, and when listening ends, signals
-            are ignored. A launcher ends all ranks as soon as one has exited, and this one has a status of its own.
     """
 
     def __init__(
@@ -56,7 +52,7 @@ class SignalWatch:
         self.requests, self._end, self._tell, self._each_tick, self._clock = requests, end, tell, each_tick, clock
         self._first_interrupt: float | None = None
         self._deadline: float | None = None
-        self._raised = self.done = False
+        self._raised = False
         self._announced: StopReason | None = None
         self._taken: set[int] = set()
         self._launchers: dict[int, tuple[Launcher, Watched]] = {}
@@ -88,7 +84,7 @@ class SignalWatch:
             os.write(writer, b"\0")
             thread.join(2 * _TICK_S)
             for each in taken:
-                signal.signal(each, signal.SIG_IGN if self.done else handlers[each] or signal.SIG_DFL)
+                signal.signal(each, signal.SIG_IGN if self.requests.done else handlers[each] or signal.SIG_DFL)
             signal.set_wakeup_fd(before)
             os.close(writer)
 
@@ -99,7 +95,7 @@ class SignalWatch:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """In the main thread: interrupt it, unless it looks at requests by itself."""
         self.requests.request(StopReason.of_signal(number))
-        if self.requests.deferring or self._raised or self.done:
+        if self.requests.deferring or self._raised or self.requests.done:
             return
         self._raised = True
         reason = self.requests.reason or StopReason.of_signal(number)
@@ -140,7 +136,7 @@ class SignalWatch:
         Args:
             what: has ended.
         """
-        if self.done:
+        if self.requests.done:
             return
         self.requests.request(StopReason.SIGTERM, what)
         if self.requests.deferring:
@@ -158,7 +154,7 @@ class SignalWatch:
                 self._end(reason)
             self._first_interrupt = now if self._first_interrupt is None else self._first_interrupt
         self.requests.request(reason)
-        if self.done:
+        if self.requests.done:
             return
         if not self.requests.deferring:
             self._deadline = self._deadline or now + _LEAVE_S
