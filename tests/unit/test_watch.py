@@ -19,6 +19,7 @@ from alignment.engines.watch.ending import bounded, write_stacks
 from alignment.engines.watch.launchers import NOTICE, launcher_name, stop_notice
 from alignment.engines.watch.processes import Watched
 from alignment.engines.watch.requests import StopRequests
+from alignment.engines.watch.signals import SignalWatch
 from alignment.engines.watch.stop import RunStopped, StopReason
 from alignment.reporting.activity import Activity, Limits
 from alignment.reporting.status_file import RunStatus, StatusFile, read_status
@@ -304,6 +305,21 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     first, last = done.stderr.splitlines()
     assert first.endswith("then stopping; press Ctrl-C again to stop at once")
     assert last == "stopped by SIGINT at once, in phase start after step 0"
+
+
+def test_signals_that_are_to_be_ignored_at_the_end_stay_so_and_the_thread_is_not_waited_for() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    watch = SignalWatch(StopRequests(), lambda reason: None)
+    try:
+        with watch.listening([signal.SIGUSR1, signal.SIGHUP]):
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            time.sleep(0.1)  # the thread waits for something to hear
+            start = time.monotonic()
+        assert time.monotonic() - start < 0.3
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_what_was_ignored_at_the_start_stays_ignored() -> None:
