@@ -179,6 +179,7 @@ def test_the_file_is_looked_for_at_times(tmp_path: Path) -> None:
         (["python", "-c", "deepspeed"], ""),
         (["python", "-m", "pytest", "torchrun"], ""),
         (["bash", "-c", "torchrun train.py"], ""),
+        (["less", "/v/bin/torchrun"], ""),
         (["-bash"], ""),
         (["python"], ""),
         ([], ""),
