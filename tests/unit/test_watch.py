@@ -22,7 +22,7 @@ from alignment.engines.watch.requests import StopRequests
 from alignment.engines.watch.signals import SignalWatch
 from alignment.engines.watch.stop import RunStopped, StopReason
 from alignment.reporting.activity import Activity, Limits
-from alignment.reporting.status_file import RunStatus, StatusFile, read_status
+from alignment.reporting.status_file import RunStatus, StatusFile, fail_in_place_of, read_status
 
 
 class Clock:
@@ -364,6 +364,20 @@ def test_a_status_is_written_when_something_has_changed_or_time_has_passed(tmp_p
     file.path = tmp_path / "absent" / "status.json"
     file.update(step=4)  # a disk that cannot be written costs the update and no more
     tmp_path.chmod(0o700)
+
+
+def test_a_status_is_written_for_a_rank_that_was_killed(tmp_path: Path) -> None:
+    StatusFile(tmp_path, RunStatus(host="n1", pid=17)).update(state="running", step=4)
+    fail_in_place_of(tmp_path, "n1", 18, "rank 0 was killed")
+    fail_in_place_of(tmp_path, "n2", 17, "rank 0 was killed")
+    found = read_status(tmp_path)
+    assert found is not None and found.state == "running", "a later attempt keeps it by now"
+    fail_in_place_of(tmp_path, "n1", 17, "rank 0 was killed")
+    found = read_status(tmp_path)
+    assert found is not None and (found.state, found.error, found.step) == ("failed", "rank 0 was killed", 4)
+    fail_in_place_of(tmp_path, "n1", 17, "once more")
+    assert read_status(tmp_path) == found
+    fail_in_place_of(tmp_path / "absent", "n1", 17, "nowhere")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from alignment.engines.watch.beats import Beat, Gap, Heard, Pulse, hung_rank
 from alignment.engines.watch.ending import bounded, end_process, mute, write, write_stacks
 from alignment.engines.watch.processes import Watched
 from alignment.reporting.activity import ACTIVITY
+from alignment.reporting.status_file import fail_in_place_of
 
 _POLL_S = 0.5  # between two beats
 _ASK_S = 3.0  # how long a last word waits for the store
@@ -82,7 +83,9 @@ class Peers:
         self._answered = clock()
         self._neighbours: dict[int, Watched] = {}
         self._fallen: dict[int, float] = {}
-        threading.Thread(target=self._watch, name="alignment-guard", daemon=True).start()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="alignment-guard", daemon=True)
+        self._thread.start()
 
     # The end of this rank --------------------------------------------------------------------------------------------
 
@@ -94,6 +97,9 @@ class Peers:
             time.sleep(0.1)
             count = self._call("add", "finished", 0)
         self._own_end = True
+        # A thread that is in the store's C++ when the interpreter ends takes the process down with it.
+        self._over.set()
+        self._thread.join(_ASK_S)
         if self.rank != 0:
             self._call("add", "left", 1)
             return
@@ -126,7 +132,7 @@ class Peers:
         # Another rank's progress bar may have left the cursor in the middle of a line.
         write(f"\n{trace}{line}")
         self._end_dead(verdict.dead)
-        record(line, verdict)
+        self._record(line, verdict)
         if won:
             bounded(lambda: self._store.set("said", line), _ASK_S)
             if self.rank == 0:  # the store may end with this process
@@ -179,7 +185,7 @@ class Peers:
             self._answered = self._clock()
             if not self._own_end:
                 self._judge()
-            time.sleep(_POLL_S)
+            self._over.wait(_POLL_S)
 
     def _exchange(self) -> None:
         """Beat, and hear the beats of those that this rank listens to."""
@@ -333,7 +339,15 @@ class Peers:
         # One rank of each other machine: they cannot agree on one any more.
         if self.rank == 1 or (beat is not None and beat.machine != self._pulse.machine):
             write(f"\n{line}")
+            self._record(line, Verdict(dead=(0,)))
         end_process(1)
+
+    def _record(self, line: str, verdict: Verdict) -> None:
+        """Write the end into ``status.json``; if the rank that keeps it is dead, in its place."""
+        record(line, verdict)
+        first = self._heard.beats.get(0)
+        if 0 in verdict.dead and first is not None and ACTIVITY.folder is not None:
+            fail_in_place_of(ACTIVITY.folder, first.host, first.pid, line.removeprefix("error: "))
 
 
 # What calls to a store that is no longer needed stand for.
