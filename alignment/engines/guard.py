@@ -21,7 +21,8 @@ from alignment.engines.failures import describe, exit_code, is_lost_peer
 from alignment.engines.launch_env import init_distributed, prepare_environment, rank, world_size
 from alignment.engines.watch.beats import Gap, Pulse
 from alignment.engines.watch.ending import end_process, write, write_beside_bars, write_stacks
-from alignment.engines.watch.peers import Peers, Verdict, hung_line, record
+from alignment.engines.watch.last_word import Verdict, record
+from alignment.engines.watch.peers import Peers, hung_line
 from alignment.engines.watch.requests import REQUESTS
 from alignment.engines.watch.signals import STOP_SIGNALS, SignalWatch, ignore_stop_signals
 from alignment.engines.watch.stop import RunStopped, StopReason
