@@ -21,9 +21,10 @@ from alignment.engines.failures import describe, exit_code, is_lost_peer
 from alignment.engines.launch_env import init_distributed, prepare_environment, rank, world_size
 from alignment.engines.watch.beats import Gap, Pulse
 from alignment.engines.watch.ending import end_process, write, write_beside_bars, write_stacks
-from alignment.engines.watch.peers import Peers, Verdict, hung_line, record
+from alignment.engines.watch.last_word import Verdict, record
+from alignment.engines.watch.peers import Peers, hung_line
 from alignment.engines.watch.requests import REQUESTS
-from alignment.engines.watch.signals import STOP_SIGNALS, SignalWatch
+from alignment.engines.watch.signals import STOP_SIGNALS, SignalWatch, ignore_stop_signals
 from alignment.engines.watch.stop import RunStopped, StopReason
 from alignment.internals.torch import default_store
 from alignment.reporting.activity import ACTIVITY
@@ -75,6 +76,8 @@ class _Guard:
                 if self.peers is not None:
                     REQUESTS.done = True
                     self.peers.finish()
+                    # A launcher ends all ranks as soon as one has exited, and this one is about to do so by itself.
+                    ignore_stop_signals()
                 if stopped is not None and int(os.environ.get("RANK", "0")) == 0:
                     write(stopped.message)
                 elif stopped is None and ACTIVITY.status is not None:

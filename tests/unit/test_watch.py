@@ -19,9 +19,10 @@ from alignment.engines.watch.ending import bounded, write_stacks
 from alignment.engines.watch.launchers import NOTICE, launcher_name, stop_notice
 from alignment.engines.watch.processes import Watched
 from alignment.engines.watch.requests import StopRequests
+from alignment.engines.watch.signals import SignalWatch
 from alignment.engines.watch.stop import RunStopped, StopReason
 from alignment.reporting.activity import Activity, Limits
-from alignment.reporting.status_file import RunStatus, StatusFile, read_status
+from alignment.reporting.status_file import RunStatus, StatusFile, fail_in_place_of, read_status
 
 
 class Clock:
@@ -178,6 +179,7 @@ def test_the_file_is_looked_for_at_times(tmp_path: Path) -> None:
         (["python", "-c", "deepspeed"], ""),
         (["python", "-m", "pytest", "torchrun"], ""),
         (["bash", "-c", "torchrun train.py"], ""),
+        (["less", "/v/bin/torchrun"], ""),
         (["-bash"], ""),
         (["python"], ""),
         ([], ""),
@@ -306,6 +308,21 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     assert last == "stopped by SIGINT at once, in phase start after step 0"
 
 
+def test_signals_that_are_to_be_ignored_at_the_end_stay_so_and_the_thread_is_not_waited_for() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    watch = SignalWatch(StopRequests(), lambda reason: None)
+    try:
+        with watch.listening([signal.SIGUSR1, signal.SIGHUP]):
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            time.sleep(0.1)  # the thread waits for something to hear
+            start = time.monotonic()
+        assert time.monotonic() - start < 0.3
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_what_was_ignored_at_the_start_stays_ignored() -> None:
     """As under `nohup`, or in the background of a script."""
     done = run("ignored", (signal.SIGHUP, signal.SIGINT))
@@ -347,6 +364,20 @@ def test_a_status_is_written_when_something_has_changed_or_time_has_passed(tmp_p
     file.path = tmp_path / "absent" / "status.json"
     file.update(step=4)  # a disk that cannot be written costs the update and no more
     tmp_path.chmod(0o700)
+
+
+def test_a_status_is_written_for_a_rank_that_was_killed(tmp_path: Path) -> None:
+    StatusFile(tmp_path, RunStatus(host="n1", pid=17)).update(state="running", step=4)
+    fail_in_place_of(tmp_path, "n1", 18, "rank 0 was killed")
+    fail_in_place_of(tmp_path, "n2", 17, "rank 0 was killed")
+    found = read_status(tmp_path)
+    assert found is not None and found.state == "running", "a later attempt keeps it by now"
+    fail_in_place_of(tmp_path, "n1", 17, "rank 0 was killed")
+    found = read_status(tmp_path)
+    assert found is not None and (found.state, found.error, found.step) == ("failed", "rank 0 was killed", 4)
+    fail_in_place_of(tmp_path, "n1", 17, "once more")
+    assert read_status(tmp_path) == found
+    fail_in_place_of(tmp_path / "absent", "n1", 17, "nowhere")
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,7 @@ class StopRequests:
     Attributes:
         deferring: whether the main thread looks at requests by itself, and must not be interrupted by one.
         detail: what lies behind the reason where it is no signal; else empty.
-        done: the request was obeyed, or the work is done: nothing is to be interrupted any more, and signals that
-            follow are ignored. A launcher ends all ranks as soon as one has exited, and each has a status to give.
+        done: the request was obeyed, or the work is done: nothing is to be interrupted any more.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

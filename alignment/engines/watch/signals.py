@@ -27,6 +27,7 @@ _IGNORABLE = (signal.SIGINT, signal.SIGHUP)  # by `nohup`, and by shells for wha
 _AGAIN_S = 2.0  # launchers and schedulers repeat signals; a second SIGINT counts after this
 _LEAVE_S = 3.0  # how long the main thread has to hear of a signal where it is not to look for requests itself
 _TICK_S = 0.5
+_WAKE = b"\0"  # no signal's number
 
 
 class SignalWatch:
@@ -61,7 +62,7 @@ class SignalWatch:
     def listening(self, signals: Iterable[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
         """Within this context signals are requests; call it in the main thread.
 
-        SIGINT and SIGHUP stay ignored where they were ignored before.
+        SIGINT and SIGHUP stay ignored where they were ignored before. Handlers that were set within it stay.
         """
         handlers = {each: signal.getsignal(each) for each in signals}
         taken = [each for each, handler in handlers.items() if not (each in _IGNORABLE and handler == signal.SIG_IGN)]
@@ -80,11 +81,13 @@ class SignalWatch:
         try:
             yield
         finally:
+            # The thread first: what it hears from now on must not meet the handlers of before.
             over.set()
-            os.write(writer, b"\0")
+            os.write(writer, _WAKE)
             thread.join(2 * _TICK_S)
             for each in taken:
-                signal.signal(each, signal.SIG_IGN if self.requests.done else handlers[each] or signal.SIG_DFL)
+                if signal.getsignal(each) == self._handle:
+                    signal.signal(each, handlers[each] or signal.SIG_DFL)
             signal.set_wakeup_fd(before)
             os.close(writer)
 
@@ -113,6 +116,8 @@ class SignalWatch:
                 poll.register(watched.descriptor, select.POLLIN)
         while not over.is_set():
             ready = {descriptor for descriptor, _ in poll.poll(_TICK_S * 1000)}
+            if over.is_set():
+                break
             if reader in ready:
                 for number in os.read(reader, 64):
                     self._hear(number)
