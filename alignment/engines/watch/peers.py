@@ -37,6 +37,7 @@ class Peers:
             the others.
         lost_store: called when the store has gone, where a launcher serves it: ranks can do their last step without.
             None: rank 0 serves it, so that nothing goes on without.
+        launcher_stopped: whether a launcher of this process stands still.
         clock: in seconds.
 
     Attributes:
@@ -51,10 +52,12 @@ class Peers:
         *,
         server: Any = None,
         lost_store: Callable[[str], None] | None = None,
+        launcher_stopped: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self._store, self._server, self._lost_store, self._clock = store, server, lost_store, clock
+        self._launcher_stopped = launcher_stopped
         self._pulse, self._heard = Pulse(), Heard(clock)
         self._gap, self._last_word = Gap(clock), LastWord(store, rank, self._bury)
         self._own_end = self._met = self.alone = False
@@ -189,16 +192,25 @@ class Peers:
             Verdict(dead=(fallen,)),
         )
 
-    def _store_is_silent(self, silence: float) -> NoReturn:
+    def _store_is_silent(self, silence: float) -> None:
+        if self._lost_store is not None and self._launcher_stopped():
+            self._go_on_alone("the launcher that keeps the ranks in touch was stopped (SIGSTOP, Ctrl-Z)")
+            return
         beat = self._heard.beats.get(0)
-        where = f" (host {beat.host})" if beat is not None else ""
-        place = f", last in {beat.place}" if beat is not None else ""
-        what = f"rank 0{where}, which" if self._lost_store is None else "the launcher, which"
+        what, place, dead = "the launcher, which", "", tuple[int, ...]()
+        if self._lost_store is None:
+            what, dead = f"rank 0{f' (host {beat.host})' if beat is not None else ''}, which", (0,)
+            place = f", last in {beat.place}" if beat is not None else ""
         self._speak_for_machine(
             f"error: rank {self.rank} (host {self._pulse.host}): {what} keeps the ranks in touch, has given no answer "
             f"for {silence:g} s{place}: it was stopped, or its host or the network is down (peer_timeout)",
-            Verdict(dead=(0,) if self._lost_store is None else ()),
+            Verdict(dead=dead),
         )
+
+    def _go_on_alone(self, why: str) -> None:
+        if not self.alone and self._lost_store is not None:
+            self.alone = True
+            self._lost_store(why)
 
     def _lost_peer(self, line: str, verdict: Verdict) -> tuple[str, Verdict]:
         """Who is missing, after a connection to another rank broke; a rank that fails is given time to say so."""
@@ -247,9 +259,7 @@ class Peers:
                 return _NOTHING[method]
             if self._lost_store is None:
                 self._store_is_gone()
-            if not self.alone:
-                self.alone = True
-                self._lost_store("the launcher that keeps the ranks in touch has ended")
+            self._go_on_alone("the launcher that keeps the ranks in touch has ended")
             return _NOTHING[method]
 
     def _store_is_gone(self) -> NoReturn:
