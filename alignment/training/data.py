@@ -25,7 +25,7 @@ from alignment.data.prepare import load_prepared, prepare
 from alignment.data.report import DataReport, joined
 from alignment.data.sources import dataset_from_python, from_stream, load_split, take
 from alignment.data.truncation import Limits
-from alignment.data.windows import Rows, RowTable, WindowSampler, row_table, set_partners
+from alignment.data.windows import Rows, RowTable, WindowPlan, WindowSampler, row_table, set_partners
 from alignment.engines.collectives import barrier, from_first_rank
 from alignment.engines.launch_env import local_rank, world_size
 from alignment.internals.datasets import cache_folder
@@ -127,6 +127,11 @@ class PreparedData:
             return number
         ends = list(itertools.accumulate(part.report.rows_out for part in self.parts))
         return f"{self.parts[bisect.bisect_right(ends, row)].where} row {number}"
+
+    def source_rows(self, plan: WindowPlan) -> list[int | str]:
+        """The same of all rows of a window."""
+        rows = sorted(row for micro in plan.micro_batches for own in micro for row in own.rows)
+        return [self.source_row(row) for row in rows]
 
 
 def limits_of(options: AlignmentConfig) -> Limits:

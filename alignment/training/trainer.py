@@ -43,6 +43,7 @@ from alignment.training.checkpointing.output_folder import LOG, write_json
 from alignment.training.checkpointing.present import Present, present_run
 from alignment.training.checkpointing.restore import restore
 from alignment.training.checkpointing.resume import Checkpoint
+from alignment.training.checkpointing.rewind import Rewinder
 from alignment.training.checkpointing.run_folder import RunFolder
 from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import Resources, RunContext
@@ -292,6 +293,7 @@ class AlignmentTrainer:
         )
         if checkpoint is not None and checkpoint.folder.parent.resolve() == self.output_dir.resolve():
             writer.newest = checkpoint.step
+        loop.rewind = Rewinder(self.context, self.engines, present, self.folder, writer)
         if self.args.save_strategy != "no":
             self.tell(writer.describe())
         on_first_rank(self._write_settings)

@@ -236,11 +236,11 @@ def test_a_run_that_was_rescued_goes_on(
     broken = make("KTO", models, tmp_path / "broken", **rare)
     step = TrainingLoop._step
 
-    def failing(loop: TrainingLoop, *given: Any) -> None:
+    def failing(loop: TrainingLoop, *given: Any) -> bool:
         if loop.state.global_step == 4:
             torch.rand(3)
             raise NonFiniteLoss("the loss of this window is nan")
-        step(loop, *given)
+        return step(loop, *given)
 
     with monkeypatch.context() as patched:
         patched.setattr(TrainingLoop, "_step", failing)
@@ -383,7 +383,10 @@ def test_what_a_step_changes_is_in_the_state(
     assert found.left == {}
 
 
-PARTS = ("trainer", "phases", "log", "history", "totals", "random", "data", "schedule", "completions", "online")
+PARTS = (
+    *("trainer", "phases", "log", "history", "totals", "random", "data", "schedule", "completions", "online"),
+    "bad_steps",
+)
 
 
 @pytest.mark.parametrize("part", PARTS)
