@@ -343,13 +343,18 @@ class TrainingLoop:
         if self.args.include_num_input_tokens_seen:
             state.num_input_tokens_seen = self.totals.tokens
         self.history.add(items)
-        self.totals.last = {"grad_norm": grad_norm, "learning_rate": learning_rate, **self.faults.metrics}
+        self.totals.last = {"grad_norm": grad_norm, "learning_rate": learning_rate, **self._faults()}
         reduced = self.context.method.check_window(counts) if items else None
         if reduced is not None:
             self.totals.reduced_windows += 1
             self._say(f"step {state.global_step}: {reduced}")
         self.progress.advance(means(items), counts.sequence_tokens)
         return True
+
+    def _faults(self) -> dict[str, float]:
+        """How much went wrong so far, for the log; nothing in most runs."""
+        self.context.retries.write(self.context.log_file.write)
+        return {**self.faults.metrics, **self.context.retries.metrics}
 
     def _say(self, text: str) -> None:
         (self.context.tell if self.args.disable_tqdm else self.progress.note)(text)
@@ -471,7 +476,7 @@ class TrainingLoop:
         }
         if self.args.include_tokens_per_second:
             metrics["train_tokens_per_second"] = self.totals.tokens / seconds / world_size()
-        metrics |= self.faults.metrics
+        metrics |= self._faults()
         if self.totals.reduced_windows:
             metrics[self.context.method.reduced_windows] = self.totals.reduced_windows
         self.context.log(metrics)

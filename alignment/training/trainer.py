@@ -23,6 +23,7 @@ from alignment.engines.launch_env import init_distributed, local_rank, rank, wor
 from alignment.engines.optimizers import check_optimization
 from alignment.engines.phases import Phases
 from alignment.engines.watch.activity import ACTIVITY
+from alignment.engines.watch.retries import Retries
 from alignment.models.adapters.record import unwrapped
 from alignment.planning.engines import plan_engines
 from alignment.references.engine import ReferencePlan
@@ -110,6 +111,7 @@ class AlignmentTrainer:
         model, args = model_and_options(type(self).__name__, self.config_class, model, args)
         self.args = with_adapter_names(args, model_adapter_name, ref_adapter_name)
         init_distributed(self.args.use_cpu)
+        self.retries = Retries(self.args.retries, self.args.retry_pause)
         ACTIVITY.limits = limits_of(self.args)
         self.state = TrainerState(is_world_process_zero=rank() == 0, is_local_process_zero=local_rank() == 0)
         self.method = self.method_class(self.args)
@@ -140,6 +142,7 @@ class AlignmentTrainer:
         run_state.register("trainer", self.events)
         run_state.register_on_each_rank("phases", self.phases)
         run_state.register("log", self.log_file)
+        run_state.register("retries", self.retries)
         return RunContext(
             args=self.args,
             method=self.method,
@@ -150,6 +153,7 @@ class AlignmentTrainer:
             phases=self.phases,
             log_file=self.log_file,
             run_state=run_state,
+            retries=self.retries,
             log=lambda record: self.log(record),
             tell=lambda text: self.tell(text),
             train_data=self.train_data,
@@ -238,7 +242,7 @@ class AlignmentTrainer:
     def _prepare(self, source: Any, limit: int | None, where: str) -> PreparedData:
         load = source if callable(source) else lambda: source
         where = getattr(source, "where", where)
-        data = prepare_data(load, limit, self.method, self.processing_class, self.args, where)
+        data = prepare_data(load, limit, self.method, self.processing_class, self.args, where, self.retries)
         self.tell(f"{data.where}: {data.report.summary()}")
         return data
 

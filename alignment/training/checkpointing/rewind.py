@@ -43,9 +43,10 @@ class Rewinder:
             checkpoint = choose(context.output_dir, LATEST, context.args.method, lambda _: None, context.tell)
             if checkpoint is None:
                 return None
-            attempt = identity.attempt
+            # These two go on counting: it is the same attempt, and what was repeated was repeated.
+            attempt, retried = identity.attempt, context.retries.count
             restore(checkpoint, context, self.engines, self.present)
-            identity.attempt = attempt  # that of this process still
+            identity.attempt, context.retries.count = attempt, retried
             context.tell(BestModel(context.args, context.state).moved_to(context.output_dir))
             self.folder.went_on(checkpoint)
         self.writer.newest = checkpoint.step
