@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, IterableDataset
-from huggingface_hub import is_offline_mode
 
 from alignment.config.errors import DataError, OptionError
 from alignment.config.options import AlignmentConfig
@@ -30,7 +29,7 @@ from alignment.data.truncation import Limits
 from alignment.data.windows import Rows, RowTable, WindowPlan, WindowSampler, row_table, set_partners
 from alignment.engines.collectives import barrier, from_first_rank, gathered
 from alignment.engines.launch_env import local_rank, world_size
-from alignment.engines.watch.retries import NEVER, Retries, is_transient
+from alignment.engines.watch.retries import NEVER, Retries
 from alignment.internals.datasets import cache_folder
 from alignment.training.method import AnyMethod
 
@@ -177,17 +176,16 @@ def prepare_data(
         DataError: naming file, row, key and value.
     """
     made = None
-    reads = functools.partial(retries, passes=_passes)
     if local_rank() == 0:
-        given = reads(where, load)
+        given = retries(where, load)
         parts = given if isinstance(given, tuple) else (Part(where, lambda: given),)
         made = [
-            (part.where, _tokenised(part, limit, method, tokenizer, options, reads), part.weight) for part in parts
+            (part.where, _tokenised(part, limit, method, tokenizer, options, retries), part.weight) for part in parts
         ]
     # A folder's name is a hash of content: the first rank's is right for every machine.
     made = from_first_rank(made)
     barrier()
-    read = [(name, reads(name, functools.partial(load_prepared, path)), weight) for name, path, weight in made]
+    read = [(name, retries(name, functools.partial(load_prepared, path)), weight) for name, path, weight in made]
     retries.counted(gathered(retries.taken()))
     dataset, reports = mixed(read, limit, order_seed(options))
     table = row_table(dataset, method.completions, limits_of(options).max_length)
@@ -197,22 +195,18 @@ def prepare_data(
     return PreparedData(where, key, dataset, table, joined(reports), datasets_used)
 
 
-def _passes(error: Exception) -> bool:
-    return is_transient(error, network=not is_offline_mode())
-
-
 def _tokenised(
     part: Part,
     limit: int | None,
     method: AnyMethod,
     tokenizer: Any,
     options: AlignmentConfig,
-    reads: Callable[[str, Callable[[], Any]], Any],
+    retries: Retries,
 ) -> Path:
-    """The folder with one part's tokenised rows; ``reads`` calls what may fail."""
+    """The folder with one part's tokenised rows."""
     folder = cache_folder() / "deepspeed-alignment"
     column_map = options.column_map if part.column_map is None else part.column_map
-    data = reads(part.where, part.load)
+    data = retries(part.where, part.load)
     if isinstance(data, IterableDataset):
         if options.ref_placement == "precomputed":
             raise OptionError(
@@ -221,7 +215,7 @@ def _tokenised(
             )
         rows, columns = _rows_of_stream(part.where, limit, options), stream_columns(column_map, method.kind)
         read = functools.partial(from_stream, data, rows, columns, part.where, folder)
-        data = reads(part.where, read)
+        data = retries(part.where, read)
     return prepare(
         take(dataset_from_python(data), limit),
         method.kind,

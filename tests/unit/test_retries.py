@@ -108,10 +108,15 @@ def test_what_does_not_pass(error: Exception) -> None:
     assert not is_transient(error)
 
 
-def test_without_a_network_only_disks_recover() -> None:
-    assert is_transient(OSError(errno.EIO, "Input/output error"), network=False)
-    for error in (ConnectionError("a"), TimeoutError(), with_response(503), OSError(errno.ECONNRESET, "reset")):
-        assert not is_transient(error, network=False)
+def test_offline_mode_is_seen_where_it_is_hidden() -> None:
+    """As ``load_dataset`` reports a dataset that is not in the cache."""
+    try:
+        try:
+            raise OfflineModeIsEnabled("offline")
+        except Exception:
+            raise ConnectionError("Couldn't reach the hub") from None
+    except ConnectionError as error:
+        assert not is_transient(error)
 
 
 def test_errors_that_cause_each_other_have_an_end() -> None:

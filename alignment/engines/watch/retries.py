@@ -15,8 +15,8 @@ from alignment.engines.watch.activity import ACTIVITY
 
 Result = TypeVar("Result")
 # What the system reports of a disk or file server, and what of a network, that may be back a moment later.
-_STORAGE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO}
-_NETWORK = {
+_ERRNOS = {
+    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO),
     *(errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE, errno.ENETDOWN, errno.ENETUNREACH),
     *(errno.ENETRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, socket.EAI_AGAIN),
 }
@@ -30,15 +30,11 @@ _BUSY = {408, 425, 429, 500, 502, 503, 504}  # of HTTP: too early, too many, or 
 _SLICE = 1.0  # seconds of a pause between two signs of life
 
 
-def is_transient(error: BaseException, *, network: bool = True) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Whether the cause of an error may pass by itself: a lost connection, a timeout, a busy server, a failing disk.
 
     An error is looked through down to its causes. A missing file, a refused permission, a wrong format, an HTTP status
-    such as 404, and whatever is raised in offline mode never pass.
-
-    Args:
-        error: what was raised.
-        network: whether there is one.
+    such as 404, and what the hub's client raises in offline mode never pass.
     """
     passes = False
     for each in _chain(error):
@@ -46,20 +42,17 @@ def is_transient(error: BaseException, *, network: bool = True) -> bool:
         if _OFFLINE in names or (status is not None and status not in _BUSY):
             return False
         number = each.errno if isinstance(each, OSError) else None
-        if number in _STORAGE:
-            passes = True
-        elif network:
-            passes |= number in _NETWORK or status is not None or (number is None and not names.isdisjoint(_CLASSES))
+        passes |= number in _ERRNOS or status is not None or (number is None and not names.isdisjoint(_CLASSES))
     return passes
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and its causes, each once."""
+    """An error and its causes, each once; also those that ``raise … from None`` hides."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        error = error.__cause__ or error.__context__
 
 
 def _status(error: BaseException) -> int | None:
@@ -90,21 +83,18 @@ class Retries:
         self._own: list[dict[str, Any]] = []
         self._unwritten: list[dict[str, Any]] = []
 
-    def __call__(
-        self, what: str, call: Callable[[], Result], passes: Callable[[Exception], bool] = is_transient
-    ) -> Result:
+    def __call__(self, what: str, call: Callable[[], Result]) -> Result:
         """What ``call`` returns in the end.
 
         Args:
             what: names it in messages.
             call: what may fail.
-            passes: whether what it raised may pass.
         """
         for number in itertools.count(1):
             try:
                 return call()
             except Exception as error:
-                if not passes(error) or not self.again(what, error, number):
+                if not is_transient(error) or not self.again(what, error, number):
                     raise
         raise AssertionError
 
