@@ -25,12 +25,12 @@ from alignment.data.windows import WindowCounts, WindowPlan, WindowSampler
 from alignment.engines.checkpoints.folder import checkpoint_folder
 from alignment.engines.collectives import from_first_rank, on_first_rank
 from alignment.engines.launch_env import rank, world_size
-from alignment.engines.watch.activity import ACTIVITY
 from alignment.engines.watch.requests import REQUESTS, STOP_FILE
 from alignment.engines.watch.safe_points import agreed_reason
 from alignment.engines.watch.signals import ignore_stop_signals
 from alignment.engines.watch.stop import Cut
 from alignment.internals.torch import schedule_may_go_first
+from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.metrics import MetricHistory, means
 from alignment.reporting.progress import Progress
 from alignment.training.callbacks import Decision
@@ -116,7 +116,7 @@ class TrainingLoop:
             self.total_steps, args.method, shown, self.engines.window_pass.device, done=state.global_step
         )
         try:
-            with REQUESTS.deferred(stop_file):
+            with REQUESTS.deferred(stop_file), ACTIVITY("training"):
                 self.events("on_train_begin")
                 if fresh:
                     self.engines.window_pass.begin(evaluation)
@@ -296,7 +296,7 @@ class TrainingLoop:
     def _windows(self) -> Iterator[tuple[WindowPlan, Sequence[AnyBatch]]]:
         """Windows from where the sampler stands to the last; it is moved on before each is handed out."""
         args, sampler = self.args, self.sampler
-        while self.state.global_step < self.total_steps and not self.boundary.ends:
+        while self._goes_on():
             left = min(sampler.steps_per_epoch, sampler.step + self.total_steps - self.state.global_step)
             loader = DataLoader(
                 EpochWindows(self.context.method.collate, self.data.dataset, sampler, sampler.epoch, rank()),

@@ -22,11 +22,11 @@ from alignment.engines.collectives import barrier, device, on_first_rank
 from alignment.engines.launch_env import init_distributed, local_rank, rank, world_size
 from alignment.engines.optimizers import check_optimization
 from alignment.engines.phases import Phases
-from alignment.engines.watch.activity import ACTIVITY
 from alignment.engines.watch.retries import Retries
 from alignment.models.adapters.record import unwrapped
 from alignment.planning.engines import plan_engines
 from alignment.references.engine import ReferencePlan
+from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.log import JsonlLog, strict
 from alignment.training.arguments import (
     balancing_coefficient,

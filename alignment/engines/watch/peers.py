@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-from alignment.engines.watch.activity import ACTIVITY
 from alignment.engines.watch.beats import Beat, Gap, Heard, Pulse, hung_rank
 from alignment.engines.watch.ending import bounded, end_process, mute, write, write_stacks
 from alignment.engines.watch.processes import Watched
+from alignment.reporting.activity import ACTIVITY
+from alignment.reporting.status_file import fail_in_place_of
 
 _POLL_S = 0.5  # between two beats
 _ASK_S = 3.0  # how long a last word waits for the store
@@ -82,7 +83,9 @@ class Peers:
         self._answered = clock()
         self._neighbours: dict[int, Watched] = {}
         self._fallen: dict[int, float] = {}
-        threading.Thread(target=self._watch, name="alignment-guard", daemon=True).start()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="alignment-guard", daemon=True)
+        self._thread.start()
 
     # The end of this rank --------------------------------------------------------------------------------------------
 
@@ -94,6 +97,9 @@ class Peers:
             time.sleep(0.1)
             count = self._call("add", "finished", 0)
         self._own_end = True
+        # A thread that is in the store's C++ when the interpreter ends takes the process down with it.
+        self._over.set()
+        self._thread.join(_ASK_S)
         if self.rank != 0:
             self._call("add", "left", 1)
             return
@@ -126,7 +132,7 @@ class Peers:
         # Another rank's progress bar may have left the cursor in the middle of a line.
         write(f"\n{trace}{line}")
         self._end_dead(verdict.dead)
-        record(line, verdict)
+        self._record(line, verdict)
         if won:
             bounded(lambda: self._store.set("said", line), _ASK_S)
             if self.rank == 0:  # the store may end with this process
@@ -171,7 +177,7 @@ class Peers:
         """The thread that beats and listens; it may wait for the store as long as the store likes."""
         while not self.alone:
             self._pardon_gap()
-            if self._own_end and not self._pulse.finished:
+            if self._own_end:
                 return
             if self._call("check", ["claim"]) and not self._own_end:
                 self._end_silently()
@@ -179,7 +185,7 @@ class Peers:
             self._answered = self._clock()
             if not self._own_end:
                 self._judge()
-            time.sleep(_POLL_S)
+            self._over.wait(_POLL_S)
 
     def _exchange(self) -> None:
         """Beat, and hear the beats of those that this rank listens to."""
@@ -309,11 +315,13 @@ class Peers:
     def _call(self, method: str, *arguments: Any) -> Any:
         """A call to the store; without the store there is no job left, and this process ends.
 
-        But for a launcher's: ranks can do their last step without it.
+        But for a launcher's, without which ranks can do their last step, and for a rank that is at its end anyway.
         """
         try:
             return getattr(self._store, method)(*arguments)
         except RuntimeError:
+            if self._own_end:
+                return _NOTHING[method]
             if self._lost_store is None:
                 self._store_is_gone()
             if not self.alone:
@@ -322,9 +330,6 @@ class Peers:
             return _NOTHING[method]
 
     def _store_is_gone(self) -> NoReturn:
-        if self._own_end:
-            self._last_word.acquire()
-            end_process(1)
         self._own_end = True
         self._last_word.acquire()
         beat = self._heard.beats.get(0)
@@ -334,7 +339,15 @@ class Peers:
         # One rank of each other machine: they cannot agree on one any more.
         if self.rank == 1 or (beat is not None and beat.machine != self._pulse.machine):
             write(f"\n{line}")
+            self._record(line, Verdict(dead=(0,)))
         end_process(1)
+
+    def _record(self, line: str, verdict: Verdict) -> None:
+        """Write the end into ``status.json``; if the rank that keeps it is dead, in its place."""
+        record(line, verdict)
+        first = self._heard.beats.get(0)
+        if 0 in verdict.dead and first is not None and ACTIVITY.folder is not None:
+            fail_in_place_of(ACTIVITY.folder, first.host, first.pid, line.removeprefix("error: "))
 
 
 # What calls to a store that is no longer needed stand for.
@@ -359,5 +372,6 @@ def hung_line(rank: int, beat: Beat, world_size: int) -> str:
 def record(line: str, verdict: Verdict) -> None:
     """Write how the run ended into ``status.json``, where this process keeps it."""
     if ACTIVITY.status is not None:
-        error = line.strip().splitlines()[-1].removeprefix("error: ") if verdict.state == "failed" else None
+        said = line.strip().removeprefix("error: ") or f"exit status {verdict.code}"
+        error = said if verdict.state == "failed" else None
         ACTIVITY.status.update(state=verdict.state, signal=verdict.signal, error=error)
