@@ -18,8 +18,8 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 
 from alignment.config.errors import DataError, RewardError
 from alignment.engines.rng import as_before
-from alignment.engines.watch.activity import ACTIVITY
 from alignment.engines.watch.retries import Retries, is_transient
+from alignment.reporting.activity import ACTIVITY
 from alignment.rewards.functions import FunctionReward, score_all
 from alignment.rewards.judges import Judge
 from alignment.rewards.samples import Samples

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from alignment.config.errors import one_line
 from alignment.engines.launch_env import rank
-from alignment.engines.watch.activity import ACTIVITY
+from alignment.reporting.activity import ACTIVITY
 
 Result = TypeVar("Result")
 # What the system reports of a disk or file server, and what of a network, that may be back a moment later.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from alignment.engines.watch.activity import ACTIVITY
+from alignment.reporting.activity import ACTIVITY
 from alignment.training.checkpointing.best import BestModel
 from alignment.training.checkpointing.present import Present
 from alignment.training.checkpointing.restore import restore
