@@ -33,8 +33,12 @@ _DISK_FULL_TEXTS = ("No space left on device", "PytorchStreamWriter failed", "Di
 _PATH_NAMES = ("filename", "checkpoint_file", "path", "file", "f", "save_directory", "output_dir")
 
 
-class ReportedElsewhere(AlignmentError):
-    """Another rank has failed and says so itself; a command ends without a word of its own."""
+class JoinError(AlignmentError):
+    """This rank could not join the others. The message says why, whatever the error behind it."""
+
+
+class ReportedElsewhere(JoinError):
+    """Another rank could not join, and says so itself; a command ends without a word of its own."""
 
 
 def describe(error: BaseException) -> tuple[str, bool]:
@@ -89,7 +93,7 @@ def is_lost_peer(error: BaseException) -> bool:
 def reason_of(error: BaseException) -> str:
     """What a library says of a lost peer, without its place in the sources and without its advice."""
     text = " ".join(str(error).split())
-    for noise in (r"^\[\S+\] ", r"^\[enforce fail at \S+\] ", r"NCCL error in: \S+, "):
+    for noise in (r"\[\S+gloo/transport/\S+\] ", r"\[enforce fail at \S+\] ", r"NCCL error in: \S+, "):
         text = re.sub(noise, "", text)
     return _shorten(re.split(r"\. This is typically|Exception raised from", text)[0].strip())
 
@@ -104,7 +108,7 @@ def exit_code(error: BaseException) -> int:
 def _lost_peer_in(error: BaseException | None) -> BaseException | None:
     """The lost peer behind an error, if that is what it comes from."""
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:
+    while error is not None and id(error) not in seen and not isinstance(error, JoinError):
         seen.add(id(error))
         kinds, text = _kinds(error), str(error)
         if any(kind in kinds for kind in _STORE):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import psutil
 
+from alignment.config.errors import AlignmentError
 from alignment.engines.joining.names import is_loopback, look_up
 
 _RESOLVE_S = 10.0
@@ -25,52 +26,64 @@ def interfaces() -> dict[str, list[str]]:
     return {name: addresses for name, addresses in found.items() if addresses and name in up}
 
 
-def missing_interface(backend: str, own: Interfaces) -> str | None:
-    """What is wrong if the variable that names the interfaces names none of this host's.
+def check_named(backend: str, own: Interfaces) -> None:
+    """The variable that names interfaces has to name some of this host's.
 
     Args:
         backend: ``gloo`` or ``nccl``.
         own: of this host.
+
+    Raises:
+        AlignmentError: it does not.
     """
     text = os.environ.get(variable(backend), "")
     if not text:
-        return None
+        return
     # gloo looks each name up and fails on the first that is missing; NCCL takes what it finds.
     missing = [name for name in text.split(",") if name not in own] if backend == "gloo" else []
-    if not missing and chosen(backend, own):
-        return None
-    what = f"{variable(backend)}={text}, but host {socket.gethostname()}"
-    return f"{what} has no interface {missing[0] if missing else text} that is up; it has {listed(own)}"
+    if missing or not chosen(backend, own):
+        what = f"{variable(backend)}={text}, but host {socket.gethostname()}"
+        raise AlignmentError(
+            f"{what} has no interface {missing[0] if missing else text} that is up; it has {listed(own)}"
+        )
 
 
-def loopback_only(backend: str, own: Interfaces) -> str | None:
-    """What is wrong if other hosts cannot reach this one by the address that its ranks would give them.
+def address_for_others(backend: str, own: Interfaces) -> str:
+    """The address at which ranks of other hosts are to reach those of this one.
 
     Args:
         backend: ``gloo`` or ``nccl``.
         own: of this host.
+
+    Raises:
+        AlignmentError: it is one that only this host reaches.
     """
     name, host = variable(backend), socket.gethostname()
-    others = {name: found for name, found in own.items() if not all(map(is_loopback, found))}
+    others = {each: found for each, found in own.items() if not all(map(is_loopback, found))}
     advice = f"set {name} to the interface that leads to the other hosts; host {host} has {listed(others)}"
     if not others:
-        return f"host {host} has no network interface that leads to the other hosts: it has {listed(own)}"
+        raise AlignmentError(
+            f"host {host} has no network interface that leads to the other hosts: it has {listed(own)}"
+        )
     if backend == "nccl" or os.environ.get(name):
         taken = chosen(backend, own)
-        if any(each in others for each in taken):
-            return None
-        where = f"{name}={os.environ[name]}" if os.environ.get(name) else "NCCL"
-        return f"{where} takes {', '.join(taken)}, by which other hosts cannot reach host {host}: {advice}"
+        found = [address for each in taken if each in others for address in others[each] if not is_loopback(address)]
+        if found:
+            return found[0]
+        by = f"{name}={os.environ[name]}" if os.environ.get(name) else "NCCL"
+        raise AlignmentError(f"{by} takes {', '.join(taken)}, by which other hosts cannot reach host {host}: {advice}")
     try:
         address = gloo_address(host)
     except OSError as error:
-        return f"the name of this host, {host}, cannot be resolved ({error}), so gloo would take 127.0.0.1: {advice}"
-    if not is_loopback(address):
-        return None
-    return (
-        f"host {host} would tell the others to reach it at {address}, which its name resolves to and which is each "
-        f"host itself: {advice}"
-    )
+        raise AlignmentError(
+            f"the name of this host, {host}, cannot be resolved ({error}), so that gloo would take 127.0.0.1: {advice}"
+        ) from error
+    if is_loopback(address):
+        raise AlignmentError(
+            f"host {host} would tell the others to reach it at {address}, which its name resolves to and which is "
+            f"each host itself: {advice}"
+        )
+    return address
 
 
 def gloo_address(host: str) -> str:

@@ -7,65 +7,28 @@ happens before a rank reaches the store, such as a name that does not resolve, t
 from __future__ import annotations
 
 import json
-import os
-import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from alignment.config.errors import AlignmentError
-from alignment.engines.failures import ReportedElsewhere, is_lost_peer, reason_of
+from alignment.engines.failures import JoinError, ReportedElsewhere, is_lost_peer, reason_of
 from alignment.engines.joining.deadlines import within
+from alignment.engines.joining.place import Place
 from alignment.engines.joining.port import holder_of
+from alignment.engines.joining.reach import Listener, refusal_of
 
-_POLL_S = 0.1
+Result = TypeVar("Result")
+_POLL_S, _REACH_S = 0.1, 0.5
 _LAST_S = 10.0  # for a last word
 _HUSH_S = 5.0  # how long ranks wait for all of them to know of a problem
 _ALL_S = 30.0  # how long a rank that cannot join keeps the news for those that have not come yet
 _LATER_S = 1.0  # the rank that speaks ends first
 _TELL_S = 30.0  # after so long the user hears what is waited for
-_MOST_NAMED = 8
-_meetings = 0  # of this process: a store may serve several groups, one after another
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where ranks meet, and who this one is.
-
-    Attributes:
-        address, port: of the store.
-        rank, local_rank, world_size: this process.
-        agent: torchrun's agent serves the store, and not rank 0.
-        attempt: of a launcher that keeps one store over its restarts.
-    """
-
-    address: str
-    port: int
-    rank: int
-    local_rank: int
-    world_size: int
-    agent: bool
-    attempt: str
-
-    @classmethod
-    def of_environment(cls) -> Place:
-        """The place that a launcher's variables name."""
-        return cls(
-            address=os.environ["MASTER_ADDR"],
-            port=int(os.environ["MASTER_PORT"]),
-            rank=int(os.environ["RANK"]),
-            local_rank=int(os.environ["LOCAL_RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
-            agent=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
-        )
-
-    def __str__(self) -> str:
-        return f"{self.address}:{self.port}"
+_MOST_NAMED = _NEIGHBOURS = 8
+_SILENT = "something listens there that gives no answer"
 
 
 class Meeting:
@@ -75,53 +38,50 @@ class Meeting:
         place: where.
         seconds: that all of them may take to come.
         hint: what to do if they do not.
+        advice: what to do if hosts do not reach each other.
     """
 
-    def __init__(self, place: Place, seconds: float, hint: str = "") -> None:
-        global _meetings
-        _meetings += 1
-        self.place, self._seconds, self._hint = place, seconds, hint
+    def __init__(self, place: Place, seconds: float, hint: str = "", advice: str = "") -> None:
+        self.place, self._seconds, self._hint, self._advice = place, seconds, hint, advice
         # The caller gives up first: at its own end torch would write pages of C++ frames.
         self._patience = timedelta(seconds=seconds + 60)
+        self._refusal: str | None = None
         self._server: Any = None
         self._store: Any = None
-        self._come, self._told, self._key = 0, False, f"alignment.joining/{place.attempt}/{_meetings}"
+        self._listener: Listener | None = None
+        self._come, self._told = 0, False
 
-    def agree(self, problem: str | None, problem_with_hosts: Callable[[], str | None]) -> None:
+    def agree(self, check: Callable[[], None], address: Callable[[], str]) -> None:
         """Wait until all ranks have come and found nothing that keeps them from joining.
 
         Args:
-            problem: why this rank cannot join; None if it can.
-            problem_with_hosts: says why it cannot if there are other hosts. Called only if there are.
+            check: raises an AlignmentError if this rank cannot join.
+            address: at which ranks of other hosts are to reach those of this one; raises an AlignmentError if there is
+                none. Called only if there are other hosts.
 
         Raises:
-            AlignmentError: it cannot join, or not all ranks came in time.
+            AlignmentError: this rank cannot join, or not all came in time.
             ReportedElsewhere: another rank cannot join, and says so.
         """
 
         def meet() -> None:
             self._serve()
             self._arrive()
-            if problem is not None:
-                self._publish(problem)
+            self._publish_failure(check)
             self._await_all()
-            if not self._has("problem") and self._has("several"):
-                found = problem_with_hosts()
-                if found is not None:
-                    self._publish(found)
-            self._store.add("looked", 1)
-            while self._count("looked") < self.place.world_size and not self._has("problem"):
-                time.sleep(_POLL_S)
+            if self._has("several") and not self._has("problem"):
+                self._reach_each_other(address)
+            self._all("looked")
             self._leave_or_begin()
 
         try:
             within(self._seconds, meet, every=self._tell)
         except TimeoutError as error:
-            raise AlignmentError(self._too_late()) from error
+            raise JoinError(self._too_late()) from error
         except RuntimeError as error:
             if not is_lost_peer(error):
                 raise
-            raise AlignmentError(
+            raise JoinError(
                 f"the ranks were meeting at {self.place} when what serves them there ended: see what rank 0 says"
             ) from error
 
@@ -139,7 +99,7 @@ class Meeting:
             within(_LAST_S, lambda: self._publish(problem))
             within(_LAST_S, self._leave_or_begin)
         except (TimeoutError, RuntimeError) as error:  # the store has gone: rank 0 has ended, or its host is cut off
-            raise AlignmentError(problem) from error
+            raise JoinError(problem) from error
 
     def _serve(self) -> None:
         """On rank 0, begin to serve the store, unless torchrun's agent does; torch takes the same server later on."""
@@ -159,41 +119,67 @@ class Meeting:
                 timeout=self._patience,
             )
         except DistNetworkError as error:
-            what = f"port {place.port} of host {socket.gethostname()}, where rank 0 lets the ranks meet (MASTER_PORT),"
+            what = f"port {place.port} of host {place.host}, where rank 0 lets the ranks meet (MASTER_PORT),"
             if "EADDRINUSE" not in str(error):
-                raise AlignmentError(f"{what} cannot be served: {reason_of(error)}") from error
+                raise JoinError(f"{what} cannot be served: {reason_of(error)}") from error
             holder = holder_of(place.port)
             by, advice = f" by {holder}" if holder else "", "end that process, or choose another port (--master_port)"
-            raise AlignmentError(f"{what} is in use{by}: {advice}") from error
+            raise JoinError(f"{what} is in use{by}: {advice}") from error
 
     def _arrive(self) -> None:
         """Come to the store; it may not be served yet."""
         from torch.distributed import PrefixStore, TCPStore
 
         place = self.place
-        client = TCPStore(
-            place.address,
-            place.port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=self._patience,
-        )
-        self._store = PrefixStore(self._key, client)
+        # torch tries with ever longer pauses, and says nothing of why; a plain connection is tried more often.
+        self._refusal = place.refusal()
+        while self._refusal is not None:
+            time.sleep(_REACH_S)
+            self._refusal = place.refusal()
+        client = TCPStore(place.address, place.port, is_master=False, wait_for_workers=False, timeout=self._patience)
+        self._store = PrefixStore(f"alignment.joining/{place.attempt}", client)
         # An agent's store outlives the workers, which may come again to the same attempt.
         if not place.agent and (self._has("begun") or self._store.add(f"seat/{place.rank}", 1) > 1):
-            raise AlignmentError(
+            raise JoinError(
                 f"{place} belongs to a run that has a rank {place.rank} already: choose another MASTER_PORT "
                 "(--master_port), or end the other run"
             )
-        network = _network()
-        if self._store.compare_set("network", "", network).decode() != network:
+        if self._store.compare_set("network", "", place.network).decode() != place.network:
             self._store.set("several", "1")
-        self._store.set(f"host/{place.rank}", socket.gethostname())
+        self._store.set(f"host/{place.rank}", place.host)
         self._store.add("come", 1)
+
+    def _reach_each_other(self, own_address: Callable[[], str]) -> None:
+        """One rank of each host connects to those of some others, as the backend will."""
+        listener: Listener | None = None
+        if self.place.local_rank == 0:
+            listener = self._publish_failure(lambda: Listener(own_address()))
+        if listener is not None:
+            number = self._store.add("hosts", 1) - 1
+            self._store.set(f"at/{number}", json.dumps([self.place.host, *listener.address]))
+        self._all("listening")
+        if listener is None or self._has("problem"):
+            return
+        hosts = self._store.add("hosts", 0)
+        for step in range(1, min(_NEIGHBOURS, hosts - 1) + 1):
+            other, address, port = json.loads(self._store.get(f"at/{(number + step) % hosts}"))
+            refusal = refusal_of(address, port)
+            if refusal is not None:
+                who = f"host {self.place.host} cannot reach host {other}"
+                self._publish(f"{who} at {address} ({refusal}): {self._advice}")
+                break
+        self._listener = listener  # until all have looked
+
+    def _publish_failure(self, call: Callable[[], Result]) -> Result | None:
+        try:
+            return call()
+        except AlignmentError as error:
+            self._publish(str(error))
+            return None
 
     def _publish(self, problem: str) -> None:
         if self._store.add("problems", 1) == 1:
-            self._store.set("problem", json.dumps([self.place.rank, socket.gethostname(), problem]))
+            self._store.set("problem", json.dumps([self.place.rank, self.place.host, problem]))
 
     def _has(self, key: str) -> bool:
         return bool(self._store.check([key]))
@@ -206,6 +192,12 @@ class Meeting:
                 known = time.monotonic()
             if known is not None and time.monotonic() - known > _ALL_S:
                 return
+            time.sleep(_POLL_S)
+
+    def _all(self, counter: str) -> None:
+        """Wait until all ranks have come so far, or one of them cannot join."""
+        self._store.add(counter, 1)
+        while self._count(counter) < self.place.world_size and not self._has("problem"):
             time.sleep(_POLL_S)
 
     def _count(self, counter: str) -> int:
@@ -225,7 +217,7 @@ class Meeting:
         while self._count("seen") < wanted and time.monotonic() < end:
             time.sleep(_POLL_S)
         if rank == self.place.rank:
-            raise AlignmentError(problem)
+            raise JoinError(problem)
         time.sleep(_LATER_S)
         raise ReportedElsewhere(f"rank {rank} (host {host}): {problem}")
 
@@ -234,20 +226,20 @@ class Meeting:
         if self._told or waited < _TELL_S or self.place.local_rank != 0:
             return
         self._told = True
-        sys.stderr.write(f"rank {self.place.rank} (host {socket.gethostname()}): {self._waits_for()}\n")
+        sys.stderr.write(f"rank {self.place.rank} (host {self.place.host}): {self._waits_for()}\n")
         sys.stderr.flush()
 
     def _waits_for(self) -> str:
         if self._store is None:
-            return f"waiting for rank 0 at {self.place} ({_answer(self.place)})"
+            return f"waiting for rank 0 at {self.place} ({self._refusal or _SILENT})"
         return f"waiting at {self.place} for all ranks: {self._come} of {self.place.world_size} have come"
 
     def _too_late(self) -> str:
         place, advice = self.place, "start all ranks, with the same MASTER_ADDR and MASTER_PORT"
         if self._store is None:
             return (
-                f"rank 0 could not be reached at {place} from host {socket.gethostname()} within {self._seconds:g} s "
-                f"({_answer(place)}): {self._hint or advice}"
+                f"rank 0 could not be reached at {place} from host {place.host} within {self._seconds:g} s "
+                f"({self._refusal or _SILENT}): {self._hint or advice}"
             )
         try:
             came = within(_LAST_S, lambda: [r for r in range(place.world_size) if self._has(f"host/{r}")])
@@ -259,21 +251,3 @@ class Meeting:
             f"of {place.world_size} ranks only {len(came)} came to {place} within {self._seconds:g} s, without "
             f"{', '.join(missing[:_MOST_NAMED])}{more}: {self._hint or advice}"
         )
-
-
-def _answer(place: Place) -> str:
-    """What becomes of a plain connection to the place."""
-    try:
-        socket.create_connection((place.address, place.port), timeout=3).close()
-    except OSError as error:
-        return error.strerror or str(error)
-    return "something answers there, but it is no rank 0"
-
-
-def _network() -> str:
-    """The same for processes that reach each other at loopback addresses."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        return socket.gethostname()

@@ -6,16 +6,16 @@ import os
 import socket
 from datetime import timedelta
 
-from alignment.config.errors import AlignmentError
-from alignment.engines.failures import is_lost_peer, reason_of
-from alignment.engines.joining.interfaces import interfaces, loopback_only, missing_interface, variable
-from alignment.engines.joining.meeting import Meeting, Place
+from alignment.engines.failures import JoinError, is_lost_peer, reason_of
+from alignment.engines.joining.interfaces import address_for_others, check_named, interfaces, variable
+from alignment.engines.joining.meeting import Meeting
 from alignment.engines.joining.names import is_loopback, is_own_name, look_up
+from alignment.engines.joining.place import Place
 from alignment.internals.torch import set_group_timeout
 
 _RESOLVE_S = 10.0
 _MEETING_S = 600.0  # how long ranks wait for the last one to start
-_JOINING_S = 180.0  # how long they take to connect to each other once all have
+_JOINING_S = 60.0  # how long they take to connect to each other once all have; gloo waits five times as long
 _WORKING = timedelta(hours=6)
 _LOOPBACK_S = 90.0  # how long ranks wait for others where they can only come from this host
 
@@ -46,9 +46,7 @@ def join(backend: str) -> None:
         if meeting is None or not is_lost_peer(error):
             raise
         meeting.fail(
-            f"rank {meeting.place.rank} (host {socket.gethostname()}) could not connect to another rank "
-            f"({reason_of(error)}): see whether a firewall is between the hosts, and set {variable(backend)} to the "
-            "interface that leads to the others"
+            f"host {socket.gethostname()} could not connect to another rank ({reason_of(error)}): {_advice(backend)}"
         )
     if limit is None:
         set_group_timeout(_WORKING)
@@ -74,7 +72,7 @@ def meet(backend: str, seconds: float) -> Meeting:
     try:
         addresses = look_up(place.address, _RESOLVE_S)
     except OSError as error:
-        raise AlignmentError(
+        raise JoinError(
             f"MASTER_ADDR={place.address} cannot be resolved on host {socket.gethostname()} ({error}): set it to the "
             "name or address of rank 0's host (--master_addr)"
         ) from error
@@ -82,7 +80,14 @@ def meet(backend: str, seconds: float) -> Meeting:
     if several and all(map(is_loopback, addresses)) and not is_own_name(place.address):
         seconds = min(seconds, _LOOPBACK_S)
         hint = f"{place.address} is each host itself; set MASTER_ADDR to the name of rank 0's host (--master_addr)"
-    meeting = Meeting(place, seconds, hint)
     own = interfaces()
-    meeting.agree(missing_interface(backend, own), lambda: loopback_only(backend, own))
+    advice = (
+        f"set {variable(backend)} to the interface that connects the hosts, and see that no firewall is between them"
+    )
+    meeting = Meeting(place, seconds, hint, advice)
+    meeting.agree(lambda: check_named(backend, own), lambda: address_for_others(backend, own))
     return meeting
+
+
+def _advice(backend: str) -> str:
+    return f"set {variable(backend)} to the interface that connects the hosts; no firewall may be between them"
