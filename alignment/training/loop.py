@@ -286,7 +286,7 @@ class TrainingLoop:
     def _windows(self) -> Iterator[tuple[WindowPlan, Sequence[AnyBatch]]]:
         """Windows from where the sampler stands to the last; it is moved on before each is handed out."""
         args, sampler = self.args, self.sampler
-        while self.state.global_step < self.total_steps and not self.boundary.ends:
+        while self._goes_on():
             left = min(sampler.steps_per_epoch, sampler.step + self.total_steps - self.state.global_step)
             loader = DataLoader(
                 EpochWindows(self.context.method.collate, self.data.dataset, sampler, sampler.epoch, rank()),

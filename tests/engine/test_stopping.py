@@ -70,8 +70,8 @@ def in_evaluation(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(trainers, "evaluate", asked)
 
 
-def in_rollout(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    """A request while a rollout's so-manieth chunk is generated."""
+def in_rollout(monkeypatch: pytest.MonkeyPatch, chunk: int) -> Callable[[], bool]:
+    """A request while a rollout's so-manieth chunk is generated; whether that was the last one can be asked later."""
     generate, count = GenerateBackend.generate, [0]
 
     def asked(self: GenerateBackend, *arguments: Any) -> Any:
@@ -81,6 +81,7 @@ def in_rollout(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
         return generate(self, *arguments)
 
     monkeypatch.setattr(GenerateBackend, "generate", asked)
+    return lambda: count[0] == chunk
 
 
 def settings(method: str) -> dict[str, Any]:
@@ -110,7 +111,7 @@ def stopped(trainer: AlignmentTrainer) -> RunStopped:
 
 
 # What asks, the checkpoint that it leaves, and where it says that it was left.
-PLACES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch, AlignmentTrainer], None], int, str]] = {
+PLACES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch, AlignmentTrainer], Any], int, str]] = {
     "after-a-step": ("KTO", lambda _, t: t.add_callback(Asks("on_step_end", 2, terminate)), 2, "done"),
     "before-a-step": ("KTO", lambda _, t: t.add_callback(Asks("on_step_begin", 2, terminate)), 2, "done"),
     "between-micro-batches": ("KTO", lambda _, t: t.add_callback(Asks("on_substep_end", 4, terminate)), 4, "done"),
@@ -134,8 +135,9 @@ def test_wherever_the_request_comes(
     whole = wholes(method)
     with monkeypatch.context() as patch:
         trainer = make(method, models, tmp_path, **settings(method))
-        ask(patch, trainer)
+        was_last = ask(patch, trainer)
         error = stopped(trainer)
+        assert was_last is None or was_last(), "nothing is generated after the request"
     assert (error.code, error.reason) == (85, StopReason.SIGTERM)
     assert f"preempted by SIGTERM after step {step}: checkpoint-{step} is complete" in str(error)
     assert [path.name for path in checkpoints(trainer.output_dir)] == [f"checkpoint-{step}"]

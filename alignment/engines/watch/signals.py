@@ -27,6 +27,7 @@ _IGNORABLE = (signal.SIGINT, signal.SIGHUP)  # by `nohup`, and by shells for wha
 _AGAIN_S = 2.0  # launchers and schedulers repeat signals; a second SIGINT counts after this
 _LEAVE_S = 3.0  # how long the main thread has to hear of a signal where it is not to look for requests itself
 _TICK_S = 0.5
+_WAKE = b"\0"  # no signal's number
 
 
 class SignalWatch:
@@ -61,7 +62,7 @@ class SignalWatch:
     def listening(self, signals: Iterable[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
         """Within this context signals are requests; call it in the main thread.
 
-        SIGINT and SIGHUP stay ignored where they were ignored before.
+        SIGINT and SIGHUP stay ignored where they were ignored before. Handlers that were set within it stay.
         """
         handlers = {each: signal.getsignal(each) for each in signals}
         taken = [each for each, handler in handlers.items() if not (each in _IGNORABLE and handler == signal.SIG_IGN)]
@@ -80,21 +81,28 @@ class SignalWatch:
         try:
             yield
         finally:
-            for each in taken:
-                signal.signal(each, handlers[each] or signal.SIG_DFL)
-            signal.set_wakeup_fd(before)
+            # The thread first: what it hears from now on must not meet the handlers of before.
             over.set()
+            os.write(writer, _WAKE)
             thread.join(2 * _TICK_S)
+            for each in taken:
+                if signal.getsignal(each) == self._handle:
+                    signal.signal(each, handlers[each] or signal.SIG_DFL)
+            signal.set_wakeup_fd(before)
             os.close(writer)
 
     def _watch_launchers(self) -> None:
         for launcher in launchers():
             self._launchers[launcher.pid] = (launcher, Watched.begin(launcher.pid))
 
+    def launcher_stopped(self) -> bool:
+        """Whether a launcher of this process stands still."""
+        return any(watched.stopped for _, watched in list(self._launchers.values()))
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """In the main thread: interrupt it, unless it looks at requests by itself."""
         self.requests.request(StopReason.of_signal(number))
-        if self.requests.deferring or self._raised:
+        if self.requests.deferring or self._raised or self.requests.done:
             return
         self._raised = True
         reason = self.requests.reason or StopReason.of_signal(number)
@@ -112,6 +120,8 @@ class SignalWatch:
                 poll.register(watched.descriptor, select.POLLIN)
         while not over.is_set():
             ready = {descriptor for descriptor, _ in poll.poll(_TICK_S * 1000)}
+            if over.is_set():
+                break
             if reader in ready:
                 for number in os.read(reader, 64):
                     self._hear(number)
@@ -135,6 +145,8 @@ class SignalWatch:
         Args:
             what: has ended.
         """
+        if self.requests.done:
+            return
         self.requests.request(StopReason.SIGTERM, what)
         if self.requests.deferring:
             self._announce()
@@ -151,6 +163,8 @@ class SignalWatch:
                 self._end(reason)
             self._first_interrupt = now if self._first_interrupt is None else self._first_interrupt
         self.requests.request(reason)
+        if self.requests.done:
+            return
         if not self.requests.deferring:
             self._deadline = self._deadline or now + _LEAVE_S
         else:

@@ -55,6 +55,7 @@ def end_run(context: RunContext, writer: CheckpointWriter, finish: Callable[[], 
     Raises:
         RunStopped: on every rank.
     """
+    REQUESTS.done = True
     step = context.state.global_step
     stop = {"event": "stop", "signal": reason.name, "step": step, "checkpoint": writer.newest}
     for write in (lambda: context.log_file.write(stop), context.log_file.finish, finish):
