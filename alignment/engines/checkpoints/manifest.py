@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from alignment.config.errors import CheckpointError
-from alignment.engines.checkpoints.tensors import FileRecord, record_of
+from alignment.engines.checkpoints.records import FileRecord, record_of
 from alignment.reporting.durable import replace_text
 
 MANIFEST = "manifest.json"
