@@ -15,7 +15,8 @@ from alignment.cli.output import print_and_leave, surviving_closed_output
 from alignment.cli.status_text import status_line, status_lines
 from alignment.config.errors import AlignmentError
 from alignment.engines.inspecting.life import SILENT_S
-from alignment.engines.inspecting.run import RunReader, RunView
+from alignment.engines.inspecting.run import RunReader
+from alignment.engines.inspecting.view import RunView
 from alignment.reporting.status_file import STATUS
 
 _ABOUT = """\
@@ -118,7 +119,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print one JSON object; with --follow one in a line for each change")
     add("--follow", action="store_true", help="show changes until the run ends; Ctrl-C leaves the run alone")
     add(
-        "--interval", type=_seconds, default=2.0, metavar="SECONDS", help="of --follow, between two looks [%(default)s]"
+        "--interval",
+        type=_seconds,
+        default=2.0,
+        metavar="SECONDS",
+        help="between looks of --follow [%(default)s]",
     )
     add("--check", action="store_true", help="compare the content of checkpoints with their checksums; reads them all")
     return parser

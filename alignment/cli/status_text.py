@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from alignment.engines.inspecting.checkpoints import CheckpointView
-from alignment.engines.inspecting.run import LOST, UNKNOWN, RunView
+from alignment.engines.inspecting.view import LOST, UNKNOWN, RunView
 from alignment.reporting.log_reading import number
 from alignment.reporting.report import duration, gibibytes
 
@@ -53,7 +53,7 @@ def state_sentence(view: RunView) -> str:
     if view.state in ("starting", "running"):
         by = view.holder or (f"process {view.pid} on {view.host}" if view.pid and view.host else "")
         said += f": {by}" if by else ""
-        said += _where(view, ",")
+        said += _where(view, ",") if view.state == "running" else ""
         return said if view.lives is not None else f"{said} (no sign of life seen yet)"
     if view.error:
         said += f": {view.error}"

@@ -88,20 +88,20 @@ class LogReader:
         elif b'"train_runtime":' in line:
             self._totals = line
         elif b'"num_tokens":' in line:
-            self._last = line
             self._recent.append(line)
         else:
             self._evaluation = line
 
     def _take_event(self, event: Record) -> None:
         if event.get("event") in ("start", "resume"):
+            self._last = self._recent[-1] if self._recent else self._last
             self._recent.clear()
         self.events.append(event)
 
     @property
     def last(self) -> Record:
         """The newest training entry."""
-        return _parsed(self._last)
+        return next((record for line in (*reversed(self._recent), self._last) if (record := _parsed(line))), {})
 
     @property
     def evaluation(self) -> Record:
