@@ -16,6 +16,7 @@ import sys
 from datetime import timedelta
 
 from alignment.config.errors import AlignmentError, OptionError
+from alignment.config.machine import planned
 from alignment.internals.bitsandbytes import hush_missing_kernel
 from alignment.internals.deepspeed import skip_shared_memory_op
 from alignment.internals.torch import hush_deprecated_collectives, set_group_timeout
@@ -40,8 +41,9 @@ def local_rank() -> int:
 
 
 def world_size() -> int:
-    """Number of processes of this run."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Number of processes of this run, or of the one that is planned."""
+    machine = planned()
+    return int(os.environ.get("WORLD_SIZE", "1")) if machine is None else machine.ranks
 
 
 def prepare_environment() -> None:

@@ -183,9 +183,14 @@ def prepare_data(
     return PreparedData(where, key, dataset, table, joined(reports), datasets_used)
 
 
+def tokenised_folder() -> Path:
+    """Where tokenised rows are kept."""
+    return cache_folder() / "deepspeed-alignment"
+
+
 def _tokenised(part: Part, limit: int | None, method: AnyMethod, tokenizer: Any, options: AlignmentConfig) -> Path:
     """The folder with one part's tokenised rows."""
-    folder = cache_folder() / "deepspeed-alignment"
+    folder = tokenised_folder()
     column_map = options.column_map if part.column_map is None else part.column_map
     data = part.load()
     if isinstance(data, IterableDataset):
