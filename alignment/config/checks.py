@@ -174,6 +174,7 @@ def _check_ranges(options: Any) -> None:
     at_least(options, 0, "router_aux_loss_coef", "seed", "data_seed")
     below_one(options, "adam_beta1", "adam_beta2")
     positive(options, "adam_epsilon")
+    positive(options, "hang_timeout", "hang_timeout_first", "hang_factor", "peer_timeout")
 
 
 def _check_steps(options: Any) -> None:

@@ -17,6 +17,7 @@ from alignment.config import checks, dtypes, refusals
 from alignment.config.errors import SECRETS, OptionError
 from alignment.config.fields import Strategy, convert_options
 from alignment.config.options_data import DataOptions
+from alignment.config.options_faults import FaultOptions
 from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions
 from alignment.config.options_training import LoggingOptions, MemoryOptions, SavingOptions, TrainingOptions
 from alignment.config.registry import Paper, name_of
@@ -43,6 +44,7 @@ def _without_secrets(name: str, value: Any) -> Any:
 
 @dataclass(kw_only=True)
 class AlignmentConfig(
+    FaultOptions,
     SavingOptions,
     LoggingOptions,
     AdapterOptions,

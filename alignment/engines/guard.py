@@ -1,324 +1,194 @@
 """One message, and every rank ends: the guard around a command's main function.
 
-The first rank that fails claims the right to speak on the process group's store. The others fall silent, whatever
-they were doing, let it write its line, and end. Only the command line is guarded; a caller of the Python API gets
-exceptions. Under torchrun, torchrun's own report follows the message; `deepspeed` adds nothing to stderr of its own.
-
-A rank that is killed from outside cannot speak. The others notice when they next meet it; until then only the launcher
-does (`deepspeed` and `torchrun` end all ranks at once, `srun` does with --kill-on-bad-exit=1).
+The first rank that fails claims the right to speak. The others fall silent, whatever they were doing, let it write its
+line, and end with the same exit status. The guard also turns signals into requests to stop, and ends a job whose ranks
+have died, fallen silent or hang. Only the command line is guarded; a caller of the Python API gets exceptions. Under
+torchrun, torchrun's own report follows the message; `deepspeed` adds nothing to stderr of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import re
 import signal
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn
 
-from alignment.config.errors import AlignmentError
+from alignment.engines.failures import describe, exit_code, is_lost_peer
 from alignment.engines.launch_env import init_distributed, prepare_environment, rank, world_size
+from alignment.engines.watch.activity import ACTIVITY
+from alignment.engines.watch.beats import Gap, Pulse
+from alignment.engines.watch.ending import end_process, write, write_beside_bars, write_stacks
+from alignment.engines.watch.peers import Peers, Verdict, hung_line, record
+from alignment.engines.watch.requests import REQUESTS
+from alignment.engines.watch.signals import STOP_SIGNALS, SignalWatch
+from alignment.engines.watch.stop import RunStopped, StopReason
 from alignment.internals.torch import default_store
-from alignment.internals.tqdm import open_bars
-
-_POLL_S = 1.0  # how often a rank looks whether another has failed
-_HUSH_S = 5.0  # how long the speaker waits for the others to fall silent
-_SPEECH_S = 10.0  # how long a silent rank waits for the speaker
-_LEAVE_S = 60.0  # how long rank 0 keeps the store for ranks that have finished too
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "ncclRemoteError", "remote process exited")
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-_DISK_FULL_TEXTS = ("No space left on device", "PytorchStreamWriter failed", "Disk quota exceeded")
-_PATH_NAMES = ("filename", "checkpoint_file", "path", "file", "f", "save_directory", "output_dir")
 
 
 def guarded(main: Callable[[], None], use_cpu: bool | Callable[[], bool] = False) -> int:
-    """Run `main` and return the exit code: 0, 1 after an error, 130 after Ctrl-C. Errors become one line on stderr.
+    """Run `main` and return the exit status; errors become one line on stderr.
 
-    With one process nothing else happens, and neither torch nor DeepSpeed is imported here. With several, the process
-    group is joined first (on the CPU with `use_cpu`, which is called only then), `main` runs under a watch, and after
-    a failure anywhere every rank ends by `os._exit`: this function then does not return.
+    0, 1 after an error, 85 where a launcher or a scheduler asked the run to stop, 130 where a person did.
+
+    With one process neither torch nor DeepSpeed is imported here. With several, the process group is joined first (on
+    the CPU with `use_cpu`, which is called only then), `main` runs under a watch, and after a failure anywhere every
+    rank ends by `os._exit`: this function then does not return.
     """
-    peers: Peers | None = None
-    try:
-        prepare_environment()
-        if world_size() > 1:
-            # Below errors, torch's sockets write pages of C++ frames when a peer has gone.
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-            init_distributed(use_cpu() if callable(use_cpu) else use_cpu)
-            peers = Peers()
-        _run(main)
-        if peers is not None:
-            peers.finish()
-        _leave_group()
-        return 0
-    except BaseException as error:
-        if peers is not None:
-            peers.fail(error)
-        return _speak(error)
+    guard = _Guard()
+    ACTIVITY.guarded = True
+    with guard.signals.listening():
+        code = guard.run(main, use_cpu)
+    if guard.peers is not None:
+        # A launcher ends all ranks as soon as one has exited, and this one is about to do so by itself.
+        for each in STOP_SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+    return code
 
 
-def _run(main: Callable[[], None]) -> None:
-    """Run `main`; leaving by `sys.exit(0)`, as `--help` does, is no failure."""
-    try:
-        main()
-    except SystemExit as leaving:
-        if leaving.code not in (None, 0):
-            raise
+class _Guard:
+    """What watches over one call of :func:`guarded`.
 
-
-class Peers:
-    """This rank's line to the others: a claim, who has fallen silent, who has finished.
-
-    It has its own connection to the store: a poll must not wait behind the main thread's calls, nor they behind it.
+    Attributes:
+        peers: the other ranks, once all have met; None in a single process.
+        signals: where signals arrive.
     """
 
     def __init__(self) -> None:
-        from torch.distributed import PrefixStore, TCPStore
+        self.peers: Peers | None = None
+        self.signals = SignalWatch(REQUESTS, self.end_now, tell=_tell, each_tick=self._tick)
+        self._gap = Gap()
 
-        # Rank 0's store may serve the group, and must outlive a main function that destroys the group.
-        self._server = default_store()
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        with _interrupt_deferred():
-            client = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
-        # torchrun keeps one store over its restarts.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = PrefixStore(f"alignment.guard/{attempt}", client)
-        self._lock = threading.Lock()
-        self._last_word = threading.Lock()
-        self._own_end = False
-        threading.Thread(target=self._watch, name="alignment-guard", daemon=True).start()
-
-    def finish(self) -> None:
-        """Wait until every rank has finished. Rank 0, which may hold the store, goes last."""
-        count = self._call("add", "finished", 1)
-        while count < world_size():
-            time.sleep(0.1)
-            count = self._call("add", "finished", 0)
-        with self._lock:
-            self._own_end = True
-        if rank() != 0:
-            self._call("add", "left", 1)
-            return
-        self._wait(lambda: self._call("add", "left", 0) >= world_size() - 1, _LEAVE_S)
-
-    def fail(self, error: BaseException) -> NoReturn:
-        """Speak if no other rank does, and end this process."""
-        code = _exit_code(error)
-        if _is_lost_peer(error):
-            # The rank that broke the connection knows why; leave it time to say so.
-            self._wait(lambda: self._call("check", ["claim"]), _SPEECH_S / 2)
-        with self._lock:
-            self._own_end = True
-        if self._call("add", "claim", 1) > 1:
-            self._end_silently()
-        if not isinstance(error, KeyboardInterrupt):  # then a launcher is about to end all ranks
-            others = [f"silent/{other}" for other in range(world_size()) if other != rank()]
-            self._wait(lambda: self._call("check", others), _HUSH_S)
-        _speak(error)
-        self._call("set", "said", "1")
-        _end_process(code)
-
-    def _watch(self) -> None:
-        while True:
-            time.sleep(_POLL_S)
-            with self._lock:
-                if self._own_end:
-                    return
-                # Under the lock: a claim made by this rank's main thread must not be taken for another's.
-                claimed = self._call("check", ["claim"])
-            if claimed:
-                self._end_silently()
-
-    def _end_silently(self) -> NoReturn:
-        """Close stdout and stderr, wait for the speaker to have spoken, and end.
-
-        The second of grace lets the speaker be the first to exit: a launcher that ends all at the first exit, or
-        reports the first as the cause, then takes the right one.
-        """
-        _mute()
-        self._call("set", f"silent/{rank()}", "1")
-        self._wait(lambda: self._call("check", ["said"]), _SPEECH_S)
-        time.sleep(1.0)
-        _end_process(1)
-
-    def _wait(self, reached: Callable[[], bool], seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while not reached() and time.monotonic() < end:
-            time.sleep(0.1)
-
-    def _call(self, method: str, *arguments: Any) -> Any:
-        """A call to the store; without the store there is no run left, and this process ends."""
+    def run(self, main: Callable[[], None], use_cpu: bool | Callable[[], bool]) -> int:
+        """As :func:`guarded`."""
         try:
-            return getattr(self._store, method)(*arguments)
-        except RuntimeError:
-            self._last_word.acquire()  # never released: of the two threads, one writes and ends the process
-            if not self._own_end and rank() == 1:
-                _write(
-                    "error: rank 1: rank 0 has gone without a message: it was killed, perhaps for lack of host memory"
-                )
-            _end_process(1)
+            prepare_environment()
+            if world_size() > 1:
+                # Below errors, torch's sockets write pages of C++ frames when a peer has gone.
+                os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+                init_distributed(use_cpu() if callable(use_cpu) else use_cpu)
+                self.peers = _peers(self.signals.lost)
+            stopped = _run(main)
+            with REQUESTS.deferred(None):  # the work is done, or was given up: there is nothing to interrupt
+                if self.peers is not None:
+                    self.peers.finish()
+                if stopped is not None and int(os.environ.get("RANK", "0")) == 0:
+                    write(stopped.message)
+                elif stopped is None and ACTIVITY.status is not None:
+                    ACTIVITY.status.update(state="finished")
+                _leave_group()
+            return 0 if stopped is None else stopped.reason.code
+        except BaseException as error:
+            return self._fail(error)
+
+    def _fail(self, error: BaseException) -> int:
+        """Say what happened, here or to the other ranks, and return the exit status; with other ranks, end."""
+        line, trace = _said(error)
+        verdict = _verdict(error)
+        if self.peers is not None:
+            by_user = verdict.signal == StopReason.SIGINT.name  # then a launcher is about to end all ranks
+            self.peers.fail(line, verdict, trace=trace, lost=is_lost_peer(error), at_once=by_user)
+        if line:
+            # Another rank's progress bar may have left the cursor in the middle of a line.
+            write(("\n" if os.environ.get("WORLD_SIZE", "1") != "1" else "") + trace + line)
+        record(line, verdict)
+        return verdict.code
+
+    def end_now(self, reason: StopReason) -> NoReturn:
+        """End every rank in the middle of whatever it does; called in the thread that hears signals."""
+        line = f"{reason.state} by {reason.name} at once, in phase {ACTIVITY.phase} after step {ACTIVITY.step}"
+        verdict = Verdict(code=reason.code, state=reason.state, signal=reason.name)
+        if self.peers is not None:
+            self.peers.fail(line, verdict, at_once=True)
+        write(line)
+        record(line, verdict)
+        end_process(verdict.code)
+
+    def _tick(self) -> None:
+        if self.peers is not None:
+            self.peers.tick()
+        if self.peers is None or self.peers.alone:
+            ACTIVITY.pardon(self._gap.seconds())
+            if ACTIVITY.idle > ACTIVITY.limit:
+                self._hangs()
+
+    def _hangs(self) -> NoReturn:
+        line = hung_line(int(os.environ.get("RANK", "0")), Pulse().beat(), 1)
+        write_stacks(ACTIVITY.folder, int(os.environ.get("RANK", "0")))
+        write(line)
+        record(line, Verdict())
+        end_process(1)
+
+
+def _tell(text: str) -> None:
+    if int(os.environ.get("RANK", "0")) == 0:
+        write_beside_bars(text)
+
+
+def _run(main: Callable[[], None]) -> RunStopped | None:
+    """Run `main`; leaving by `sys.exit(0)`, as `--help` does, is no failure, and neither is a stop of all ranks."""
+    try:
+        main()
+    except RunStopped as stopped:
+        if stopped.everywhere:
+            return stopped
+        raise
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            raise
+    return None
+
+
+def _peers(lost_store: Callable[[str], None]) -> Peers:
+    """The other ranks, over a connection of their own: a poll must not wait behind the main thread's calls."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with _signals_deferred():
+        client = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+    # torchrun keeps one store over its restarts.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"alignment.guard/{attempt}", client)
+    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # Rank 0's store may serve the group, and must outlive a main function that destroys the group.
+    return Peers(store, rank(), world_size(), server=default_store(), lost_store=lost_store if by_launcher else None)
 
 
 @contextlib.contextmanager
-def _interrupt_deferred() -> Iterator[None]:
-    """Within this context Ctrl-C has to wait.
+def _signals_deferred() -> Iterator[None]:
+    """Within this context signals have to wait.
 
-    A connection that it breaks off would be tried again by torch, up to 30 s later, and be deaf to it until then.
+    A connection that one breaks off would be tried again by torch, up to 30 s later, and be deaf to it until then.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, set(STOP_SIGNALS))
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _speak(error: BaseException) -> int:
-    """Write what happened to stderr, its last line beginning with `error: `, and return the exit code."""
+def _said(error: BaseException) -> tuple[str, str]:
+    """What is written of an error: its line, which begins with `error: ` unless it is a stop, and its traceback."""
+    if isinstance(error, RunStopped):
+        return error.message, ""
     line, is_defect = describe(error)
-    trace = "".join(traceback.format_exception(error)) if is_defect else ""
-    if line:
-        several = os.environ.get("WORLD_SIZE", "1") != "1"
-        who = f"rank {os.environ.get('RANK', '?')}: " if several else ""
-        # Another rank's progress bar may have left the cursor in the middle of a line.
-        _write(("\n" if several else "") + trace + f"error: {who}{line}")
-    return _exit_code(error)
+    if not line:
+        return "", ""
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    who = f"rank {os.environ.get('RANK', '?')}: " if several else ""
+    return f"error: {who}{line}", "".join(traceback.format_exception(error)) if is_defect else ""
 
 
-def describe(error: BaseException) -> tuple[str, bool]:
-    """One line for the user, and whether the error is a defect whose traceback is worth showing.
-
-    The line is empty for a `SystemExit` with a number: whoever raised it has already spoken.
-    """
-    kinds = {f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
-    text = " ".join(str(error).split())
-    if isinstance(error, AlignmentError):
-        return text, False
-    if isinstance(error, SystemExit):
-        return (text if isinstance(error.code, str) else ""), False
+def _verdict(error: BaseException) -> Verdict:
+    reason = error.reason if isinstance(error, RunStopped) else None
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted by the user", False
-    if "torch.OutOfMemoryError" in kinds:
-        advice = (
-            "a smaller per_device_train_batch_size or max_length, gradient_checkpointing true, or a deepspeed file"
-        )
-        return f"the GPU is out of memory: set {advice} that offloads ({_shorten(text)})", False
-    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
-        return f"the host is out of memory: use less offload, a smaller model or more ranks ({_shorten(text)})", False
-    if _is_lost_peer(error):
-        reason = re.sub(r"^\[\S+\] ", "", text).partition(". ")[0]
-        return (
-            f"another rank has gone without a message: it was killed or lost its network ({_shorten(reason)})",
-            False,
-        )
-    full = _disk_full_in(error)
-    if full is not None:
-        advice = "free space there, or set output_dir to a folder on another disk"
-        return f"{_path_of(full) or 'a file'} could not be written, the disk is full: {advice}", False
-    if isinstance(error, OSError):
-        return _os_error(error, text), False
-    if any(kind.endswith(".SafetensorError") for kind in kinds):
-        return f"{_path_of(error) or 'a safetensors file'} cannot be read or written: {text}", False
-    return f"{type(error).__name__}: {_shorten(text)} (this is a defect: please report it with the traceback)", True
-
-
-def _disk_full_in(error: BaseException | None) -> BaseException | None:
-    """The full disk behind an error, if that is what it comes from. Libraries wrap it in errors of their own."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _DISK_FULL:
-            return error
-        if any(sign in str(error) for sign in _DISK_FULL_TEXTS):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def _os_error(error: OSError, text: str) -> str:
-    if error.strerror is None:
-        return text or type(error).__name__
-    path = _path_of(error)
-    return f"{path}: {error.strerror}" if path else error.strerror
-
-
-def _path_of(error: BaseException) -> str:
-    """The path of a failed read or write: the error's own, or from the innermost frame with a variable named so."""
-    own = getattr(error, "filename", None)
-    if own is not None:
-        return str(own)
-    if isinstance(error, OSError) and error.errno not in (*_DISK_FULL, errno.EIO):
-        return ""  # a socket's error, say
-    found = ""
-    trace = error.__traceback__
-    while trace is not None:
-        variables = trace.tb_frame.f_locals
-        paths = [variables[name] for name in _PATH_NAMES if isinstance(variables.get(name), (str, os.PathLike))]
-        found = str(paths[0]) if paths else found
-        trace = trace.tb_next
-    return found
-
-
-def _is_lost_peer(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST_PEER)
-
-
-def _exit_code(error: BaseException) -> int:
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-
-
-def _shorten(text: str, limit: int = 300) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-def _write(text: str) -> None:
-    """Write `text` to stderr as whole lines in one call, after closing this process's progress bars.
-
-    An open bar leaves the cursor within a line, and draws itself once more as the interpreter ends.
-    """
-    for bar in open_bars():
-        bar.close()
-    _flush(sys.stdout)
-    sys.stderr.write(text + "\n")
-    _flush(sys.stderr)
-
-
-def _flush(stream: TextIO) -> None:
-    # A reader who has gone (`| head`) must not keep the error from stderr, nor a process from ending.
-    with contextlib.suppress(OSError, ValueError):
-        stream.flush()
-
-
-def _mute() -> None:
-    """Send stdout and stderr to nowhere at the level of the process, so that libraries in C++ are silent too."""
-    _flush(sys.stdout)
-    _flush(sys.stderr)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in (1, 2):
-        os.dup2(nowhere, descriptor)
-
-
-def _end_process(code: int) -> NoReturn:
-    """End without waiting for blocked threads, and take forked workers along: alone they would wait forever."""
-    import psutil
-
-    own = psutil.Process()
-    for child in own.children(recursive=True):
-        try:
-            # Only Python workers: a reporting service may still have to send what it holds.
-            if child.exe() == own.exe():
-                child.terminate()
-        except psutil.Error:
-            continue
-    _flush(sys.stdout)
-    _flush(sys.stderr)
-    os._exit(code)
+        reason = StopReason.SIGINT
+    if reason is not None:
+        return Verdict(code=reason.code, state=reason.state, signal=reason.name)
+    return Verdict(code=exit_code(error))
 
 
 def _leave_group() -> None:

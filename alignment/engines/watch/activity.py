@@ -7,6 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+
+from alignment.reporting.status_file import StatusFile
 
 
 @dataclass(frozen=True)
@@ -17,11 +20,13 @@ class Limits:
         least: whatever was seen before.
         factor: times the longest stretch without progress that was seen in the phase.
         first: while the phase is passed through for the first time.
+        silence: how long a rank may send no sign of life.
     """
 
     least: float = 600.0
     factor: float = 5.0
     first: float = 3600.0
+    silence: float = 25.0
 
 
 class Activity:
@@ -36,7 +41,10 @@ class Activity:
     Attributes:
         step: the last completed optimizer step.
         limits: how long a phase may go without progress.
-        moves: progress made so far, as a count.
+        moves: phases entered and left so far; ranks that compute the same go through the same ones.
+        folder: where the run writes, once that is known; on every rank.
+        status: ``status.json`` of the run, on the first rank.
+        guarded: whether somebody outside of the run writes its end into the status.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,19 +54,23 @@ class Activity:
         self._longest: dict[str, float] = {}
         self._passed: set[str] = set()
         self._last = clock()
+        self.folder: Path | None = None
+        self.status: StatusFile | None = None
+        self.guarded = False
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Within this context the process is in ``phase``."""
         self.progress()
         self._phases.append(phase)
+        self.moves += 1
         try:
             yield
-            self.progress()
             self._passed.add(phase)
         finally:
-            self._phases.pop()
             self.progress()
+            self._phases.pop()
+            self.moves += 1
 
     @property
     def phase(self) -> str:
@@ -72,7 +84,6 @@ class Activity:
             phase = self.phase
             self._longest[phase] = max(self._longest.get(phase, 0.0), now - self._last)
             self._last = now
-            self.moves += 1
 
     def pardon(self, seconds: float) -> None:
         """The process stood still for so long through no fault of its own: a suspended job, a sleeping machine."""

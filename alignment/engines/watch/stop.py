@@ -43,18 +43,21 @@ class StopReason(IntEnum):
 
 
 class RunStopped(SystemExit):
-    """A run was asked to stop and has stopped, on every rank.
-
-    A script that does not catch it exits with its code.
+    """A run was asked to stop and has stopped. A script that does not catch it exits with its code.
 
     Args:
         reason: what asked for it.
         message: one line for the user: where the run stands, and how to resume it.
+        everywhere: every rank raises it, at the same point; else the others have yet to hear of it.
     """
 
-    def __init__(self, reason: StopReason, message: str) -> None:
+    def __init__(self, reason: StopReason, message: str, *, everywhere: bool = True) -> None:
         super().__init__(reason.code)
-        self.reason, self.message = reason, message
+        self.reason, self.message, self.everywhere = reason, message, everywhere
 
     def __str__(self) -> str:
         return self.message
+
+
+class Cut(Exception):
+    """Work that can be done again was given up half-way, on every rank, because the run was asked to stop."""

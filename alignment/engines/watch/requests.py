@@ -1,0 +1,79 @@
+"""What has asked this process to stop: signals, a launcher that has gone, or the file ``STOP`` in the output folder.
+
+A request sets a flag. Training looks at it where it can stop without losing anything; everywhere else, where there is
+nothing to lose, the main thread is interrupted as by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from alignment.engines.watch.stop import StopReason
+
+STOP_FILE = "STOP"
+_FILE_POLL_S = 1.0
+
+
+class StopRequests:
+    """The requests that this process has received. Any thread may make one.
+
+    Args:
+        clock: in seconds.
+
+    Attributes:
+        deferring: whether the main thread looks at requests by itself, and must not be interrupted by one.
+        detail: what lies behind the reason where it is no signal; else empty.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.deferring, self.detail = False, ""
+        self._clock, self._lock = clock, threading.RLock()  # a handler may run while it is held
+        self._reason: StopReason | None = None
+        self._file: Path | None = None
+        self._looked = float("-inf")
+
+    def request(self, reason: StopReason, detail: str = "") -> None:
+        """Ask for a stop. The first request names the reason, but SIGINT outranks what it comes with."""
+        with self._lock:
+            if self._reason is None or (reason is StopReason.SIGINT and self._reason is not reason):
+                self._reason, self.detail = reason, detail
+
+    @property
+    def reason(self) -> StopReason | None:
+        """What asked this process to stop, as far as it is known without looking at the disk."""
+        with self._lock:
+            return self._reason
+
+    def asked(self) -> StopReason | None:
+        """What asked this process to stop; looks for the file ``STOP`` as well, once a second at most."""
+        if self._file is not None and self._clock() - self._looked >= _FILE_POLL_S:
+            self._looked = self._clock()
+            with contextlib.suppress(OSError):
+                if self._file.exists():
+                    self.request(StopReason.STOP)
+        return self.reason
+
+    @contextlib.contextmanager
+    def deferred(self, file: Path | None) -> Iterator[None]:
+        """Within this context requests wait until the main thread asks for them.
+
+        Args:
+            file: whose appearance is a request as well; None on ranks that leave looking for it to another.
+        """
+        self._file, before, self.deferring = file, self.deferring, True
+        try:
+            yield
+        finally:
+            self._file, self.deferring = None, before
+
+    def forget(self) -> None:
+        """As in a process that has received none."""
+        with self._lock:
+            self._reason, self.detail = None, ""
+
+
+REQUESTS = StopRequests()

@@ -1,0 +1,192 @@
+"""Signals, and the end of launchers: a thread hears of them while the main thread waits in a collective.
+
+A Python handler runs between two bytecodes of the main thread, which may be minutes later. The interpreter writes the
+number of each signal into a pipe at once, and the thread reads that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+from alignment.engines.watch.activity import ACTIVITY
+from alignment.engines.watch.launchers import Launcher, launchers
+from alignment.engines.watch.processes import Watched
+from alignment.engines.watch.requests import StopRequests
+from alignment.engines.watch.stop import RunStopped, StopReason
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_IGNORABLE = (signal.SIGINT, signal.SIGHUP)  # by `nohup`, and by shells for what they start in the background
+_AGAIN_S = 2.0  # launchers and schedulers repeat signals; a second SIGINT counts after this
+_LEAVE_S = 3.0  # how long the main thread has to hear of a signal where it is not to look for requests itself
+_TICK_S = 0.5
+
+
+class SignalWatch:
+    """Turns signals into requests.
+
+    Args:
+        requests: where they go.
+        end: called in the thread to end the process now: a second Ctrl-C, or the main thread does not answer.
+        tell: called in the thread with a line for the user when a request has to wait.
+        each_tick: called in the thread twice a second.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        requests: StopRequests,
+        end: Callable[[StopReason], Any],
+        *,
+        tell: Callable[[str], None] = lambda text: None,
+        each_tick: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.requests, self._end, self._tell, self._each_tick, self._clock = requests, end, tell, each_tick, clock
+        self._first_interrupt: float | None = None
+        self._deadline: float | None = None
+        self._raised = False
+        self._launchers: dict[int, tuple[Launcher, Watched]] = {}
+
+    @contextlib.contextmanager
+    def listening(self, signals: Iterable[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
+        """Within this context signals are requests; call it in the main thread.
+
+        SIGINT and SIGHUP stay ignored where they were ignored before.
+        """
+        handlers = {each: signal.getsignal(each) for each in signals}
+        taken = [each for each, handler in handlers.items() if not (each in _IGNORABLE and handler == signal.SIG_IGN)]
+        reader, writer = os.pipe()
+        for end in (reader, writer):
+            os.set_blocking(end, False)
+        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for each in taken:
+            signal.signal(each, self._handle)
+        os.register_at_fork(after_in_child=lambda: _forget_in_child(writer))
+        self._watch_launchers()
+        over = threading.Event()
+        thread = threading.Thread(target=self._run, args=(reader, over), name="alignment-signals", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            for each in taken:
+                signal.signal(each, handlers[each] or signal.SIG_DFL)
+            signal.set_wakeup_fd(before)
+            over.set()
+            thread.join(2 * _TICK_S)
+            os.close(writer)
+
+    def _watch_launchers(self) -> None:
+        for launcher in launchers():
+            self._launchers[launcher.pid] = (launcher, Watched.begin(launcher.pid))
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """In the main thread: interrupt it, unless it looks at requests by itself."""
+        self.requests.request(StopReason.of_signal(number))
+        if self.requests.deferring or self._raised:
+            return
+        self._raised = True
+        reason = self.requests.reason or StopReason.of_signal(number)
+        raise RunStopped(reason, self._interrupted(reason), everywhere=False)
+
+    def _interrupted(self, reason: StopReason) -> str:
+        detail = f" ({self.requests.detail})" if self.requests.detail else ""
+        return f"{reason.state} by {reason.name}{detail} in phase {ACTIVITY.phase}: no step was under way"
+
+    def _run(self, reader: int, over: threading.Event) -> None:
+        poll = select.poll()
+        poll.register(reader, select.POLLIN)
+        for _, watched in self._launchers.values():
+            if watched.descriptor is not None:
+                poll.register(watched.descriptor, select.POLLIN)
+        while not over.is_set():
+            ready = {descriptor for descriptor, _ in poll.poll(_TICK_S * 1000)}
+            if reader in ready:
+                for number in os.read(reader, 64):
+                    self._hear(number)
+            for launcher, watched in list(self._launchers.values()):
+                if watched.descriptor in ready or (watched.descriptor is None and watched.gone):
+                    if watched.descriptor is not None:
+                        poll.unregister(watched.descriptor)
+                    del self._launchers[launcher.pid]
+                    self.lost(f"the launcher {launcher.name}, process {launcher.pid}, has ended")
+            self._insist()
+            self._each_tick()
+        os.close(reader)
+        for _, watched in self._launchers.values():
+            watched.close()
+
+    def lost(self, what: str) -> None:
+        """A launcher has ended before its ranks: nobody would end them, and the next start would meet them.
+
+        They act as after SIGTERM.
+
+        Args:
+            what: has ended.
+        """
+        known = self.requests.reason
+        self.requests.request(StopReason.SIGTERM, what)
+        if self.requests.deferring:
+            self._announce(StopReason.SIGTERM, known)
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _hear(self, number: int) -> None:
+        try:
+            reason = StopReason.of_signal(number)
+        except (KeyError, ValueError):  # somebody else's handler
+            return
+        now, known = self._clock(), self.requests.reason
+        if reason is StopReason.SIGINT:
+            if self._first_interrupt is not None and now - self._first_interrupt >= _AGAIN_S:
+                self._end(reason)
+            self._first_interrupt = now if self._first_interrupt is None else self._first_interrupt
+        self.requests.request(reason)
+        if not self.requests.deferring:
+            self._deadline = self._deadline or now + _LEAVE_S
+        else:
+            self._announce(reason, known)
+
+    def _announce(self, reason: StopReason, known: StopReason | None) -> None:
+        """Say that the run will stop, unless that was said before for this reason."""
+        if known is None or (reason is StopReason.SIGINT and known is not reason):
+            detail = f" ({self.requests.detail})" if self.requests.detail else ""
+            again = "; press Ctrl-C again to stop at once" if reason is StopReason.SIGINT else ""
+            self._tell(f"{reason.name}{detail}: saving a checkpoint at the next safe point, then stopping{again}")
+
+    def _insist(self) -> None:
+        """End where the main thread was to be interrupted and is in no state to notice."""
+        if self._deadline is not None and self._clock() >= self._deadline and not self._raised:
+            self._end(self.requests.reason or StopReason.SIGTERM)
+
+
+def _forget_in_child(writer: int) -> None:
+    """A forked worker must not write its signals into its parent's pipe, nor raise at the parent's.
+
+    A Ctrl-C, a logout or a notice of SLURM reaches every process of a group; what becomes of a worker is its parent's
+    decision.
+    """
+    with contextlib.suppress(ValueError):
+        if signal.set_wakeup_fd(-1) != writer:
+            return
+    for each in STOP_SIGNALS:
+        if isinstance(getattr(signal.getsignal(each), "__self__", None), SignalWatch):
+            signal.signal(each, signal.SIG_DFL if each == signal.SIGTERM else signal.SIG_IGN)
+
+
+def ignore_stop_signals(worker: int = 0) -> None:
+    """For a worker of a data loader, which feeds the step that is still to be finished; its parent ends it.
+
+    Args:
+        worker: its number.
+    """
+    for each in STOP_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)

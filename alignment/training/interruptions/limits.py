@@ -1,0 +1,11 @@
+"""How long a phase of a run may go without progress, as the options say."""
+
+from __future__ import annotations
+
+from alignment.config.options_faults import FaultOptions
+from alignment.engines.watch.activity import Limits
+
+
+def limits_of(args: FaultOptions) -> Limits:
+    """The limits after which a rank that makes no progress counts as hung."""
+    return Limits(least=args.hang_timeout, factor=args.hang_factor, first=args.hang_timeout_first)
