@@ -12,6 +12,8 @@ from typing import Any
 import psutil
 import torch
 
+from alignment.engines.watch.activity import ACTIVITY
+
 _EVERY_S = 0.01  # between two samples of the resident set
 # Phases that had another name in the states of older runs.
 _NAMES = {"learn": "train"}
@@ -59,7 +61,8 @@ class Phases:
         self._reset_peak()
         start = time.monotonic()
         try:
-            yield record
+            with ACTIVITY(name):
+                yield record
         finally:
             record.peak_bytes = max(record.peak_bytes, self._peak())
             record.seconds += time.monotonic() - start

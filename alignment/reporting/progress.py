@@ -46,7 +46,7 @@ class Progress:
     def watch(self, items: Sequence[Item], passes: int = 1) -> Sequence[Item]:
         """The same items, each of which moves the bar when it is taken; they are gone through ``passes`` times."""
         self._bar.reset(total=len(items) * passes)
-        return _Watched(items, self.advance)
+        return Watched(items, self.advance)
 
     def note(self, text: str) -> None:
         """Print a line above the bar."""
@@ -58,8 +58,8 @@ class Progress:
         self._bar.close()
 
 
-class _Watched(Sequence[Item]):
-    """A sequence that reports each access to an item."""
+class Watched(Sequence[Item]):
+    """A sequence that calls ``taken`` at each access to an item."""
 
     def __init__(self, items: Sequence[Item], taken: Callable[[], None]) -> None:
         self._items, self._taken = items, taken

@@ -40,8 +40,8 @@ class RunStatus:
         error: the error's line, of a failed run.
         run: the run's name, the same through all of its attempts.
         attempt: how often it was started.
-        stalled: attempts in a row, this one included, that have not come beyond the checkpoint that they started
-            from.
+        stalled: attempts in a row, this one included, that have written no checkpoint beyond the one that they
+            started from.
         method: ``kto`` …
         host: of the first rank.
         pid: its process.
@@ -52,6 +52,7 @@ class RunStatus:
         step: the last completed optimizer step.
         total_steps: of the whole run; 0 while it is not known.
         checkpoint: name of the newest checkpoint, or empty.
+        resumed_from: name of the one that this attempt resumed from, or empty.
         started: when this attempt started, in UTC.
         time: when this was written, in UTC.
     """
@@ -72,6 +73,7 @@ class RunStatus:
     step: int = 0
     total_steps: int = 0
     checkpoint: str = ""
+    resumed_from: str = ""
     started: str = ""
     time: str = ""
 
@@ -145,3 +147,18 @@ class StatusFile:
             with contextlib.suppress(OSError):
                 replace_text(self.path, self.status.text())
             self._written = self._clock()
+
+    def keep(self, every: float, doing: Callable[[], dict[str, Any]]) -> None:
+        """Write what ``doing`` returns, fields of the status, again and again until the run has ended.
+
+        Args:
+            every: seconds.
+            doing: called in a thread.
+        """
+
+        def run() -> None:
+            while self.status.state not in ENDED:
+                time.sleep(every)
+                self.update(within=every, **doing())
+
+        threading.Thread(target=run, name="status", daemon=True).start()

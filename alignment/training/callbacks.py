@@ -15,6 +15,8 @@ from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import device, largest_over_ranks
 from alignment.engines.launch_env import world_size
+from alignment.engines.watch.requests import REQUESTS
+from alignment.engines.watch.stop import StopReason
 from alignment.internals.transformers import callback_handler, keeps_state
 
 # In the order of Decision.
@@ -22,13 +24,17 @@ _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_ev
 
 
 class Decision(NamedTuple):
-    """What happens between two steps, the same on every rank; with none of it the run continues."""
+    """What happens between two steps, the same on every rank; with none of it the run continues.
+
+    All of it is what callbacks ask for, but ``leave``: what asked the run to end here, and to be resumed later.
+    """
 
     stop: bool = False
     end_epoch: bool = False
     save: bool = False
     evaluate: bool = False
     log: bool = False
+    leave: StopReason | None = None
 
 
 def reporting_callbacks(report_to: str | list[str]) -> list[type[TrainerCallback]]:
@@ -98,11 +104,15 @@ class Events:
 
     def decide(self) -> Decision:
         """What all ranks do next: whatever any rank's callbacks ask for; ``control`` says it too. Collective."""
+        leave = int(REQUESTS.asked() or 0)
         if world_size() > 1:
-            wanted = torch.tensor([float(getattr(self.control, flag)) for flag in _FLAGS], device=device())
-            for flag, value in zip(_FLAGS, largest_over_ranks(wanted).tolist()):
+            own = [*(float(getattr(self.control, flag)) for flag in _FLAGS), float(leave)]
+            *wanted, asked = largest_over_ranks(torch.tensor(own, device=device())).tolist()
+            for flag, value in zip(_FLAGS, wanted, strict=True):
                 setattr(self.control, flag, bool(value))
-        return Decision(*(bool(getattr(self.control, flag)) for flag in _FLAGS))
+            leave = int(asked)
+        flags = (bool(getattr(self.control, flag)) for flag in _FLAGS)
+        return Decision._make((*flags, StopReason(leave) if leave else None))
 
     def save_state(self) -> None:
         """Put what the callbacks keep of their own into the trainer's state, by class; of several of one, a list."""

@@ -12,7 +12,7 @@ import math
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader
@@ -24,6 +24,11 @@ from alignment.data.windows import WindowPlan, WindowSampler
 from alignment.engines.checkpoints.folder import checkpoint_folder
 from alignment.engines.collectives import from_first_rank, on_first_rank
 from alignment.engines.launch_env import rank, world_size
+from alignment.engines.watch.activity import ACTIVITY
+from alignment.engines.watch.requests import REQUESTS, STOP_FILE
+from alignment.engines.watch.safe_points import agreed_reason
+from alignment.engines.watch.signals import ignore_stop_signals
+from alignment.engines.watch.stop import Cut
 from alignment.internals.torch import schedule_may_go_first
 from alignment.reporting.metrics import MetricHistory, means
 from alignment.reporting.progress import Progress
@@ -32,9 +37,14 @@ from alignment.training.checkpointing.best import BestModel, damage_of_model
 from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, total_steps
+from alignment.training.interruptions.stopping import end_run, notice_too_short
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import Boundary, RandomAtStart, Totals
 from alignment.training.window import NonFiniteLoss
+
+# Where a run that is asked to stop may be left, see Boundary.left.
+_DONE, _STEP, _EPOCH = "done", "step", "epoch"
+_STATUS_S = 2.0  # between two writes of an unchanged state
 
 
 class TrainingLoop:
@@ -46,7 +56,6 @@ class TrainingLoop:
         data: the training data.
         sampler: its windows.
         evaluate: evaluates, logs and tells the callbacks; its result has every metric by name.
-        write_state: writes transformers' state into a folder.
 
     Attributes:
         resumed: what the log says of the checkpoint that the run goes on from; None in a run that begins.
@@ -72,6 +81,7 @@ class TrainingLoop:
         self.random = context.run_state.register_on_each_rank("random", RandomAtStart(context.args.seed))
         register("data", sampler)
         self.decision = Decision()
+        self._step_seconds = 0.0  # of the newest step
         self.resumed: dict[str, Any] | None = None
         self.ignores_end = False
 
@@ -90,31 +100,37 @@ class TrainingLoop:
         fresh = self.resumed is None
         self._start(fresh)
         args, state = self.args, self.state
+        stop_file = self.context.output_dir / STOP_FILE if self.context.is_first else None
         shown = self.context.is_first and not args.disable_tqdm
         self.progress = Progress(
             self.total_steps, args.method, shown, self.engines.window_pass.device, done=state.global_step
         )
         try:
-            self.events("on_train_begin")
-            if fresh:
-                self.engines.window_pass.begin(evaluation)
-                if args.eval_on_start:
-                    self.evaluate()  # not of a checkpoint, so not among those that the best is chosen from
-            else:
-                self._go_on()
-            for plan, batches in self._windows():
-                if plan.step == 0:
-                    self.events("on_epoch_begin")
-                self.events("on_step_begin")
-                self._step(plan, batches)
-                self.events("on_step_end")
-                self._boundary()
+            with REQUESTS.deferred(stop_file):
+                self.events("on_train_begin")
+                if fresh:
+                    self.engines.window_pass.begin(evaluation)
+                    if args.eval_on_start:
+                        self.evaluate()  # not of a checkpoint, so not among those that the best is chosen from
+                else:
+                    self._go_on()
+                for plan, batches in self._windows():
+                    if plan.step == 0:
+                        self.events("on_epoch_begin")
+                    self.events("on_step_begin")
+                    began = time.monotonic()
+                    self._step(plan, batches)
+                    self._step_seconds = time.monotonic() - began
+                    self.events("on_step_end")
+                    self._boundary()
+                return self._finish()
+        except Cut:  # in the middle of a window, which is done again after a resume, or before the first one
+            self._leave()
         except (NonFiniteLoss, RewardError) as error:  # both on every rank, with good weights
             kind = TrainingError if isinstance(error, NonFiniteLoss) else RewardError
             raise kind(f"step {state.global_step + 1}: {error}{self._rescue()}") from error
         finally:
             self.progress.close()
-        return self._finish()
 
     def _go_on(self) -> None:
         """Do what follows a checkpoint: the callbacks hear of it, and the random streams are those that were saved."""
@@ -132,19 +148,33 @@ class TrainingLoop:
                 )
         # transformers takes this back where training begins, and with no step left nobody would ask for it again.
         self.events.control.should_training_stop = self.boundary.ends or self.state.global_step >= self.total_steps
-        self.events("on_save")
+        left, self.boundary.left = self.boundary.left, ""
+        if not left:
+            self.events("on_save")
         self.decision = self.events.decide()
+        if left in (_STEP, _EPOCH):
+            self._complete(left)
         self.boundary.ends = self.boundary.ends or self._ended_early()
 
     def _boundary(self) -> None:
         """Everything between two steps; after it, the state of the run is whole."""
         self.context.run_state.unmark()
+        self._show_status()
         self.decision = self.events.decide()
-        epoch_ends = self.sampler.step == 0 or self._stops(epoch=True)
-        self._act()
-        # Callbacks that heard of what was done may end the epoch as well.
-        if epoch_ends or self._stops(epoch=True):
-            self._end_epoch()
+        self._complete(_STEP)
+        if self.decision.leave is not None and self._goes_on():
+            self._leave()
+
+    def _complete(self, place: str) -> None:
+        """Everything between two steps, from ``place`` on: the acts of the step, or those that end the epoch."""
+        if place == _STEP:
+            epoch_ends = self.sampler.step == 0 or self._stops(epoch=True)
+            self._act(_STEP)
+            # Callbacks that heard of what was done may end the epoch as well.
+            if epoch_ends or self._stops(epoch=True):
+                self._end_epoch()
+        else:
+            self._act(_EPOCH)
         self.totals.seconds = self._seconds()
         if self.decision.save:
             self.events.control.should_save = False  # in what is saved it has happened
@@ -153,6 +183,38 @@ class TrainingLoop:
                 self.events("on_save")
                 self.decision = self.events.decide()
         self.boundary.ends = self._ended_early()
+
+    def _goes_on(self) -> bool:
+        """Whether there is a step left to take."""
+        return self.state.global_step < self.total_steps and not self.boundary.ends
+
+    def _leave(self, left: str = _DONE) -> NoReturn:
+        """Save a checkpoint and end the run before its last step, as it was asked to; collective.
+
+        Args:
+            left: where; what remains to be done there is made up for after a resume.
+
+        Raises:
+            RunStopped: on every rank.
+        """
+        reason = agreed_reason(REQUESTS.asked())
+        assert reason is not None
+        self.boundary.left, self.boundary.ends = left, self._ended_early()
+        if self.args.save_strategy != "no" and self.state.global_step > 0:
+            self._save()
+        end_run(self.context, self.writer, self.engines.window_pass.finish, reason)
+
+    def _show_status(self) -> None:
+        """Tell whoever watches the run where it stands."""
+        ACTIVITY.step = self.state.global_step
+        if ACTIVITY.status is not None:
+            ACTIVITY.status.update(
+                within=_STATUS_S,
+                state="running",
+                run=self.writer.identity.name,
+                step=self.state.global_step,
+                total_steps=self.total_steps,
+            )
 
     def _ended_early(self) -> bool:
         """Whether a callback ends the run before its last step; transformers' own asks for a stop at that one too."""
@@ -164,20 +226,29 @@ class TrainingLoop:
         self.decision = self.events.decide()
         if self.decision.end_epoch and self.sampler.step and not self._stops():
             self.sampler.epoch, self.sampler.step = self.sampler.epoch + 1, 0
-        self._act()
+        self._act(_EPOCH)
 
     def _stops(self, *, epoch: bool = False) -> bool:
         """Whether the run, or with ``epoch`` at least this epoch, ends here."""
         last = self.decision.stop or self.state.global_step >= self.total_steps
         return last or (epoch and self.decision.end_epoch)
 
-    def _act(self) -> None:
-        """Log and evaluate as all ranks have decided. They decide anew after each, for callbacks hear of it."""
+    def _act(self, place: str) -> None:
+        """Log and evaluate as all ranks have decided. They decide anew after each, for callbacks hear of it.
+
+        Args:
+            place: in :meth:`_complete`; a run that leaves before an evaluation, or in it, resumes there.
+        """
         if self.decision.log or (self._stops() and self.history):
             self._log()
             self.decision = self.events.decide()
         if self.decision.evaluate:
-            self._evaluate()
+            if self.decision.leave is not None:
+                self._leave(place)
+            try:
+                self._evaluate()
+            except Cut:
+                self._leave(place)
             self.decision = self.events.decide()
 
     def _seconds(self) -> float:
@@ -187,6 +258,7 @@ class TrainingLoop:
     def _start(self, fresh: bool) -> None:
         args, state, window = self.args, self.state, self.sampler.window
         self._started, self._before = time.monotonic(), self.totals.seconds
+        self._show_status()
         if fresh:
             self.sampler.epoch, self.sampler.step, state.epoch = 0, 0, 0.0
         state.max_steps = self.total_steps
@@ -225,6 +297,7 @@ class TrainingLoop:
                 collate_fn=pickle.dumps if args.dataloader_num_workers else None,
                 # Its iterator draws once; from the process's generator, what is drawn later would depend on restarts.
                 generator=torch.Generator().manual_seed(args.seed),
+                worker_init_fn=ignore_stop_signals,
             )
             for window in loader:
                 plan, batches = pickle.loads(window) if isinstance(window, bytes) else window
@@ -301,8 +374,14 @@ class TrainingLoop:
 
     def _save(self) -> bool:
         """Write a checkpoint, unless that fails; whether it is there."""
-        self.best.saved(checkpoint_folder(self.context.output_dir, self.state.global_step))
+        folder = checkpoint_folder(self.context.output_dir, self.state.global_step)
+        self.best.saved(folder)
+        start, first = time.monotonic(), self.writer.newest is None
         if self.writer.write(keep=self.best.folder):
+            if ACTIVITY.status is not None:
+                ACTIVITY.status.update(checkpoint=folder.name, stalled=0)
+            if first and self.context.is_first:
+                self.context.tell(notice_too_short(time.monotonic() - start, self._step_seconds))
             return True
         self.best.lost()
         return False

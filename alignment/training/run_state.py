@@ -174,17 +174,21 @@ class Boundary:
 
     Attributes:
         ends: the run ends here, because a callback asked for it or because this was its last step.
+        left: where a run that was asked to stop was left: after the work of a step was ``done``, or before the
+            evaluation that follows the ``step`` or ends the ``epoch``; empty in a state that was saved in the course
+            of the run.
     """
 
     ends: bool = False
+    left: str = ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Its only field."""
-        return {"ends": self.ends}
+        """Both fields."""
+        return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave."""
-        self.ends = bool(state["ends"])
+        self.ends, self.left = bool(state["ends"]), str(state.get("left", ""))
 
 
 class RandomAtStart(RandomStreams):

@@ -22,6 +22,7 @@ from alignment.engines.collectives import barrier, device, on_first_rank
 from alignment.engines.launch_env import init_distributed, local_rank, rank, world_size
 from alignment.engines.optimizers import check_optimization
 from alignment.engines.phases import Phases
+from alignment.engines.watch.activity import ACTIVITY
 from alignment.models.adapters.record import unwrapped
 from alignment.planning.engines import plan_engines
 from alignment.references.engine import ReferencePlan
@@ -48,6 +49,9 @@ from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import Resources, RunContext
 from alignment.training.data import PreparedData, prepare_data, total_steps, window_sampler
 from alignment.training.evaluation import evaluate, evaluation_windows
+from alignment.training.interruptions.limits import limits_of
+from alignment.training.interruptions.status import begin_status, ending_in_status
+from alignment.training.interruptions.stopping import listening
 from alignment.training.loop import TrainingLoop
 from alignment.training.merged import write_merged
 from alignment.training.method import AnyMethod
@@ -105,6 +109,7 @@ class AlignmentTrainer:
         model, args = model_and_options(type(self).__name__, self.config_class, model, args)
         self.args = with_adapter_names(args, model_adapter_name, ref_adapter_name)
         init_distributed(self.args.use_cpu)
+        ACTIVITY.limits = limits_of(self.args)
         self.state = TrainerState(is_world_process_zero=rank() == 0, is_local_process_zero=local_rank() == 0)
         self.method = self.method_class(self.args)
         self.output_dir = Path(self.args.output_dir or "")
@@ -115,7 +120,8 @@ class AlignmentTrainer:
         self.processing_class = load_tokenizer(processing_class, tokenizer, self.policy_source, self.args)
         for source in (self.policy_source, self.reference_source):
             check_vocabulary(self.processing_class, source.config.get_text_config().vocab_size, source.name)
-        self._prepare_datasets(train_dataset, eval_dataset)
+        with ACTIVITY("data"):
+            self._prepare_datasets(train_dataset, eval_dataset)
         self.events = Events(self.args, self.state, callbacks, self.processing_class)
         self.identity = Identity()
         self.phases = Phases(device())
@@ -251,6 +257,7 @@ class AlignmentTrainer:
             CheckpointError: a checkpoint that cannot be gone on from.
             TrainingError: the loss became non-finite; no update was made with it.
             LastCheckpointError: all is done, but for the last checkpoint.
+            RunStopped: a signal or the file ``STOP`` asked the run to stop, and its state has been saved.
         """
         if self.train_data is None or self.sampler is None:
             named = " (dataset_name is read by the command; pass load_dataset(...) in Python)"
@@ -264,8 +271,17 @@ class AlignmentTrainer:
         present = present_run(self.context, self.engine_plan, given, self.resources)
         asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         checkpoint = self.folder.enter(asked, present)
+        if self.is_world_process_zero():
+            name = None if checkpoint is None else checkpoint.folder.name
+            begin_status(self.output_dir, self.args.method, name, bool(asked), self.tell)
+        with ending_in_status(), listening(self.tell):
+            return self._trained(checkpoint, present)
+
+    def _trained(self, checkpoint: Checkpoint | None, present: Present) -> TrainOutput:
+        """As :meth:`train`, in a folder that is this run's."""
         try:
-            loop, writer = self._prepared(checkpoint, present)
+            with ACTIVITY("load"):
+                loop, writer = self._prepared(checkpoint, present)
         except BaseException:
             self.folder.release()
             raise
@@ -372,8 +388,9 @@ class AlignmentTrainer:
         folder = Path(output_dir or self.output_dir)
         on_first_rank(lambda: self.folder.check_not_replaced(folder))
         self.engines.build(None)
-        self.engines.write(folder)
-        barrier()
+        with ACTIVITY("save model"):
+            self.engines.write(folder)
+            barrier()
 
     def save_state(self) -> None:
         """Write ``trainer_state.json`` into the output folder."""

@@ -17,8 +17,9 @@ from alignment.engines.collectives import gathered, sum_over_ranks
 from alignment.engines.launch_env import rank
 from alignment.engines.phases import Phases
 from alignment.engines.scoring import PolicyEngine
+from alignment.engines.watch.safe_points import SafePoint
 from alignment.reporting.metrics import MetricSums
-from alignment.reporting.progress import Progress
+from alignment.reporting.progress import Progress, Watched
 from alignment.training.data import PreparedData
 from alignment.training.method import AnyMethod, Models, Window
 
@@ -48,6 +49,7 @@ class WindowPass:
 
     def __init__(self, method: AnyMethod, models: Models, phases: Phases, aux_coefficient: float | None) -> None:
         self.method, self.models, self.phases, self.aux_coefficient = method, models, phases, aux_coefficient
+        self._safe_point = SafePoint()
 
     @property
     def device(self) -> torch.device:
@@ -105,6 +107,7 @@ class WindowPass:
 
         Raises:
             NonFiniteLoss: in training, the loss is not finite; on every rank, before any weight has changed.
+            Cut: the run was asked to stop; on every rank, before any weight has changed.
         """
         with contextlib.nullcontext() if train else self.phases.of_evaluation():
             return self._passed(plan, batches, data, train, between, progress)
@@ -123,6 +126,8 @@ class WindowPass:
         plan, batches = self.prepared(plan, batches, data, sums, train=train)
         if progress is not None:
             batches = progress.watch(batches, self.method.passes)
+        self._safe_point.restart()
+        batches = Watched(batches, self._safe_point)
         window = Window(batches, plan.counts, self.models, sums, self.phases, self.dataset_of(data))
         known = self.method.before_training(window)
         losses: list[tuple[tuple[int, ...], Tensor]] = []

@@ -30,6 +30,9 @@ from alignment.engines.rollout.memory import Room, measure_room
 from alignment.engines.rollout.processors import neutral_defaults
 from alignment.engines.rollout.weights import weights_by_layer, whole_weights
 from alignment.engines.scoring import ScoringEngine
+from alignment.engines.watch.activity import ACTIVITY
+from alignment.engines.watch.requests import REQUESTS
+from alignment.engines.watch.stop import Cut
 
 
 def backends() -> tuple[RolloutBackend, ...]:
@@ -113,6 +116,7 @@ class RolloutEngine:
             DataError: a prompt without tokens.
             OptionError: the backend cannot be used with this model, these processors or weights gathered by layer.
             TrainingError: continuous batching failed.
+            Cut: the run was asked to stop; on every rank.
         """
         _check_prompts(request.prompts)
         room, backend = self._decide(request)
@@ -121,16 +125,32 @@ class RolloutEngine:
         if by_layer:
             parts = self._as_many_on_all_ranks(parts, request)
         results: list[list[Completion]] = [[] for _ in request.prompts]
+        cut = False
         try:
             with self._ready(request.seed, by_layer), self._bar(request, parts, backend) as bar:
                 for part in parts:
+                    cut = self._asked_to_stop(together=by_layer)
+                    if cut:
+                        break
                     for work, completions in zip(part, self._run(part, request, backend, by_layer, bar)):
                         if work.prompt >= 0:
                             results[work.prompt] += completions
         finally:
             # A cache that grew token by token leaves the allocator with blocks of every size.
             get_accelerator().empty_cache()
+        if REQUESTS.deferring and (cut if by_layer else self._on_any_rank(cut)):
+            raise Cut
         return results
+
+    def _asked_to_stop(self, *, together: bool) -> bool:
+        """Whether a rollout is given up here; with ``together`` all ranks ask at the same time, and do the same."""
+        if not REQUESTS.deferring:
+            return False
+        asked = REQUESTS.asked() is not None
+        return self._on_any_rank(asked) if together else asked
+
+    def _on_any_rank(self, value: bool) -> bool:
+        return bool(largest_over_ranks(torch.tensor([float(value)], device=self.policy.device)).item())
 
     def describe(self) -> str:
         """What the first rollout decided, for the log; empty before it."""
@@ -198,9 +218,12 @@ class RolloutEngine:
         sampling, end = request.sampling, bar.n + backend.ticks(part, request.sampling)
         if part[0].prompt < 0:  # a dummy follows the other ranks, however long they take
             sampling = replace(sampling, max_new_tokens=1, extra={})
-        generation = Generation(
-            self._model, sampling, self.policy.device, by_layer, request.logps, tick=lambda: bar.update()
-        )
+
+        def tick() -> None:
+            ACTIVITY.progress()
+            bar.update()
+
+        generation = Generation(self._model, sampling, self.policy.device, by_layer, request.logps, tick)
         completions = backend.generate(part, generation)
         bar.update(end - bar.n)  # it may have ended early
         return completions

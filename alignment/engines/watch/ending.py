@@ -13,6 +13,7 @@ from typing import NoReturn, TextIO, TypeVar
 
 from alignment.internals.tqdm import open_bars
 
+STACKS = "hang-"  # how the names of files with stacks begin
 Result = TypeVar("Result")
 
 
@@ -89,7 +90,7 @@ def bounded(call: Callable[[], Result], seconds: float) -> Result | None:
 
 def write_stacks(folder: Path | None, rank: int) -> Path | None:
     """Write where every thread of this process is into ``hang-RANK.txt``; its path, or None if that failed."""
-    path = (folder or Path()) / f"hang-{rank}.txt"
+    path = (folder or Path()) / f"{STACKS}{rank}.txt"
     try:
         with path.open("w", encoding="utf-8") as file:
             faulthandler.dump_traceback(file, all_threads=True)

@@ -11,10 +11,15 @@ from typing import Any
 from alignment.config.errors import OutputError
 from alignment.engines.checkpoints.folder import CHECKPOINT_PREFIX, checkpoints
 from alignment.engines.checkpoints.lock import LOCK
+from alignment.engines.watch.ending import STACKS
+from alignment.engines.watch.requests import STOP_FILE
 from alignment.reporting.durable import replace_text
+from alignment.reporting.status_file import STATUS
 
 LOG, COMPLETIONS = "log.jsonl", "completions.jsonl"
 _OF_A_RUN = (LOG, "options.json", LOCK)
+# How a run holds the folder, says where it stands, is asked to stop, and shows where it hung.
+_OF_AN_ATTEMPT = (LOCK, STATUS, f".{STATUS}", STOP_FILE, STACKS)
 _MODELS = ("model*.safetensors", "adapter_model.safetensors", "pytorch_model*.bin")
 
 
@@ -61,9 +66,9 @@ def _ways_out(folder: Path, option: str) -> str:
 
 
 def in_use(folder: Path, ignored: Collection[str] = ()) -> bool:
-    """Whether anything is in the folder beside ``ignored`` and what a run holds it by."""
+    """Whether anything is in the folder beside ``ignored`` and what a run leaves that came to nothing."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return any(not name.startswith(LOCK) and name not in ignored for name in names)
+    return any(not name.startswith(_OF_AN_ATTEMPT) and name not in ignored for name in names)
 
 
 def holds_run(folder: Path) -> bool:

@@ -15,6 +15,8 @@ from alignment.engines.checkpoints.old_runs import set_aside
 from alignment.engines.checkpoints.probe import PROBE, check_shared_folder
 from alignment.engines.collectives import on_first_rank
 from alignment.engines.launch_env import rank
+from alignment.engines.watch.activity import ACTIVITY
+from alignment.engines.watch.requests import STOP_FILE
 from alignment.training.checkpointing.output_folder import COMPLETIONS, LOG, check_output_folder, in_use
 from alignment.training.checkpointing.present import Present
 from alignment.training.checkpointing.resume import Checkpoint, check_same_run, choose, find
@@ -103,6 +105,7 @@ class RunFolder:
             check_shared_folder(self.path)
             checkpoint = self._chosen(asked, present)
             on_first_rank(lambda: self._prepare(checkpoint, bool(asked)))
+            ACTIVITY.folder = self.path
         except BaseException:
             self.release()
             raise
@@ -133,6 +136,7 @@ class RunFolder:
         clear_leftovers(self.path)
         for probe in self.path.glob(f"{PROBE}*"):
             probe.unlink(missing_ok=True)
+        self._clear_stop_file()
         if checkpoint is None and self.args.overwrite_output_dir:
             place = set_aside(self.path)
             if place is not None:
@@ -143,6 +147,18 @@ class RunFolder:
             for name in (LOG, COMPLETIONS):  # of an attempt that came to none
                 with contextlib.suppress(FileNotFoundError):
                     os.truncate(self.path / name, 0)
+
+    def _clear_stop_file(self) -> None:
+        """One from before this start was meant for the run before."""
+        path = self.path / STOP_FILE
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            reason = error.strerror or error
+            raise OutputError(f"{path}: cannot be removed ({reason}), and would stop the run; remove it") from error
+        self.tell(f"{path}: left over from an earlier run, removed; create it again to stop this one")
 
     def _leave_newer(self, checkpoint: Checkpoint) -> None:
         """Damaged ones among them: the run will write those steps again."""

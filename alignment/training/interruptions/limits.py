@@ -7,5 +7,10 @@ from alignment.engines.watch.activity import Limits
 
 
 def limits_of(args: FaultOptions) -> Limits:
-    """The limits after which a rank that makes no progress counts as hung."""
-    return Limits(least=args.hang_timeout, factor=args.hang_factor, first=args.hang_timeout_first)
+    """The limits after which a rank that makes no progress counts as hung, and one that says nothing as lost."""
+    return Limits(
+        least=args.hang_timeout,
+        factor=args.hang_factor,
+        first=args.hang_timeout_first,
+        silence=args.peer_timeout,
+    )

@@ -1,0 +1,65 @@
+"""Places within a step or an evaluation where all ranks may give up what they are doing, together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from alignment.engines.collectives import device, largest_over_ranks
+from alignment.engines.launch_env import world_size
+from alignment.engines.watch.activity import ACTIVITY
+from alignment.engines.watch.requests import REQUESTS, StopRequests
+from alignment.engines.watch.stop import Cut, StopReason
+
+_EVERY_S = 2.0  # about how often ranks ask each other
+_MOST = 1000
+
+
+def agreed_reason(own: StopReason | None) -> StopReason | None:
+    """What asked any rank to stop, by the one that has seen the most urgent reason. Collective."""
+    if world_size() == 1:
+        return own
+    worst = int(largest_over_ranks(torch.tensor([float(own or 0)], device=device())))
+    return StopReason(worst) if worst else None
+
+
+class SafePoint:
+    """Called between two micro-batches, as often on every rank; raises :class:`Cut` on all ranks or on none.
+
+    Asking the others takes a collective, for which a GPU has to be waited for. So it is done about every two seconds,
+    after a number of calls that all ranks derive from the slowest one's time.
+
+    Args:
+        requests: what this process was asked.
+        clock: in seconds.
+    """
+
+    def __init__(self, requests: StopRequests = REQUESTS, clock: Callable[[], float] = time.monotonic) -> None:
+        self._requests, self._clock = requests, clock
+        self._every, self._calls, self._since = 1, -1, clock()
+
+    def __call__(self) -> None:
+        """The main thread has got on, and could stop here."""
+        ACTIVITY.progress()
+        if not self._requests.deferring:
+            return
+        self._calls += 1
+        if self._calls == 0:  # the first micro-batch is about to begin: nothing to measure yet
+            self._since = self._clock()
+        if self._calls < self._every:
+            return
+        asked = float(self._requests.asked() or 0)
+        seconds = (self._clock() - self._since) / self._calls
+        if world_size() > 1:
+            found = largest_over_ranks(torch.tensor([asked, seconds], dtype=torch.float64, device=device()))
+            asked, seconds = found.tolist()
+        self._every = max(1, min(_MOST, int(_EVERY_S / max(seconds, 1e-6))))
+        self._calls, self._since = 0, self._clock()
+        if asked:
+            raise Cut
+
+    def restart(self) -> None:
+        """The next call is the first one of a window."""
+        self._calls = -1

@@ -1,0 +1,77 @@
+"""``status.json`` of a run: which attempt it is, and how it ends where no command's guard writes that."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from alignment.config.errors import one_line
+from alignment.engines.launch_env import world_size
+from alignment.engines.watch.activity import ACTIVITY
+from alignment.engines.watch.stop import RunStopped
+from alignment.reporting.status_file import STATUS, RunStatus, StatusFile, now, read_status
+
+_EVERY_S = 5.0
+
+
+def begin_status(
+    folder: Path, method: str, resumed_from: str | None, resumes: bool, tell: Callable[[str], None]
+) -> None:
+    """Write the status of an attempt that starts, on the first rank, which then keeps it up to date.
+
+    Args:
+        folder: the output folder.
+        method: of the run.
+        resumed_from: name of the checkpoint that it resumes from; None where it starts from scratch.
+        resumes: whether it was to resume; the attempts before it then count.
+        tell: prints a line.
+    """
+    before = _earlier(folder, tell) if resumes else None
+    restarts = os.environ.get("SLURM_RESTART_COUNT", "")
+    status = RunStatus(
+        attempt=before.attempt + 1 if before else 1,
+        stalled=before.stalled + 1 if before and before.resumed_from == (resumed_from or "") else 1,
+        method=method,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        world_size=world_size(),
+        job=os.environ.get("SLURM_JOB_ID", ""),
+        restarts=int(restarts) if restarts.isdecimal() else 0,
+        resumed_from=resumed_from or "",
+        checkpoint=resumed_from or "",
+        started=now(),
+    )
+    ACTIVITY.status = StatusFile(folder, status)
+    ACTIVITY.status.update()
+    ACTIVITY.status.keep(_EVERY_S, _doing)
+
+
+def _earlier(folder: Path, tell: Callable[[str], None]) -> RunStatus | None:
+    try:
+        return read_status(folder)
+    except (ValueError, OSError) as error:
+        tell(f"{folder / STATUS}: cannot be read ({one_line(error)}), so attempts are counted from 1")
+        return None
+
+
+def _doing() -> dict[str, Any]:
+    return {"phase": ACTIVITY.phase, "step": ACTIVITY.step}
+
+
+@contextlib.contextmanager
+def ending_in_status() -> Iterator[None]:
+    """Write how the body ends into the status, unless a guard will."""
+    try:
+        yield
+    except BaseException as error:
+        if ACTIVITY.status is not None and not ACTIVITY.guarded and not isinstance(error, RunStopped):
+            stopped = isinstance(error, KeyboardInterrupt)
+            state, line = ("stopped", None) if stopped else ("failed", one_line(error))
+            ACTIVITY.status.update(state=state, signal="SIGINT" if stopped else None, error=line)
+        raise
+    if ACTIVITY.status is not None and not ACTIVITY.guarded:
+        ACTIVITY.status.update(state="finished")

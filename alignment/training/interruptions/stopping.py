@@ -1,0 +1,99 @@
+"""How a run that was asked to stop ends, and how it hears of being asked where no command's guard listens."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+from alignment.engines.checkpoints.folder import checkpoint_folder
+from alignment.engines.watch.activity import ACTIVITY
+from alignment.engines.watch.launchers import stop_notice
+from alignment.engines.watch.requests import REQUESTS
+from alignment.engines.watch.signals import SignalWatch
+from alignment.engines.watch.stop import RunStopped, StopReason
+from alignment.training.checkpointing.writer import CheckpointWriter
+from alignment.training.context import RunContext
+
+
+@contextlib.contextmanager
+def listening(tell: Callable[[str], None]) -> Iterator[None]:
+    """Within this context SIGTERM, SIGHUP and SIGUSR1 are requests to stop, unless somebody else handles them.
+
+    For a script that calls ``train()`` itself; under a command the guard listens all the time. Ctrl-C stays what it is
+    in Python. Outside of the main thread no signal can be heard, and the file ``STOP`` is the way to stop a run.
+
+    Args:
+        tell: prints a line on the first rank.
+    """
+    if ACTIVITY.guarded:
+        yield
+        return
+    ours = [
+        each for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if signal.getsignal(each) == signal.SIG_DFL
+    ]
+    watch = SignalWatch(REQUESTS, lambda reason: None, tell=tell)
+    in_main = threading.current_thread() is threading.main_thread()
+    try:
+        with watch.listening(ours) if in_main else contextlib.nullcontext():
+            yield
+    finally:
+        REQUESTS.forget()
+
+
+def end_run(context: RunContext, writer: CheckpointWriter, finish: Callable[[], None], reason: StopReason) -> NoReturn:
+    """End a run whose state has been saved as far as it can be; collective.
+
+    Args:
+        context: the run.
+        writer: that wrote its newest checkpoint, or failed to.
+        finish: writes what still waits to be written, on the first rank.
+        reason: what asked for it.
+
+    Raises:
+        RunStopped: on every rank.
+    """
+    step = context.state.global_step
+    stop = {"event": "stop", "signal": reason.name, "step": step, "checkpoint": writer.newest}
+    for write in (lambda: context.log_file.write(stop), context.log_file.finish, finish):
+        writer.finish(write)
+    context.events("on_train_end")
+    if ACTIVITY.status is not None:
+        ACTIVITY.status.update(state=reason.state, signal=reason.name, step=step)
+    detail = f" ({REQUESTS.detail})" if REQUESTS.detail else ""
+    raise RunStopped(reason, f"{reason.state} by {reason.name}{detail} after step {step}: {_kept(context, writer)}")
+
+
+def _kept(context: RunContext, writer: CheckpointWriter) -> str:
+    """What a resume will find, for the user."""
+    args, step = context.args, context.state.global_step
+    name = checkpoint_folder(context.output_dir, step).name
+    if step == 0:
+        return "no step was taken, so there is nothing to save"
+    if args.save_strategy == "no":
+        return "nothing was saved, because save_strategy is no"
+    if writer.newest != step:
+        return f"{name} could not be written ({writer.failure}); the run can only resume from an earlier one"
+    if args.save_only_model:
+        return f"{name} has the model only (save_only_model), so the run cannot resume from it"
+    return f"{name} is complete; run the same command with --resume_from_checkpoint latest to resume"
+
+
+def notice_too_short(save_seconds: float, step_seconds: float) -> str | None:
+    """A warning where a checkpoint takes longer than this run will be given between a request to stop and the kill.
+
+    Args:
+        save_seconds: that a save takes.
+        step_seconds: that a step takes; the request may come at its start.
+    """
+    notice = stop_notice()
+    needed = save_seconds + step_seconds
+    if notice is None or needed <= notice.seconds:
+        return None
+    return (
+        f"warning: a step and a checkpoint took {needed:.0f} s, and a run that is asked to stop is killed after "
+        f"{notice.seconds:.0f} s ({notice.source}): it would lose the steps since its last checkpoint. Ask for a "
+        "longer notice (#SBATCH --signal=USR1@N, torchrun --shutdown-timeout N), or lower save_steps"
+    )
