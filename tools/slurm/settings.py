@@ -10,7 +10,7 @@ WITH_GPUS = "gpu"
 NODES = {"n1": WITH_GPUS, "n2": WITH_GPUS, "n3": "cpu"}  # partition of each node
 CPUS, GPUS = 8, 2  # that a node claims to have; no process is bound to either
 
-# Short times: a lost node is noticed after 10 s, a requeued job waits for 5 s (cred_expire, 2 minutes by default).
+# Short times: a lost node is noticed after 15 s (6 minutes by default), and a requeued job waits for 5 s (2 minutes).
 _CONF = """\
 ClusterName=private
 SlurmctldHost={host}({address})
@@ -28,6 +28,8 @@ SlurmdSpoolDir={folder}/spool-%n
 SlurmdLogFile={folder}/slurmd-%n.log
 SlurmctldTimeout=30
 SlurmdTimeout=10
+MessageTimeout=5
+TCPTimeout=1
 KillWait=5
 CompleteWait=0
 ReturnToService=2
