@@ -110,7 +110,15 @@ def _arguments(rest: list[str], job: Request) -> tuple[list[str], AlignmentConfi
         raise OptionError(f"--seed={named['seed']}: --seeds gives each run its own; remove --seed")
     # As the script does: a run goes on from its newest checkpoint.
     resumed = [] if "resume_from_checkpoint" in named else ["--resume_from_checkpoint", "latest"]
-    options = parse([*rest, *resumed])
+    try:
+        options = parse([*rest, *resumed])
+    except OptionError as error:
+        if resumed and str(error).startswith("resume_from_checkpoint="):
+            raise OptionError(
+                "overwrite_output_dir=true: a job goes on with its own run when it is requeued, and would move that "
+                "away; remove it, and move the earlier run or choose another output_dir"
+            ) from None
+        raise
     return [*rest, *([] if "output_dir" in named else ["--output_dir", str(options.output_dir)])], options
 
 

@@ -86,10 +86,9 @@ def _check_nodes(job: Request, partition: str, nodes: list[Node]) -> None:
     most = max((node.has(job.gpus.kind) for node in nodes), default=0)
     if job.gpus.number > most:
         kinds = sorted({name for node in nodes for name in node.gpus if name})
-        typed = f" of the types {', '.join(kinds)}" if job.gpus.kind and kinds else ""
-        raise OptionError(
-            f"--gpus={job.gpus}: {where} have {most if not typed else 'GPUs'}{typed}; set --gpus for one node"
-        )
+        typed = f" of type {job.gpus.kind}" if job.gpus.kind else ""
+        others = f"; its types are {', '.join(kinds)}" if typed and kinds else ""
+        raise OptionError(f"--gpus={job.gpus}: {where} have at most {most}{typed}{others}; set --gpus for one node")
     cores = max((node.cpus for node in nodes if node.has(job.gpus.kind) >= job.gpus.number), default=0)
     if job.cpus * job.tasks > cores:
         raise OptionError(

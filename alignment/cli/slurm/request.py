@@ -262,7 +262,7 @@ def _mounts(text: str, container: str) -> str:
 
 
 def _further(text: str) -> str:
-    key = text.partition("=")[0].split(" ")[0]
+    key = re.split("[= ]", text)[0] if text.startswith("--") else text[:2]
     if not text.startswith("-") or "\n" in text:
         raise OptionError(f"--sbatch={text!r}: expected an option of sbatch, such as --sbatch=--constraint=ib")
     if key in _OWN:
