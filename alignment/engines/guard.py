@@ -39,9 +39,11 @@ def guarded(main: Callable[[], None], use_cpu: bool | Callable[[], bool] = False
     rank ends by `os._exit`: this function then does not return.
     """
     guard = _Guard()
+    ACTIVITY.reset()
     ACTIVITY.guarded = True
     with guard.signals.listening():
         code = guard.run(main, use_cpu)
+    ACTIVITY.reset()
     if guard.peers is not None:
         # A launcher ends all ranks as soon as one has exited, and this one is about to do so by itself.
         for each in STOP_SIGNALS:

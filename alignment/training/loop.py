@@ -106,7 +106,7 @@ class TrainingLoop:
             self.total_steps, args.method, shown, self.engines.window_pass.device, done=state.global_step
         )
         try:
-            with REQUESTS.deferred(stop_file):
+            with REQUESTS.deferred(stop_file), ACTIVITY("training"):
                 self.events("on_train_begin")
                 if fresh:
                     self.engines.window_pass.begin(evaluation)

@@ -171,7 +171,7 @@ class Peers:
         """The thread that beats and listens; it may wait for the store as long as the store likes."""
         while not self.alone:
             self._pardon_gap()
-            if self._own_end and not self._pulse.finished:
+            if self._own_end:
                 return
             if self._call("check", ["claim"]) and not self._own_end:
                 self._end_silently()
@@ -309,11 +309,13 @@ class Peers:
     def _call(self, method: str, *arguments: Any) -> Any:
         """A call to the store; without the store there is no job left, and this process ends.
 
-        But for a launcher's: ranks can do their last step without it.
+        But for a launcher's, without which ranks can do their last step, and for a rank that is at its end anyway.
         """
         try:
             return getattr(self._store, method)(*arguments)
         except RuntimeError:
+            if self._own_end:
+                return _NOTHING[method]
             if self._lost_store is None:
                 self._store_is_gone()
             if not self.alone:
@@ -322,9 +324,6 @@ class Peers:
             return _NOTHING[method]
 
     def _store_is_gone(self) -> NoReturn:
-        if self._own_end:
-            self._last_word.acquire()
-            end_process(1)
         self._own_end = True
         self._last_word.acquire()
         beat = self._heard.beats.get(0)
@@ -359,5 +358,6 @@ def hung_line(rank: int, beat: Beat, world_size: int) -> str:
 def record(line: str, verdict: Verdict) -> None:
     """Write how the run ended into ``status.json``, where this process keeps it."""
     if ACTIVITY.status is not None:
-        error = line.strip().splitlines()[-1].removeprefix("error: ") if verdict.state == "failed" else None
+        said = line.strip().removeprefix("error: ") or f"exit status {verdict.code}"
+        error = said if verdict.state == "failed" else None
         ACTIVITY.status.update(state=verdict.state, signal=verdict.signal, error=error)

@@ -48,9 +48,13 @@ class StopRequests:
         with self._lock:
             return self._reason
 
-    def asked(self) -> StopReason | None:
-        """What asked this process to stop; looks for the file ``STOP`` as well, once a second at most."""
-        if self._file is not None and self._clock() - self._looked >= _FILE_POLL_S:
+    def asked(self, every: float = _FILE_POLL_S) -> StopReason | None:
+        """What asked this process to stop.
+
+        Args:
+            every: look for the file ``STOP`` as well, unless it was looked for within so many seconds.
+        """
+        if self._file is not None and self._clock() - self._looked >= every:
             self._looked = self._clock()
             with contextlib.suppress(OSError):
                 if self._file.exists():

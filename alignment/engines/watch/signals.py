@@ -53,6 +53,8 @@ class SignalWatch:
         self._first_interrupt: float | None = None
         self._deadline: float | None = None
         self._raised = False
+        self._announced: StopReason | None = None
+        self._taken: set[int] = set()
         self._launchers: dict[int, tuple[Launcher, Watched]] = {}
 
     @contextlib.contextmanager
@@ -67,6 +69,7 @@ class SignalWatch:
         for end in (reader, writer):
             os.set_blocking(end, False)
         before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        self._taken = set(taken)
         for each in taken:
             signal.signal(each, self._handle)
         os.register_at_fork(after_in_child=lambda: _forget_in_child(writer))
@@ -132,19 +135,17 @@ class SignalWatch:
         Args:
             what: has ended.
         """
-        known = self.requests.reason
         self.requests.request(StopReason.SIGTERM, what)
         if self.requests.deferring:
-            self._announce(StopReason.SIGTERM, known)
+            self._announce()
         else:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _hear(self, number: int) -> None:
-        try:
-            reason = StopReason.of_signal(number)
-        except (KeyError, ValueError):  # somebody else's handler
+        if number not in self._taken:  # of somebody else's handler
             return
-        now, known = self._clock(), self.requests.reason
+        reason = StopReason.of_signal(number)
+        now = self._clock()
         if reason is StopReason.SIGINT:
             if self._first_interrupt is not None and now - self._first_interrupt >= _AGAIN_S:
                 self._end(reason)
@@ -153,11 +154,13 @@ class SignalWatch:
         if not self.requests.deferring:
             self._deadline = self._deadline or now + _LEAVE_S
         else:
-            self._announce(reason, known)
+            self._announce()
 
-    def _announce(self, reason: StopReason, known: StopReason | None) -> None:
+    def _announce(self) -> None:
         """Say that the run will stop, unless that was said before for this reason."""
-        if known is None or (reason is StopReason.SIGINT and known is not reason):
+        reason, said = self.requests.reason, self._announced
+        self._announced = reason
+        if reason is not None and reason is not said:
             detail = f" ({self.requests.detail})" if self.requests.detail else ""
             again = "; press Ctrl-C again to stop at once" if reason is StopReason.SIGINT else ""
             self._tell(f"{reason.name}{detail}: saving a checkpoint at the next safe point, then stopping{again}")
