@@ -15,7 +15,7 @@ CRASHING = "This is typically caused by a remote worker crashing. Check the logs
 RECEIVED = "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?"
 REMOTE = (
     "remote process exited or there was a network error, NCCL version 2.21.5 ncclRemoteError: A call failed possibly "
-    "due to a network error or a remote process exiting prematurely. Last error: socketProgressOpt: Call to recv failed"
+    "due to a network error or a remote process exiting prematurely. Last error: Call to recv failed"
 )
 # What torch 2.13 says, and what is left of it in the line for the user. Those of gloo and of the store were seen
 # (test_lost_peers.py produces most of them); those of NCCL are from reports.
