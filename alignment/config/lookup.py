@@ -15,10 +15,14 @@ from typing import Any, Literal
 
 from alignment.config.errors import OptionError, did_you_mean, setting, show
 
-Packaged = Literal["ds_configs", "recipes"]
+Packaged = Literal["ds_configs", "recipes", "slurm"]
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_PLACES: dict[str, tuple[str, str]] = {"ds_configs": ("ds_configs", ".json"), "recipes": ("launch/recipes", ".yaml")}
+_PLACES: dict[str, tuple[str, str]] = {
+    "ds_configs": ("ds_configs", ".json"),
+    "recipes": ("launch/recipes", ".yaml"),
+    "slurm": ("launch/slurm", ".sbatch"),
+}
 # What a user's code may raise and be named for; SystemExit is what sys.exit() raises.
 FAILURES = (Exception, asyncio.CancelledError, SystemExit)
 _LONGEST = 300

@@ -195,6 +195,11 @@ def prepare_data(
     return PreparedData(where, key, dataset, table, joined(reports), datasets_used)
 
 
+def tokenised_folder() -> Path:
+    """Where tokenised rows are kept."""
+    return cache_folder() / "deepspeed-alignment"
+
+
 def _tokenised(
     part: Part,
     limit: int | None,
@@ -204,7 +209,7 @@ def _tokenised(
     retries: Retries,
 ) -> Path:
     """The folder with one part's tokenised rows."""
-    folder = cache_folder() / "deepspeed-alignment"
+    folder = tokenised_folder()
     column_map = options.column_map if part.column_map is None else part.column_map
     data = retries(part.where, part.load)
     if isinstance(data, IterableDataset):

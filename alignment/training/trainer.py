@@ -128,7 +128,7 @@ class AlignmentTrainer:
         self.events = Events(self.args, self.state, callbacks, self.processing_class)
         self.identity = Identity()
         self.phases = Phases(device())
-        self.log_file = JsonlLog(self.output_dir / LOG if rank() == 0 else None, self.tell)
+        self.log_file = JsonlLog(self.output_dir / LOG if rank() == 0 else None, self.tell, timed=True)
         self.context = self._context()
         self.engines = RunEngines(
             self.context, self.engine_plan, self.optimizers, self.aux_coefficient, self.resources

@@ -1,7 +1,7 @@
 """Ranks that are stopped, killed or hang in the middle of real runs: the others notice in time and name them.
 
 Two ranks without a launcher, which would end what is left. The faults happen at events of ``tools/chaos``, in
-``tools/signals/worker.py``.
+``tools/signals/worker.py``. Tests are ``ci``, so that mutations can be tried on them; what adds little is ``slow``.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ PLACES = {
 }
 
 
-@pytest.mark.faults
+@pytest.mark.ci
 @pytest.mark.parametrize("where", PLACES)
 def test_a_rank_is_stopped(signals: Signals, place: Path, where: str) -> None:
     """By SIGSTOP, as a debugger or an operator would. Rank 0 serves the store, so that its calls hang as well."""
@@ -106,7 +106,7 @@ def test_a_rank_is_stopped(signals: Signals, place: Path, where: str) -> None:
 
 @pytest.mark.parametrize(
     ("rank", "phase"),
-    [pytest.param(0, "train", marks=pytest.mark.slow), pytest.param(1, "rollout", marks=pytest.mark.faults)],
+    [pytest.param(0, "train", marks=pytest.mark.slow), pytest.param(1, "rollout", marks=pytest.mark.ci)],
 )
 def test_the_main_thread_of_a_rank_hangs(signals: Signals, place: Path, rank: int, phase: str) -> None:
     """Its own threads live on, so that it beats; every rank writes its stacks."""
@@ -124,7 +124,7 @@ def test_the_main_thread_of_a_rank_hangs(signals: Signals, place: Path, rank: in
     assert status(run.output_dir)["state"] == "failed"
 
 
-@pytest.mark.faults
+@pytest.mark.ci
 def test_a_long_rollout_is_left_alone(signals: Signals, place: Path) -> None:
     """Rollouts take longer than every limit, but each token is progress; the other rank waits for it."""
     plan = {"rank": 1, "event": "after forward in rollout", "fault": "slow"}
@@ -160,7 +160,7 @@ def test_a_suspended_job_goes_on(signals: Signals, place: Path) -> None:
     assert compare(run.output_dir, signals.reference("kto", 2), ()) == []
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.ci)])
 def test_a_rank_is_killed(signals: Signals, place: Path, rank: int) -> None:
     """The other one waits for it in a collective, and says so within 2 s."""
     plan = {"rank": rank, "event": "after forward in train", "occurrence": 40, "fault": "kill"}
@@ -175,7 +175,7 @@ def test_a_rank_is_killed(signals: Signals, place: Path, rank: int) -> None:
     ), line
 
 
-@pytest.mark.faults
+@pytest.mark.ci
 def test_a_rank_is_killed_after_the_other_has_finished(signals: Signals, place: Path) -> None:
     """The other one waits in the guard, which has no limit of its own for a rank that still works."""
     plan = {"rank": 0, "event": "after rename report.md", "fault": "kill"}

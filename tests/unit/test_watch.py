@@ -25,6 +25,12 @@ from alignment.reporting.activity import Activity, Limits
 from alignment.reporting.status_file import RunStatus, StatusFile, fail_in_place_of, read_status
 
 
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun leaves its workers' environment."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+
+
 class Clock:
     """A clock that a test moves on."""
 
@@ -187,6 +193,37 @@ def test_the_file_is_looked_for_at_times(tmp_path: Path) -> None:
 )
 def test_launchers_are_known_by_what_they_run(command: list[str], name: str) -> None:
     assert launcher_name(command) == name
+
+
+def orphans(tmp_path: Path, parent: str) -> str:
+    """What a process thinks of itself whose parent is a program of this name."""
+    program = tmp_path / parent
+    program.symlink_to(os.path.realpath(sys.executable))
+    child = "from alignment.engines.watch.launchers import orphaned; print(orphaned())"
+    code = f"import subprocess; subprocess.run([{sys.executable!r}, '-c', {child!r}], check=True)"
+    done = subprocess.run([program, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    return done.stdout
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize(("parent", "orphan"), [("init", "True\n"), ("python-of-a-launcher", "False\n")])
+def test_a_launcher_that_was_gone_at_the_start_is_missed(tmp_path: Path, parent: str, orphan: str) -> None:
+    assert orphans(tmp_path, parent) == orphan
+
+
+def test_nobody_misses_a_launcher_that_there_was_none_of(tmp_path: Path) -> None:
+    assert orphans(tmp_path, "init") == "False\n"
+
+
+def test_a_process_that_stands_still_is_seen() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        watched = Watched.begin(child.pid)
+        assert not watched.stopped
+        os.kill(child.pid, signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        assert watched.stopped and not watched.gone
+        watched.kill()
+    assert not watched.stopped
 
 
 def test_the_notice_is_what_the_job_was_promised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ replaced: a step takes longer, and what this process does is written down.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import runpy
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -115,19 +117,47 @@ def _note_exit(trail: Trail) -> None:
 
 def _slow_steps(plan: Plan, trail: Trail) -> None:
     """Steps of the engine from a given one on take longer; each is written down before it begins."""
-    import deepspeed
+    done = 0
 
-    step, done = deepspeed.DeepSpeedEngine.step, 0
+    def patch(deepspeed: Any) -> None:
+        step = deepspeed.DeepSpeedEngine.step
 
-    def slow(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal done
-        done += 1
-        trail.put("step", done)
-        if done >= plan.slow_from:
-            time.sleep(plan.slow[trail.rank])
-        return step(engine, *args, **kwargs)
+        def slow(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal done
+            done += 1
+            trail.put("step", done)
+            if done >= plan.slow_from:
+                time.sleep(plan.slow[trail.rank])
+            return step(engine, *args, **kwargs)
 
-    deepspeed.DeepSpeedEngine.step = slow
+        deepspeed.DeepSpeedEngine.step = slow
+
+    _when_imported("deepspeed", patch)
+
+
+def _when_imported(name: str, change: Callable[[Any], None]) -> None:
+    """Change a module once the program imports it: signals may come before that, and imports take seconds."""
+    if name in sys.modules:
+        change(sys.modules[name])
+        return
+
+    class Finder(MetaPathFinder):
+        def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+            if fullname != name:
+                return None
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(name)
+            assert spec is not None and spec.loader is not None
+            execute = spec.loader.exec_module
+
+            def executed(module: Any) -> None:
+                execute(module)
+                change(module)
+
+            spec.loader.exec_module = executed  # type: ignore[method-assign]
+            return spec
+
+    sys.meta_path.insert(0, Finder())
 
 
 def _follow(plan: Plan, trail: Trail) -> None:

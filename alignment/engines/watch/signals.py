@@ -95,6 +95,10 @@ class SignalWatch:
         for launcher in launchers():
             self._launchers[launcher.pid] = (launcher, Watched.begin(launcher.pid))
 
+    def launcher_stopped(self) -> bool:
+        """Whether a launcher of this process stands still."""
+        return any(watched.stopped for _, watched in list(self._launchers.values()))
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """In the main thread: interrupt it, unless it looks at requests by itself."""
         self.requests.request(StopReason.of_signal(number))
