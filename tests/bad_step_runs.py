@@ -9,7 +9,8 @@ from typing import Any
 from helpers import STAGES, paired_rows, unpaired_rows
 from resume_comparison import timeless
 
-STEPS, PER_EPOCH = 8, 4
+Case = tuple[str, str, int, str, str, str]
+STEPS = 8
 FAULTS = (("gradient", [0, 2]), ("loss", [1, 0]), ("spike", [1, 2]))
 LEFT_OUT = [window for _, window in FAULTS]
 # Stage, dtype, ranks, method, what is trained, what is done about a bad step.
@@ -25,8 +26,9 @@ CASES = (
     ("stage2-offload", "fp32", 1, "CPO", "full", "rewind"),
     ("stage3-offload", "bf16", 2, "CPO", "full", "rewind"),
     ("stage3-offload", "fp32", 1, "CPO", "lora", "skip"),
+    *(("stage2", "fp32", 2, "OnlineDPO", "full", action) for action in ("skip", "rewind")),
 )
-Case = tuple[str, str, int, str, str, str]
+COMPILED: Case = ("stage2-offload", "fp32", 1, "CPO", "deepspeed_cpu_adam", "rewind")
 
 
 def name_of(case: Case) -> str:
@@ -46,9 +48,11 @@ def run_of(case: Case, model: str, **more: Any) -> dict[str, Any]:
         "weight_decay": 0.1,
         "bf16": dtype == "bf16",
         "use_peft": trained == "lora",
+        "optim": trained if trained == "deepspeed_cpu_adam" else "adamw_torch",
+        "dataloader_num_workers": int(method == "SFT" and ranks == 1),
         "deepspeed": STAGES[stage],
         "max_length": 64,
-        "max_prompt_length": None,
+        **({"max_new_tokens": 6, "log_completions": 1} if method == "OnlineDPO" else {"max_prompt_length": None}),
         "logging_steps": 1,
         "save_steps": 2,
         "include_num_input_tokens_seen": True,
@@ -56,7 +60,10 @@ def run_of(case: Case, model: str, **more: Any) -> dict[str, Any]:
         **more,
     }
     rows = unpaired_rows if method in ("KTO", "SFT") else paired_rows
-    return {"name": name_of(case), "method": method, "model": model, "args": args, "train": rows(16, 3)}
+    train = rows(16, 3)
+    if method == "OnlineDPO":
+        train = [{"prompt": row["prompt"]} for row in train]
+    return {"name": name_of(case), "method": method, "model": model, "args": args, "train": train}
 
 
 def runs_of(case: Case, model: str) -> list[dict[str, Any]]:
@@ -93,17 +100,23 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line.get("event") == kind]
 
 
+def state_of(folder: Path, step: int = STEPS) -> dict[str, Any]:
+    """What a checkpoint says of the parts that all ranks share."""
+    found: dict[str, Any] = json.loads((folder / "out" / f"checkpoint-{step}" / "run_state.json").read_text())
+    return found
+
+
 def compared(history: Any) -> Any:
-    """A history without times and counts of such windows, and without the zeros that a window without rows adds."""
-    counts = ("bad_steps", "windows_without_kl")
+    """A history without times and counts of such windows, and without what a window without rows adds."""
+    counts = ("bad_steps", "windows_without_kl", "windows_without_pairs", "beta")
     return [{name: each for name, each in line.items() if each and name not in counts} for line in timeless(history)]
 
 
 def differences(one: Path, other: Path, first: int = 1) -> list[str]:
     """What differs of weights, optimizer and history: in checkpoints from a step on, and at the end; to the bit."""
     found = []
-    if compared(outcome(one)["history"]) != compared(outcome(other)["history"]):
-        found.append("history")
+    pairs = zip(*(compared(outcome(place)["history"]) for place in (one, other)), strict=True)
+    found += [f"step {x['step']}: {k}: {x.get(k)} {y.get(k)}" for x, y in pairs for k in x | y if x.get(k) != y.get(k)]
     names = ["final", *(f"out/checkpoint-{step}" for step in range(2, STEPS + 1, 2) if step >= first)]
     for name in names:
         files = {path.name for folder in (one, other) for path in (folder / name).glob("*.safetensors")}

@@ -112,8 +112,15 @@ def conditions(run: dict[str, Any]) -> Iterator[None]:
         yield
 
 
+def vowels(completions: list[str]) -> list[float]:
+    """Scores that differ."""
+    return [sum(letter in "aeiou" for letter in text) + len(text) / 100 for text in completions]
+
+
 def made(run: dict[str, Any], folder: Path, **more: Any) -> AlignmentTrainer:
     """The trainer of a run."""
+    if run["method"] == "OnlineDPO":
+        more["reward_funcs"] = vowels
     args = getattr(alignment, f"{run['method']}Config")(output_dir=str(folder / "out"), **run["args"])
     trainer: AlignmentTrainer = getattr(alignment, f"{run['method']}Trainer")(
         model=run["model"], args=args, train_dataset=run["train"], **more

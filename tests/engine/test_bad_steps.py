@@ -8,7 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_step_runs import CASES, FAULTS, LEFT_OUT, Case, differences, events, name_of, outcome, run_of, runs_of
+from bad_step_runs import (
+    CASES,
+    COMPILED,
+    FAULTS,
+    LEFT_OUT,
+    STEPS,
+    Case,
+    differences,
+    events,
+    name_of,
+    outcome,
+    run_of,
+    runs_of,
+    state_of,
+)
 from conftest import DRIVERS, selected_cases
 from drivers.bad_steps import COMPUTED, Spoiler, train
 from fragment_runs import fp16_on_cpu
@@ -43,8 +57,11 @@ def trained(
     return folder
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize(
+    "case",
+    [*(pytest.param(case, marks=pytest.mark.ci) for case in CASES), pytest.param(COMPILED, marks=pytest.mark.slow)],
+    ids=name_of,
+)
 def test_the_window_is_left_out_to_the_bit(case: Case, trained: Path) -> None:
     action, whole = case[-1], trained / name_of(case)
     assert "error" not in outcome(whole)
@@ -58,6 +75,8 @@ def test_the_window_is_left_out_to_the_bit(case: Case, trained: Path) -> None:
     )
     assert {e["action"] for e in bad} == {action}
     assert [e["window"] for e in events(whole, "omitted_window")] == (LEFT_OUT if action == "rewind" else [])
+    state = state_of(whole)["bad_steps"]
+    assert (state["count"], state["omitted"], len(state["losses"])) == (3, LEFT_OUT, STEPS - 3)
     assert differences(whole, trained / f"{name_of(case)}-without") == []
     for step in (4, 6):
         again = trained / f"{name_of(case)}-from-{step}"
@@ -160,6 +179,7 @@ def test_a_rewind_recovers_from_weights_that_broke(
     (event,) = events(rewound, "bad_step")
     assert event["kind"] == "non-finite loss" and event["checkpoint"] == "checkpoint-2"
     assert differences(rewound, plain) == []
+    assert state_of(rewound)["run"]["attempt"] == 1
     assert [path.name for path in (rewound / "out" / "previous-1").iterdir()] == ["checkpoint-4"]
 
 
