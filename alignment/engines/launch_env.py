@@ -15,6 +15,7 @@ import subprocess
 import sys
 
 from alignment.config.errors import AlignmentError, OptionError
+from alignment.config.machine import planned
 from alignment.engines.joining.start import join
 from alignment.internals.bitsandbytes import hush_missing_kernel
 from alignment.internals.deepspeed import skip_shared_memory_op
@@ -40,8 +41,9 @@ def local_rank() -> int:
 
 
 def world_size() -> int:
-    """Number of processes of this run."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Number of processes of this run, or of the one that is planned."""
+    machine = planned()
+    return int(os.environ.get("WORLD_SIZE", "1")) if machine is None else machine.ranks
 
 
 def prepare_environment() -> None:

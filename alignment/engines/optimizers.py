@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import cpp_extension
 from transformers import get_scheduler
@@ -19,6 +19,7 @@ from transformers import get_scheduler
 from alignment.config.dtypes import uses_cuda
 from alignment.config.errors import OptionError
 from alignment.config.fields import parse_optim_args
+from alignment.config.machine import planned
 from alignment.engines.compile_lock import abandoned_locks_removed
 from alignment.internals.deepspeed import is_prebuilt
 from alignment.internals.torch import cuda_toolkit
@@ -157,7 +158,7 @@ def build_optimizer(model: nn.Module, options: AlignmentConfig) -> Optimizer:
 def check_optimization(options: AlignmentConfig, steps: int) -> str | None:
     """Build optimizer and schedule once over two numbers, so that a wrong argument is named before a model is loaded.
 
-    An optimizer that has to be compiled is compiled here.
+    An optimizer that has to be compiled is compiled here, but not for another machine, whose processor may differ.
 
     Returns:
         A sentence for the user where another optimizer takes the place of the one that was named, else None.
@@ -165,7 +166,11 @@ def check_optimization(options: AlignmentConfig, steps: int) -> str | None:
     Raises:
         OptionError: as :func:`build_optimizer` and :func:`build_scheduler`.
     """
-    build_scheduler(build_optimizer(nn.LayerNorm(1), options), options, steps)
+    model = nn.LayerNorm(1)
+    if planned() is not None and KINDS[options.optim].builder is not None:
+        build_scheduler(SGD(model.parameters()), options, steps)
+        return None
+    build_scheduler(build_optimizer(model, options), options, steps)
     return optimizer_kind(options)[1]
 
 

@@ -58,7 +58,7 @@ def test_a_second_start_does_not_meet_the_first(signals: Signals, tmp_path: Path
     """The runner is killed while its workers are in a long step; the same command is started at once."""
     output_dir = tmp_path / "out"
     plan = Plan(str(tmp_path / "trails"), str(output_dir), slow_from=SCHEDULED + 2, slow=(15.0, 15.0))
-    command = [*launch_command("deepspeed", WORKER, 2), *signals.arguments("kto", output_dir)]
+    command = [*launch_command(WORKER, 2, "deepspeed"), *signals.arguments("kto", output_dir)]
     first = Launched(command, plan, 2, tmp_path / "log")
     try:
         first.wait_for_step(SCHEDULED + 2)

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 # What may differ: time, and memory.
-_TIMED = ("runtime", "_per_second", "seconds", "peak_bytes")
+_TIMED = ("time", "_per_second", "seconds", "peak_bytes")
 _LOGS = ("log.jsonl", "completions.jsonl")
 
 

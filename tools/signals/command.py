@@ -26,16 +26,18 @@ _AS_FROM_A_TERMINAL = ["env", "--default-signal=INT,TERM,HUP,USR1"]
 _ALL_SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
-def launch_command(launcher: str, script: str | Path, ranks: int) -> list[str]:
-    """The command before the script's own arguments."""
-    if launcher == "python":
-        return [sys.executable, str(script)]
+def launch_command(script: str | Path, nproc: int, launcher: str) -> list[str]:
+    """The command before the script's own arguments: `launcher` is one of :data:`.plan.LAUNCHERS`."""
     if launcher == "deepspeed":
-        options = ["--num_gpus", str(ranks), "--master_port", str(free_port())]
+        options = ["--num_gpus", str(nproc), "--master_port", str(free_port())]
         return [sys.executable, "-m", "deepspeed.launcher.runner", *options, str(script)]
-    options = ["--nproc_per_node", str(ranks), "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
-    options += [_ALL_SIGNALS] if launcher == "torchrun+USR1" else []
-    return [sys.executable, "-m", "torch.distributed.run", *options, str(script)]
+    if launcher.startswith("torchrun"):
+        options = ["--nproc_per_node", str(nproc), "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+        options += [_ALL_SIGNALS] if launcher == "torchrun+USR1" else []
+        return [sys.executable, "-m", "torch.distributed.run", *options, str(script)]
+    if launcher != "python" or nproc != 1:
+        raise ValueError(f"launcher={launcher!r}, nproc={nproc}: expected deepspeed, torchrun, or python with nproc=1")
+    return [sys.executable, str(script)]
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class Signals:
             slow_from=_SLOW_FROM,
             slow=(_LONG_S, _LONG_S) if long else _SLOW_S[:: 1 if cell.target == "rank1" else -1],
         )
-        command = launch_command(cell.launcher, WORKER, cell.ranks)
+        command = launch_command(WORKER, cell.ranks, cell.launcher)
         run = Launched([*command, *self.arguments(cell.method, output_dir)], plan, cell.ranks, place / "log")
         try:
             run.wait_for_step(_SLOW_FROM + (0 if long else 1))
