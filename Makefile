@@ -9,6 +9,8 @@
 # make test-newest  contract tests and numbers with the newest releases that setup.py allows, in .venv-newest
 # make chaos     kill training runs 1000 times and judge every restart (CHAOS_ARGS="--kills 50 --seed 3"); about an hour, an
 #                interrupted call goes on with the next one
+# make signals   send every signal to every launcher and worker of real runs, judge what is left and resume; a table, half an
+#                hour; an interrupted call goes on with the next one (SIGNALS_ARGS="--only 'torchrun TERM'")
 # make demo      a small model from nothing, aligned with KTO (LoRA too), CPO and Online DPO, in minutes (DEMO_ARGS="--fresh --seed 1")
 # make quality   lint, types and the floors of alignment/
 # make docs      renew the README's tables of options
@@ -20,6 +22,7 @@ PYTHON ?= python3
 PYTEST_ARGS ?= -q
 DEMO_ARGS ?=
 CHAOS_ARGS ?=
+SIGNALS_ARGS ?=
 JOBS ?= 2
 RECORD ?= outputs/test-slow.jsonl
 BIN := $(VENV)/bin
@@ -38,7 +41,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 SOURCES := alignment benchmarks examples launch tests tools setup.py
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
 
-.PHONY: install test test-ci test-slow resume-matrix chaos test-newest mutations mutants renames demo quality style docs clean
+.PHONY: install test test-ci test-slow resume-matrix chaos signals test-newest mutations mutants renames demo quality style docs clean
 
 install: $(READY)
 
@@ -96,6 +99,9 @@ renames: $(READY)
 
 chaos: $(READY)
 	@$(CPU) OMP_NUM_THREADS=1 $(BIN)/python -m tools.chaos $(CHAOS_ARGS)
+
+signals: $(READY)
+	@$(CPU) OMP_NUM_THREADS=1 $(BIN)/python -m tools.signals $(SIGNALS_ARGS)
 
 demo: $(READY)
 	@$(CPU) $(BIN)/python examples/demo/run.py $(DEMO_ARGS)

@@ -104,7 +104,7 @@ class Events:
 
     def decide(self) -> Decision:
         """What all ranks do next: whatever any rank's callbacks ask for; ``control`` says it too. Collective."""
-        leave = int(REQUESTS.asked() or 0)
+        leave = int(REQUESTS.asked(every=0.0) or 0)
         if world_size() > 1:
             own = [*(float(getattr(self.control, flag)) for flag in _FLAGS), float(leave)]
             *wanted, asked = largest_over_ranks(torch.tensor(own, device=device())).tolist()

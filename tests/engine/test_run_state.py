@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drivers.canned import LONGEST
-from helpers import make_classifier, make_model, options, paired_rows, unpaired_rows
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import AutoConfig, EarlyStoppingCallback, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
+from whole_runs import completions, logged, make, make_models
 
-import alignment
 from alignment.config.errors import TrainingError
 from alignment.engines.checkpoints.folder import checkpoints
 from alignment.training.loop import TrainingLoop
@@ -32,65 +30,11 @@ METHODS = ("KTO", "CPO", "DPO", "SFT", "Reward", "OnlineDPO", "OnlineDPO-judge")
 BRIEF = ("KTO", "OnlineDPO")
 STEPS = 6  # two epochs
 EVERY_STEP = {"save_strategy": "steps", "save_steps": 1}
-TIMES = ("runtime", "per_second")
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """With dropout, so that a random stream that goes on at the wrong place changes the loss."""
-    folder = tmp_path_factory.mktemp("models")
-    paths = {
-        "policy": make_model(folder / "policy", seed=1),
-        "classifier": make_classifier(folder / "classifier", "untied", seed=1),
-    }
-    for path in paths.values():
-        config = AutoConfig.from_pretrained(path)
-        config.attention_dropout = 0.3
-        config.save_pretrained(path)
-    return paths
-
-
-def vowels(completions: list[str], **_: Any) -> list[float]:
-    return [sum(letter in "aeiou" for letter in text) / (1 + len(text)) for text in completions]
-
-
-def judge(prompts: list[Any], pairs: list[list[Any]]) -> list[int]:
-    return [int(len(first) < len(second)) for first, second in pairs]
-
-
-def make(name: str, models: dict[str, str], folder: Path, **more: Any) -> AlignmentTrainer:
-    """A trainer whose run depends on everything that a restart could lose."""
-    method, _, how = name.partition("-")
-    given = options(
-        folder,
-        num_train_epochs=2,
-        lr_scheduler_type="linear",
-        learning_rate=5e-3,
-        logging_steps=2,
-        eval_steps=2,
-        metric_for_best_model="loss",
-        greater_is_better=True,  # so that evaluations get worse, and patience is used up
-        disable_dropout=False,
-        include_num_input_tokens_seen=True,
-        **{"eval_strategy": "steps", **more},
-    )
-    arguments: dict[str, Any] = {"callbacks": [EarlyStoppingCallback(early_stopping_patience=50)]}
-    rows: Callable[..., list[dict[str, Any]]] = unpaired_rows if method in ("KTO", "SFT") else paired_rows
-    if method == "OnlineDPO":
-        del given["max_prompt_length"]
-        given |= {"max_new_tokens": LONGEST, "beta": [0.4, 0.2], "log_completions": 2, "num_completions_to_log": 2}
-        arguments |= {"judge": judge} if how else {"reward_funcs": vowels}
-        rows = lambda count, seed: [{"prompt": row["prompt"]} for row in paired_rows(count, seed)]  # noqa: E731
-    if method == "SFT":
-        rows = lambda count, seed: [{**r, "label": None} for r in unpaired_rows(count, seed)]  # noqa: E731
-    made: AlignmentTrainer = getattr(alignment, f"{method}Trainer")(
-        model=models["classifier" if method == "Reward" else "policy"],
-        args=getattr(alignment, f"{method}Config")(**given),
-        train_dataset=rows(12, 3),
-        eval_dataset=rows(4, 4),
-        **arguments,
-    )
-    return made
+    return make_models(tmp_path_factory.mktemp("models"))
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, after: Callable[[TrainingLoop], None]) -> None:
@@ -102,15 +46,6 @@ def watched(monkeypatch: pytest.MonkeyPatch, after: Callable[[TrainingLoop], Non
         after(loop)
 
     monkeypatch.setattr(TrainingLoop, "_boundary", then)
-
-
-def logged(trainer: AlignmentTrainer) -> list[dict[str, Any]]:
-    return [{n: v for n, v in e.items() if not n.endswith(TIMES)} for e in trainer.state.log_history]
-
-
-def completions(trainer: AlignmentTrainer) -> list[dict[str, Any]]:
-    file = trainer.output_dir / "completions.jsonl"
-    return list(map(json.loads, file.read_text().splitlines())) if file.exists() else []
 
 
 def state_of(folder: Path) -> dict[str, Any]:
@@ -236,11 +171,11 @@ def test_a_run_that_was_rescued_goes_on(
     broken = make("KTO", models, tmp_path / "broken", **rare)
     step = TrainingLoop._step
 
-    def failing(loop: TrainingLoop, *given: Any) -> None:
+    def failing(loop: TrainingLoop, *given: Any) -> bool:
         if loop.state.global_step == 4:
             torch.rand(3)
             raise NonFiniteLoss("the loss of this window is nan")
-        step(loop, *given)
+        return step(loop, *given)
 
     with monkeypatch.context() as patched:
         patched.setattr(TrainingLoop, "_step", failing)
@@ -268,6 +203,7 @@ def test_a_checkpoint_is_what_a_step_ends_with(models: dict[str, str], tmp_path:
 _PAIR = ("", ".0", ".1", ".len")
 # Attributes that a step changes and that no restart needs, each with the reason.
 EXCUSED = {
+    "loop._step_seconds": "how long the newest step of this process took",
     "loop._started": "a clock of this process; the seconds before are in totals",
     "loop._before": "the seconds before this process began, which totals hold",
     "loop.decision.0": "whether to stop is decided between any two steps; the last step does",
@@ -383,7 +319,10 @@ def test_what_a_step_changes_is_in_the_state(
     assert found.left == {}
 
 
-PARTS = ("trainer", "phases", "log", "history", "totals", "random", "data", "schedule", "completions", "online")
+PARTS = (
+    *("trainer", "phases", "log", "history", "totals", "random", "data", "schedule", "completions", "online"),
+    "bad_steps",
+)
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -394,11 +333,12 @@ def test_a_part_that_is_not_registered_is_missed(
 
 
 def test_the_parts_are_these(models: dict[str, str], tmp_path: Path) -> None:
-    """``rollout`` changes at the first window only, ``boundary`` where a callback ends the run, ``run`` never."""
+    """``rollout`` changes at the first window only, ``boundary`` where a callback ends the run, ``run`` never,
+    ``retries`` where a read or a reward call fails."""
     trainer = make("OnlineDPO", models, tmp_path, max_steps=1)
     trainer.train()
     state = trainer.context.run_state.state_dict()
-    assert {*state["shared"], *state["own"]} == {*PARTS, "rollout", "boundary", "engine", "run"}
+    assert {*state["shared"], *state["own"]} == {*PARTS, "rollout", "boundary", "engine", "run", "retries"}
     assert set(state["own"]) == {"phases", "random", "online"}
     rollout = state["shared"]["rollout"]
     assert rollout["backend"] == "generate" and rollout["batch_size"] >= 1

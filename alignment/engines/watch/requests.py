@@ -27,10 +27,12 @@ class StopRequests:
     Attributes:
         deferring: whether the main thread looks at requests by itself, and must not be interrupted by one.
         detail: what lies behind the reason where it is no signal; else empty.
+        done: the request was obeyed, or the work is done: nothing is to be interrupted any more.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.deferring, self.detail = False, ""
+        self.deferring = self.done = False
+        self.detail = ""
         self._clock, self._lock = clock, threading.RLock()  # a handler may run while it is held
         self._reason: StopReason | None = None
         self._file: Path | None = None
@@ -48,9 +50,13 @@ class StopRequests:
         with self._lock:
             return self._reason
 
-    def asked(self) -> StopReason | None:
-        """What asked this process to stop; looks for the file ``STOP`` as well, once a second at most."""
-        if self._file is not None and self._clock() - self._looked >= _FILE_POLL_S:
+    def asked(self, every: float = _FILE_POLL_S) -> StopReason | None:
+        """What asked this process to stop.
+
+        Args:
+            every: look for the file ``STOP`` as well, unless it was looked for within so many seconds.
+        """
+        if self._file is not None and self._clock() - self._looked >= every:
             self._looked = self._clock()
             with contextlib.suppress(OSError):
                 if self._file.exists():
@@ -73,7 +79,7 @@ class StopRequests:
     def forget(self) -> None:
         """As in a process that has received none."""
         with self._lock:
-            self._reason, self.detail = None, ""
+            self._reason, self.detail, self.done = None, "", False
 
 
 REQUESTS = StopRequests()

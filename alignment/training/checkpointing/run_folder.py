@@ -15,8 +15,8 @@ from alignment.engines.checkpoints.old_runs import set_aside
 from alignment.engines.checkpoints.probe import PROBE, check_shared_folder
 from alignment.engines.collectives import on_first_rank
 from alignment.engines.launch_env import rank
-from alignment.engines.watch.activity import ACTIVITY
 from alignment.engines.watch.requests import STOP_FILE
+from alignment.reporting.activity import ACTIVITY
 from alignment.training.checkpointing.output_folder import COMPLETIONS, LOG, check_output_folder, in_use
 from alignment.training.checkpointing.present import Present
 from alignment.training.checkpointing.resume import Checkpoint, check_same_run, choose, find

@@ -11,8 +11,7 @@ from typing import Any
 
 from alignment.config.errors import one_line
 from alignment.engines.launch_env import world_size
-from alignment.engines.watch.activity import ACTIVITY
-from alignment.engines.watch.stop import RunStopped
+from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.status_file import STATUS, RunStatus, StatusFile, now, read_status
 
 _EVERY_S = 5.0
@@ -65,13 +64,18 @@ def _doing() -> dict[str, Any]:
 @contextlib.contextmanager
 def ending_in_status() -> Iterator[None]:
     """Write how the body ends into the status, unless a guard will."""
+    if ACTIVITY.guarded:
+        yield
+        return
+    end: dict[str, Any] = {"state": "finished"}
     try:
         yield
     except BaseException as error:
-        if ACTIVITY.status is not None and not ACTIVITY.guarded and not isinstance(error, RunStopped):
-            stopped = isinstance(error, KeyboardInterrupt)
-            state, line = ("stopped", None) if stopped else ("failed", one_line(error))
-            ACTIVITY.status.update(state=state, signal="SIGINT" if stopped else None, error=line)
+        end = {"state": "failed", "error": one_line(error)}
+        if isinstance(error, KeyboardInterrupt):
+            end = {"state": "stopped", "signal": "SIGINT"}
         raise
-    if ACTIVITY.status is not None and not ACTIVITY.guarded:
-        ACTIVITY.status.update(state="finished")
+    finally:
+        if ACTIVITY.status is not None:
+            ACTIVITY.status.update(**end)  # of a run that was stopped, it is there already
+        ACTIVITY.status = ACTIVITY.folder = None

@@ -1,0 +1,265 @@
+"""A run that is asked to stop: wherever the request comes, it saves a checkpoint, and a resume gives the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_callback import ExportableState
+from whole_runs import completions, logged, make, make_models
+
+from alignment.engines.checkpoints.folder import checkpoints
+from alignment.engines.rollout.generate import GenerateBackend
+from alignment.engines.watch import safe_points
+from alignment.engines.watch.requests import REQUESTS
+from alignment.engines.watch.stop import RunStopped, StopReason
+from alignment.reporting.status_file import RunStatus, read_status
+from alignment.training import trainer as trainers
+from alignment.training.trainer import AlignmentTrainer
+
+pytestmark = pytest.mark.usefixtures("own_process_group")
+# With one completion at a time a rollout has several chunks; the last step is saved, and so is nothing before it.
+RUN = {"save_strategy": "steps", "save_steps": 6, "eval_strategy": "epoch"}
+SMALL_CHUNKS = {"rollout_batch_size": 1, "rollout_backend": "generate"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every safe point asks, however short the work between two of them is."""
+    monkeypatch.setattr(safe_points, "_EVERY_S", 0.0)
+    REQUESTS.forget()
+
+
+class Asks(TrainerCallback):
+    """Asks for a stop at an event of a step."""
+
+    def __init__(self, event: str, step: int, ask: Callable[[], None]) -> None:
+        self.step, self.ask = step, ask
+        setattr(self, event, self.hear)
+
+    def hear(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            self.ask()
+
+
+def terminate() -> None:
+    """As a launcher does."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def in_evaluation(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """A request while the run's so-manieth evaluation lasts."""
+    evaluate, count = trainers.evaluate, [0]
+
+    def asked(*arguments: Any) -> dict[str, float]:
+        count[0] += 1
+        if count[0] == number:
+            terminate()
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(trainers, "evaluate", asked)
+
+
+def in_rollout(monkeypatch: pytest.MonkeyPatch, chunk: int) -> Callable[[], bool]:
+    """A request while a rollout's so-manieth chunk is generated; whether that was the last one can be asked later."""
+    generate, count = GenerateBackend.generate, [0]
+
+    def asked(self: GenerateBackend, *arguments: Any) -> Any:
+        count[0] += 1
+        if count[0] == chunk:
+            terminate()
+        return generate(self, *arguments)
+
+    monkeypatch.setattr(GenerateBackend, "generate", asked)
+    return lambda: count[0] == chunk
+
+
+def settings(method: str) -> dict[str, Any]:
+    return {**RUN, **(SMALL_CHUNKS if method == "OnlineDPO" else {})}
+
+
+@pytest.fixture(scope="module")
+def wholes(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], AlignmentTrainer]:
+    """Undisturbed runs by method."""
+    made: dict[str, AlignmentTrainer] = {}
+
+    def whole(method: str) -> AlignmentTrainer:
+        if method not in made:
+            made[method] = make(method, models, tmp_path_factory.mktemp(method), **settings(method))
+            made[method].train()
+            made[method].close()
+        return made[method]
+
+    return whole
+
+
+def stopped(trainer: AlignmentTrainer) -> RunStopped:
+    with pytest.raises(RunStopped) as caught:
+        trainer.train()
+    trainer.close()
+    return caught.value
+
+
+# What asks, the checkpoint that it leaves, and where it says that it was left.
+PLACES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch, AlignmentTrainer], Any], int, str]] = {
+    "after-a-step": ("KTO", lambda _, t: t.add_callback(Asks("on_step_end", 2, terminate)), 2, "done"),
+    "before-a-step": ("KTO", lambda _, t: t.add_callback(Asks("on_step_begin", 2, terminate)), 2, "done"),
+    "between-micro-batches": ("KTO", lambda _, t: t.add_callback(Asks("on_substep_end", 4, terminate)), 4, "done"),
+    "in-an-evaluation": ("KTO", lambda patch, _: in_evaluation(patch, 1), 3, "epoch"),
+    "in-the-last-evaluation": ("KTO", lambda patch, _: in_evaluation(patch, 2), 6, "epoch"),
+    "before-an-evaluation": ("KTO", lambda _, t: t.add_callback(Asks("on_epoch_end", 3, terminate)), 3, "epoch"),
+    "in-a-rollout": ("OnlineDPO", lambda patch, _: in_rollout(patch, 18), 1, "done"),
+    "in-the-rollout-of-an-evaluation": ("OnlineDPO", lambda patch, _: in_rollout(patch, 30), 3, "epoch"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_wherever_the_request_comes(
+    place: str,
+    models: dict[str, str],
+    wholes: Callable[[str], AlignmentTrainer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    method, ask, step, left = PLACES[place]
+    whole = wholes(method)
+    with monkeypatch.context() as patch:
+        trainer = make(method, models, tmp_path, **settings(method))
+        was_last = ask(patch, trainer)
+        error = stopped(trainer)
+        assert was_last is None or was_last(), "nothing is generated after the request"
+    assert (error.code, error.reason) == (85, StopReason.SIGTERM)
+    assert f"preempted by SIGTERM after step {step}: checkpoint-{step} is complete" in str(error)
+    assert [path.name for path in checkpoints(trainer.output_dir)] == [f"checkpoint-{step}"]
+    assert f'"left": "{left}"' in (trainer.output_dir / f"checkpoint-{step}" / "run_state.json").read_text()
+    status = read_status(trainer.output_dir)
+    assert status is not None
+    assert (status.state, status.signal, status.step, status.checkpoint) == (
+        "preempted", "SIGTERM", step, f"checkpoint-{step}",
+    )  # fmt: skip
+    again = make(method, models, tmp_path, **settings(method))
+    again.train(resume_from_checkpoint="latest")
+    again.close()
+    assert logged(again) == logged(whole) and completions(again) == completions(whole)
+    for file in ("model.safetensors", "optimizer-00001-of-00001.safetensors"):
+        last = f"checkpoint-6/{file}"
+        assert (again.output_dir / last).read_bytes() == (whole.output_dir / last).read_bytes()
+    status = read_status(again.output_dir)
+    assert status is not None
+    assert (status.state, status.signal, status.attempt) == ("finished", None, 2)
+    assert status.resumed_from == f"checkpoint-{step}"
+
+
+class Counts(TrainerCallback, ExportableState):
+    """How often a checkpoint was saved that the run's options ask for."""
+
+    def __init__(self, saves: int = 0) -> None:
+        self.saves = saves
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.saves += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"saves": self.saves}}
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_callbacks_hear_of_saves_as_in_an_undisturbed_run(step: int, models: dict[str, str], tmp_path: Path) -> None:
+    """A checkpoint that is written because the run was asked to stop is none of these."""
+    counts = Counts()
+    for resumes in (False, True):
+        counts = Counts()
+        trainer = make("KTO", models, tmp_path, **{**RUN, "save_steps": 2})
+        trainer.add_callback(counts)
+        if resumes:
+            trainer.train(resume_from_checkpoint="latest")
+            trainer.close()
+        else:
+            trainer.add_callback(Asks("on_step_end", step, terminate))
+            stopped(trainer)
+    assert counts.saves == 3
+
+
+def test_a_request_at_the_last_step_changes_nothing(models: dict[str, str], tmp_path: Path) -> None:
+    """Without an evaluation still to come, the run is done."""
+    trainer = make("KTO", models, tmp_path, **{**RUN, "eval_strategy": "no"})
+    trainer.pop_callback(EarlyStoppingCallback)
+    trainer.add_callback(Asks("on_step_end", 6, terminate))
+    trainer.train()
+    trainer.close()
+    assert trainer.state.global_step == 6
+    assert not REQUESTS.reason, "the next run of this process is not asked to stop"
+
+
+def test_the_file_stop(models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ends the run as Ctrl-C does; one from before the start is removed."""
+    trainer = make("KTO", models, tmp_path, **RUN)
+    stop = trainer.output_dir / "STOP"
+    stop.parent.mkdir(exist_ok=True)
+    stop.touch()
+    trainer.add_callback(Asks("on_step_end", 3, stop.touch))
+    error = stopped(trainer)
+    assert f"{stop}: left over from an earlier run, removed" in capsys.readouterr().out
+    assert (error.code, error.reason) == (130, StopReason.STOP)
+    status = read_status(trainer.output_dir)
+    assert status is not None and (status.state, status.signal, status.step) == ("stopped", "STOP", 3)
+
+
+def test_a_run_that_saves_nothing(models: dict[str, str], tmp_path: Path) -> None:
+    trainer = make("KTO", models, tmp_path, save_strategy="no")
+    trainer.add_callback(Asks("on_step_end", 2, terminate))
+    assert "nothing was saved, because save_strategy is no" in str(stopped(trainer))
+    assert not checkpoints(trainer.output_dir)
+
+
+def test_a_request_before_the_first_step(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the policy answers the prompts of an evaluation set: there is nothing to save."""
+    trainer = make("OnlineDPO", models, tmp_path, **settings("OnlineDPO"))
+    in_rollout(monkeypatch, 2)
+    assert "after step 0: no step was taken" in str(stopped(trainer))
+
+
+def test_signals_have_their_meanings_back(models: dict[str, str], tmp_path: Path) -> None:
+    """A handler of the user's stays in place, and is called."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    try:
+        trainer = make("KTO", models, tmp_path, **RUN)
+        trainer.add_callback(Asks("on_step_end", 2, lambda: os.kill(os.getpid(), signal.SIGUSR1)))
+        trainer.train()
+        trainer.close()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert heard == [signal.SIGUSR1] and trainer.state.global_step == 6
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_attempts_without_progress_are_counted(models: dict[str, str], tmp_path: Path) -> None:
+    """A run that fails before it saves anything beyond the checkpoint that it started from."""
+
+    def status(step: int, resumes: bool) -> RunStatus:
+        trainer = make("KTO", models, tmp_path, **{**RUN, "save_steps": 2})
+        trainer.add_callback(Asks("on_step_end", step, lambda: 1 / 0))
+        with pytest.raises(ZeroDivisionError):
+            trainer.train(resume_from_checkpoint="latest" if resumes else None)
+        trainer.close()
+        found = read_status(trainer.output_dir)
+        assert found is not None and (found.state, found.error) == ("failed", "division by zero")
+        return found
+
+    seen = [status(*each) for each in ((1, False), (1, True), (3, True), (3, True), (3, True), (5, True))]
+    assert [each.stalled for each in seen] == [1, 2, 0, 1, 2, 0]
+    assert [each.attempt for each in seen] == [1, 2, 3, 4, 5, 6]
+    assert [each.resumed_from for each in seen] == ["", "", "", "checkpoint-2", "checkpoint-2", "checkpoint-2"]

@@ -1,0 +1,431 @@
+"""What watches a process: progress and its limits, signs of life, requests to stop, launchers, status.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from alignment.engines.watch.beats import Beat, Gap, Heard, hung_rank, in_collective
+from alignment.engines.watch.ending import bounded, write_stacks
+from alignment.engines.watch.launchers import NOTICE, launcher_name, stop_notice
+from alignment.engines.watch.processes import Watched
+from alignment.engines.watch.requests import StopRequests
+from alignment.engines.watch.signals import SignalWatch
+from alignment.engines.watch.stop import RunStopped, StopReason
+from alignment.reporting.activity import Activity, Limits
+from alignment.reporting.status_file import RunStatus, StatusFile, fail_in_place_of, read_status
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun leaves its workers' environment."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+
+
+class Clock:
+    """A clock that a test moves on."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# Progress ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_phase_has_a_limit_by_what_was_seen_of_it() -> None:
+    clock = Clock()
+    activity = Activity(clock)
+    activity.limits = Limits(least=10, factor=5, first=60)
+    with activity("rollout"):
+        assert (activity.phase, activity.limit) == ("rollout", 60)
+        clock.now += 15
+        assert activity.idle == 15
+        activity.progress()
+        assert activity.idle == 0 and activity.limit == 75, (
+            "five times the longest stretch is more than the first limit"
+        )
+    assert activity.phase == "start"
+    with activity("rollout"):
+        assert activity.limit == 75
+    with activity("save"):
+        clock.now += 1
+    with activity("save"):
+        assert activity.limit == 10, "passed once, and shorter than the least limit"
+
+
+def test_a_phase_that_failed_was_not_passed() -> None:
+    activity = Activity(Clock())
+    activity.limits = Limits(least=10, factor=5, first=60)
+    with pytest.raises(ValueError), activity("load"):
+        raise ValueError
+    with activity("load"):
+        assert activity.limit == 60
+
+
+def test_time_that_a_process_stood_still_is_not_its_own() -> None:
+    clock = Clock()
+    activity, gap = Activity(clock), Gap(clock)
+    clock.now += 0.5
+    assert gap.seconds() == 0
+    clock.now += 500
+    activity.pardon(gap.seconds())
+    assert activity.idle == 0.5
+
+
+def beat(moves: int, *, over: bool = True, waiting: bool = True, finished: bool = False, idle: float = 9.0) -> Beat:
+    return Beat(
+        count=1, host="n1", machine="m", pid=1, phase="train", step=3,
+        moves=moves, idle=idle, over=over, waiting=waiting, finished=finished,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("beats", "rank"),
+    [
+        ([beat(5), beat(4, waiting=False)], 1),
+        ([beat(5), beat(4, waiting=False, over=False)], None),  # a long rollout that gets on
+        ([beat(5, waiting=False), beat(4)], 0),  # what a rank does counts before how far it came
+        ([beat(5, waiting=False), beat(4, waiting=False)], 1),
+        ([beat(5), beat(5)], 0),
+        ([beat(5, idle=8.0), beat(5, idle=9.0)], 1),
+        ([beat(7, finished=True, over=False), beat(5)], 1),  # who has finished waits for the others
+        ([beat(7, finished=True), beat(7, finished=True)], None),
+    ],
+)
+def test_the_rank_that_hangs(beats: list[Beat], rank: int | None) -> None:
+    assert hung_rank(dict(enumerate(beats))) == rank
+
+
+def test_silence_is_counted_by_the_observers_clock() -> None:
+    clock = Clock()
+    heard, first = Heard(clock), beat(1)
+    heard.hear(1, first)
+    heard.hear(2, first)
+    clock.now += 4
+    heard.hear(1, replace(first, count=2))
+    heard.hear(2, first)  # the same beat, read again
+    clock.now += 2
+    assert heard.silent(5) == [2] and heard.silent(7) == []
+    heard.pardon(3)
+    assert heard.silent(5) == []
+    assert Beat.parsed(first.text()) == first
+
+
+def test_a_collective_is_seen_in_the_stack() -> None:
+    code = "def all_reduce(): return in_collective()\nanswer = all_reduce()"
+    inside = {"in_collective": in_collective}
+    exec(compile(code, "/lib/torch/distributed/distributed_c10d.py", "exec"), inside)
+    assert inside["answer"] and not in_collective()
+
+
+def test_what_does_not_return_is_given_up(tmp_path: Path) -> None:
+    start = time.monotonic()
+    assert bounded(lambda: time.sleep(5), 0.05) is None and time.monotonic() - start < 2
+    assert bounded(lambda: 7, 5) == 7
+    assert bounded(lambda: 1 // 0, 5) is None
+    path = write_stacks(tmp_path, 3)
+    assert path == tmp_path / "hang-3.txt" and "test_what_does_not_return" in path.read_text()
+    assert write_stacks(tmp_path / "absent", 3) is None
+
+
+# Requests ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_request_names_the_reason_and_ctrl_c_outranks_it() -> None:
+    requests = StopRequests()
+    assert requests.asked() is None
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        requests.request(StopReason.of_signal(number))
+    assert requests.reason is StopReason.SIGUSR1
+    requests.request(StopReason.SIGINT, "typed")
+    requests.request(StopReason.SIGTERM)
+    assert requests.reason is StopReason.SIGINT and requests.detail == "typed"
+    assert (StopReason.SIGINT.state, StopReason.SIGINT.code) == ("stopped", 130)
+    assert (StopReason.SIGUSR1.state, RunStopped(StopReason.SIGUSR1, "text").code) == ("preempted", 85)
+    requests.forget()
+    assert requests.reason is None
+
+
+def test_the_file_is_looked_for_at_times(tmp_path: Path) -> None:
+    clock, file = Clock(), tmp_path / "STOP"
+    requests = StopRequests(clock)
+    file.touch()
+    assert requests.asked() is None, "nobody has said where it would be"
+    file.unlink()
+    with requests.deferred(file):
+        assert requests.deferring and requests.asked() is None
+        file.touch()
+        clock.now += 0.5
+        assert requests.asked() is None
+        assert requests.asked(every=0.0) is StopReason.STOP
+    assert not requests.deferring
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["/usr/bin/python3", "-u", "-m", "deepspeed.launcher.launch", "--world_info=x"], "deepspeed.launcher.launch"),
+        (["/v/bin/python", "/v/bin/deepspeed", "train.py"], "deepspeed"),
+        (["/v/bin/python3.11", "/v/bin/torchrun", "train.py"], "torchrun"),
+        (["python", "-X", "dev", "-m", "torch.distributed.run"], "torch.distributed.run"),
+        (["slurmstepd: [17.0]"], "slurmstepd"),
+        (["python", "train.py", "deepspeed"], ""),
+        (["python", "-c", "deepspeed"], ""),
+        (["python", "-m", "pytest", "torchrun"], ""),
+        (["bash", "-c", "torchrun train.py"], ""),
+        (["less", "/v/bin/torchrun"], ""),
+        (["-bash"], ""),
+        (["python"], ""),
+        ([], ""),
+    ],
+)
+def test_launchers_are_known_by_what_they_run(command: list[str], name: str) -> None:
+    assert launcher_name(command) == name
+
+
+def orphans(tmp_path: Path, parent: str) -> str:
+    """What a process thinks of itself whose parent is a program of this name."""
+    program = tmp_path / parent
+    program.symlink_to(os.path.realpath(sys.executable))
+    child = "from alignment.engines.watch.launchers import orphaned; print(orphaned())"
+    code = f"import subprocess; subprocess.run([{sys.executable!r}, '-c', {child!r}], check=True)"
+    done = subprocess.run([program, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    return done.stdout
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize(("parent", "orphan"), [("init", "True\n"), ("python-of-a-launcher", "False\n")])
+def test_a_launcher_that_was_gone_at_the_start_is_missed(tmp_path: Path, parent: str, orphan: str) -> None:
+    assert orphans(tmp_path, parent) == orphan
+
+
+def test_nobody_misses_a_launcher_that_there_was_none_of(tmp_path: Path) -> None:
+    assert orphans(tmp_path, "init") == "False\n"
+
+
+def test_a_process_that_stands_still_is_seen() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        watched = Watched.begin(child.pid)
+        assert not watched.stopped
+        os.kill(child.pid, signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        assert watched.stopped and not watched.gone
+        watched.kill()
+    assert not watched.stopped
+
+
+def test_the_notice_is_what_the_job_was_promised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in (NOTICE, "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(NOTICE, "120")
+    assert stop_notice() == (120.0, NOTICE)
+    monkeypatch.delenv(NOTICE)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho 'KillOnBadExit = 0'\necho 'KillWait                = 45 sec'\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert stop_notice() == (45.0, "KillWait of SLURM")
+    scontrol.write_text("#!/bin/sh\nexit 1\n")
+    assert stop_notice() == (30.0, "KillWait of SLURM, by default")
+
+
+def test_the_end_of_a_process_is_noticed() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    watched = Watched.begin(child.pid)
+    assert not watched.gone
+    watched.kill()
+    child.wait(10)
+    assert watched.gone
+    watched.kill()  # nothing to do
+    watched.close()
+    assert Watched.begin(child.pid).gone
+
+
+# Signals, in a process of their own ----------------------------------------------------------------------------------
+
+PROGRAM = """
+import os, signal, sys, time
+from alignment.engines.guard import guarded
+from alignment.engines.watch.requests import REQUESTS
+
+def kill(name): os.kill(os.getpid(), getattr(signal, name))
+
+def main():
+    kind = sys.argv[1]
+    if kind == "loading":
+        kill("SIGTERM")
+        time.sleep(20)
+    if kind == "deaf":  # a call into C that holds on
+        import threading, ctypes
+        threading.Timer(0.2, kill, ["SIGTERM"]).start()
+        mutex = ctypes.create_string_buffer(64)
+        for _ in range(2):  # which no signal ends
+            ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    if kind == "deferred":
+        with REQUESTS.deferred(None):
+            for name in ("SIGUSR1", "SIGTERM", "SIGHUP"):
+                kill(name)
+                time.sleep(0.1)
+            print(REQUESTS.asked().name, flush=True)
+    if kind == "twice":
+        with REQUESTS.deferred(None):
+            kill("SIGINT")
+            kill("SIGINT")  # a launcher repeats it
+            time.sleep(2.1)
+            print("still here", flush=True)
+            kill("SIGINT")
+            time.sleep(20)
+    if kind == "ignored":
+        kill("SIGHUP")
+        kill("SIGINT")
+        print("survived", flush=True)
+    if kind == "worker":
+        pid = os.fork()
+        if not pid:
+            time.sleep(20)
+            os._exit(0)
+        time.sleep(0.3)
+        for name in ("SIGUSR1", "SIGHUP", "SIGINT", "SIGTERM"):  # the worker lives until the last
+            os.kill(pid, getattr(signal, name))
+            time.sleep(0.1)
+        print(os.waitpid(pid, 0)[1], REQUESTS.reason)
+
+sys.exit(guarded(main))
+"""
+
+
+def run(kind: str, ignoring: tuple[signal.Signals, ...] = ()) -> subprocess.CompletedProcess[str]:
+    def ready() -> None:  # the shell that runs the tests may ignore some
+        for each in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(each, signal.SIG_IGN if each in ignoring else signal.SIG_DFL)
+
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, kind], capture_output=True, text=True, cwd=ROOT, timeout=60, preexec_fn=ready
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "out", "err"),
+    [
+        ("loading", 85, "", "preempted by SIGTERM in phase start: no step was under way\n"),
+        ("deferred", 0, "SIGUSR1\n", "SIGUSR1: saving a checkpoint at the next safe point, then stopping\n"),
+        ("worker", 0, f"{signal.SIGTERM.value} None\n", ""),
+    ],
+)
+def test_signals(kind: str, code: int, out: str, err: str) -> None:
+    done = run(kind)
+    assert (done.returncode, done.stdout, done.stderr) == (code, out, err)
+
+
+def test_a_main_thread_that_does_not_hear_is_not_waited_for() -> None:
+    start = time.monotonic()
+    done = run("deaf")
+    assert done.returncode == 85 and time.monotonic() - start < 15
+    assert done.stderr == "preempted by SIGTERM at once, in phase start after step 0\n"
+
+
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    done = run("twice")
+    assert (done.returncode, done.stdout) == (130, "still here\n")
+    first, last = done.stderr.splitlines()
+    assert first.endswith("then stopping; press Ctrl-C again to stop at once")
+    assert last == "stopped by SIGINT at once, in phase start after step 0"
+
+
+def test_signals_that_are_to_be_ignored_at_the_end_stay_so_and_the_thread_is_not_waited_for() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    watch = SignalWatch(StopRequests(), lambda reason: None)
+    try:
+        with watch.listening([signal.SIGUSR1, signal.SIGHUP]):
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            time.sleep(0.1)  # the thread waits for something to hear
+            start = time.monotonic()
+        assert time.monotonic() - start < 0.3
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_what_was_ignored_at_the_start_stays_ignored() -> None:
+    """As under `nohup`, or in the background of a script."""
+    done = run("ignored", (signal.SIGHUP, signal.SIGINT))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "survived\n", "")
+
+
+# status.json ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_status_is_one_key_to_a_line(tmp_path: Path) -> None:
+    assert read_status(tmp_path) is None
+    file = StatusFile(tmp_path, RunStatus(job="17", restarts=2))
+    file.update(state="preempted", signal="SIGUSR1", checkpoint="checkpoint-4")
+    text = (tmp_path / "status.json").read_text()
+    for line in ('  "state": "preempted",', '  "signal": "SIGUSR1",', '  "job": "17",', '  "restarts": 2,'):
+        assert line in text.splitlines()
+    assert read_status(tmp_path) == file.status
+    file.update(state="failed", error="the first end counts")
+    assert file.status.state == "preempted" and file.status.error is None
+
+
+def test_a_status_is_written_when_something_has_changed_or_time_has_passed(tmp_path: Path) -> None:
+    clock = Clock()
+    file = StatusFile(tmp_path, RunStatus(), clock)
+
+    def step() -> int:
+        found = read_status(tmp_path)
+        assert found is not None
+        return found.step
+
+    file.update(within=5, state="running", step=1)
+    file.update(within=5, step=2)
+    assert step() == 1
+    clock.now += 6
+    file.update(within=5, step=3)
+    assert step() == 3
+    (tmp_path / "status.json").unlink()
+    tmp_path.chmod(0o500)
+    file.path = tmp_path / "absent" / "status.json"
+    file.update(step=4)  # a disk that cannot be written costs the update and no more
+    tmp_path.chmod(0o700)
+
+
+def test_a_status_is_written_for_a_rank_that_was_killed(tmp_path: Path) -> None:
+    StatusFile(tmp_path, RunStatus(host="n1", pid=17)).update(state="running", step=4)
+    fail_in_place_of(tmp_path, "n1", 18, "rank 0 was killed")
+    fail_in_place_of(tmp_path, "n2", 17, "rank 0 was killed")
+    found = read_status(tmp_path)
+    assert found is not None and found.state == "running", "a later attempt keeps it by now"
+    fail_in_place_of(tmp_path, "n1", 17, "rank 0 was killed")
+    found = read_status(tmp_path)
+    assert found is not None and (found.state, found.error, found.step) == ("failed", "rank 0 was killed", 4)
+    fail_in_place_of(tmp_path, "n1", 17, "once more")
+    assert read_status(tmp_path) == found
+    fail_in_place_of(tmp_path / "absent", "n1", 17, "nowhere")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"state": "dancing"}', json.dumps({"state": "running", "step": "four"}), '{"step": 4}']
+)
+def test_a_torn_status_is_no_status(tmp_path: Path, text: str) -> None:
+    (tmp_path / "status.json").write_text(text)
+    with pytest.raises(ValueError):
+        read_status(tmp_path)
+
+
+def test_a_status_of_another_version_is_read(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text('{"state": "running", "step": 4, "moods": ["good"]}')
+    assert read_status(tmp_path) == RunStatus(state="running", step=4)
