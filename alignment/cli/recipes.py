@@ -68,7 +68,9 @@ def read_recipe(name: str, outside: Iterable[type[AlignmentConfig]] = ()) -> dic
     except (OSError, ValueError) as error:  # what YAML reads as a number or a date, and Python cannot, is a ValueError
         raise OptionError(f"{path}: cannot be read ({one_line(error)}); give a YAML text file") from None
     except RecursionError:
-        raise OptionError(f"{path}: it is nested too deeply; write key: value, with at most one section around") from None
+        raise OptionError(
+            f"{path}: it is nested too deeply; write key: value, with at most one section around"
+        ) from None
     if content is None:
         return {}
     if not isinstance(content, dict):
