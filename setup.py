@@ -71,7 +71,7 @@ setup(
     package_data={
         "alignment": ["py.typed"],
         "alignment.ds_configs": ["*.json", "*.md"],
-        "alignment.launch": ["recipes/*.yaml"],
+        "alignment.launch": ["recipes/*.yaml", "slurm/*.sbatch"],
     },
     entry_points={"console_scripts": ["deepspeed-alignment = alignment.cli.commands:main"]},
     zip_safe=False,

@@ -15,15 +15,19 @@ from typing import Any, Literal
 
 from alignment.config.errors import OptionError, did_you_mean, setting, show
 
-Packaged = Literal["ds_configs", "recipes"]
+Packaged = Literal["ds_configs", "recipes", "slurm"]
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_PLACES: dict[str, tuple[str, str]] = {"ds_configs": ("ds_configs", ".json"), "recipes": ("launch/recipes", ".yaml")}
+_PLACES: dict[str, tuple[str, str]] = {
+    "ds_configs": ("ds_configs", ".json"),
+    "recipes": ("launch/recipes", ".yaml"),
+    "slurm": ("launch/slurm", ".sbatch"),
+}
 # What a user's code may raise and be named for; SystemExit is what sys.exit() raises.
 FAILURES = (Exception, asyncio.CancelledError, SystemExit)
 _LONGEST = 300
 # Folders of this package that call a user's code; frames in them are not the user's.
-_CALLERS = tuple(Path(__file__).parent.parent / name for name in ("config", "rewards"))
+_CALLERS = tuple(Path(__file__).parent.parent / name for name in ("config", "engines", "engines/watch", "rewards"))
 
 
 def packaged_names(kind: Packaged) -> list[str]:

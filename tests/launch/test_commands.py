@@ -206,6 +206,7 @@ def test_what_is_in_the_wheel(wheel: Path) -> None:
     expected = {f"alignment/{path.relative_to(ROOT / 'alignment')}" for path in (ROOT / "alignment").rglob("*.py")}
     expected |= {f"alignment/ds_configs/{path.name}" for path in (ROOT / "ds_configs").glob("*.json")}
     expected |= {f"alignment/launch/recipes/{path.name}" for path in (ROOT / "launch" / "recipes").glob("*.yaml")}
+    expected |= {f"alignment/launch/slurm/{path.name}" for path in (ROOT / "launch" / "slurm").glob("*.sbatch")}
     assert expected | {"alignment/py.typed"} <= names
     others = {name for name in names - expected if not name.startswith("deepspeed_alignment-")}
     scripts = {f"alignment/launch/{path.name}" for path in (ROOT / "launch").glob("*.py")}

@@ -57,7 +57,8 @@ class RunFolder:
             check_output_folder(self.path, args.overwrite_output_dir, earlier_run=True)
             self._free = not in_use(self.path)
             self.held_by_earlier_run = not self._free and not args.overwrite_output_dir
-        self.lock.peek()
+        if not args.dry_run:  # which writes nothing there, and may come before the run that has the folder ends
+            self.lock.peek()
         if args.merged_output_dir is not None:
             from alignment.engines.exporting.folder import REPORT  # imports more than a run without it needs
 

@@ -1,0 +1,56 @@
+"""A run's part towards SLURM, without training: it starts in a moment, and writes ``status.json`` as a run does.
+
+The batch script calls it in the place of Python: ``-m alignment COMMAND RECIPE --output_dir FOLDER …``. The variable
+``WORKER`` says what to do: ``wait`` for a signal; ``stall``, which asks for a requeue without a new checkpoint; or
+``requeue``, which does so once and then finishes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from alignment.engines.watch.stop import StopReason
+from alignment.reporting.status_file import RunStatus, StatusFile, read_status
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def end(status: StatusFile, reason: StopReason) -> None:
+    """As a run that was asked to stop."""
+    status.update(state=reason.state, signal=reason.name)
+    sys.exit(reason.code)
+
+
+def main() -> None:
+    """One attempt."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    command, folder = sys.argv[3], Path(sys.argv[sys.argv.index("--output_dir") + 1])
+    folder.mkdir(parents=True, exist_ok=True)
+    restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    seen = {"command": command, "arguments": sys.argv[4:], "restarts": restarts, "time": time.time()}
+    seen |= {"notice": os.environ.get("ALIGNMENT_STOP_NOTICE"), "host": os.uname().nodename}
+    with (folder / "attempts.jsonl").open("a") as file:
+        file.write(json.dumps(seen) + "\n")
+    if command == "prepare":
+        time.sleep(1)
+        (folder / "prepared").touch()
+        return
+    before = read_status(folder)
+    stalled = 1 + (before.stalled if before is not None else 0)
+    status = StatusFile(folder, RunStatus(job=os.environ["SLURM_JOB_ID"], restarts=restarts, stalled=stalled))
+    status.update(state="running")
+    todo = os.environ["WORKER"]
+    if todo == "stall" or (todo == "requeue" and not restarts):
+        end(status, StopReason.SIGUSR1)
+    if todo == "wait":
+        end(status, StopReason.of_signal(signal.sigwait(SIGNALS)))
+    status.update(state="finished")
+
+
+if __name__ == "__main__":
+    main()

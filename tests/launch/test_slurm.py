@@ -1,0 +1,319 @@
+"""A real SLURM of three nodes on this machine: requeues, lost nodes, arrays and dependencies, by the rendered script.
+
+Two-node runs train on ``n1`` and ``n2`` while jobs of a stand-in (``slurm_worker.py``) wait for SLURM on ``n3``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import DRIVERS, ROOT
+
+from alignment.reporting.status_file import RunStatus, read_status
+from tools.chaos.judge import look, without_times
+from tools.chaos.world import World
+from tools.ranks.client import environment
+from tools.slurm import Cluster, why_not
+
+MISSING = why_not()
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.skipif(MISSING is not None, reason=MISSING or ""),
+    pytest.mark.usefixtures("launch"),  # so that it runs among the tests that start processes
+]
+STEPS, SAVE_STEPS = 60, 5
+DOCS = ROOT / "docs" / "slurm.md"
+
+
+def until(reached: Callable[[], object], seconds: float, what: Callable[[], str]) -> None:
+    """Wait a moment at a time; ``what`` tells what was there instead."""
+    end = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < end, f"nothing within {seconds:g} s: {what()}"
+        time.sleep(0.05)
+
+
+@dataclass
+class Job:
+    """A job that was submitted by the command, and its output folder."""
+
+    cluster: Cluster
+    number: str
+    folder: Path
+    said: str
+
+    def state(self, number: str = "") -> dict[str, str]:
+        """What SLURM knows of it."""
+        shown = self.cluster.run("scontrol", "show", "job", "--oneliner", number or self.number).stdout
+        return dict(part.partition("=")[::2] for part in shown.split())
+
+    def is_state(self, *names: str) -> bool:
+        return self.state().get("JobState") in names
+
+    def has_restarts(self, number: int) -> bool:
+        return self.state().get("Restarts") == str(number)
+
+    def ended(self, seconds: float) -> str:
+        """Wait for its end, and return its state there."""
+        until(lambda: not self.is_state("PENDING", "RUNNING", "COMPLETING"), seconds, self.report)
+        return self.state()["JobState"]
+
+    def attempts(self, folder: Path | None = None) -> list[dict[str, object]]:
+        """Of the stand-in."""
+        path = (folder or self.folder) / "attempts.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def status(self) -> RunStatus:
+        return read_status(self.folder) or RunStatus()
+
+    def report(self) -> str:
+        logs = sorted(self.folder.parent.glob(f"{self.folder.name}*.out"))
+        texts = [f"--- {path.name}\n{path.read_text()[-3000:]}" for path in logs]
+        return "\n".join([str(self.state()), str(self.status()), *texts])
+
+
+@dataclass
+class Here:
+    """The cluster, what is trained on, and how to submit it."""
+
+    cluster: Cluster
+    folder: Path
+    world: World
+
+    def arguments(self, output_dir: Path) -> list[str]:
+        """Of a short run that saves often."""
+        given = self.world.arguments("kto", output_dir)
+        options = dict(zip(given[1::2], given[2::2])) | {
+            "--max_steps": str(STEPS), "--save_steps": str(SAVE_STEPS), "--eval_steps": str(SAVE_STEPS),
+        }  # fmt: skip
+        del options["--resume_from_checkpoint"]  # the script's
+        return [given[0], *(part for pair in options.items() for part in pair)]
+
+    def run_submit(self, arguments: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+        """The command."""
+        return subprocess.run(
+            [sys.executable, str(ROOT / "launch" / "submit.py"), *arguments],
+            env=environment(**self.cluster.variables, OMP_NUM_THREADS="1", **variables),
+            cwd=self.folder,
+            text=True,
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+
+    def submit(self, name: str, arguments: list[str], **variables: str) -> Job:
+        """Run the command and take the job's number from what it prints."""
+        done = self.run_submit(arguments, **variables)
+        matched = re.match(r"submitted job (\d+): ", done.stdout)
+        assert matched and not done.stderr, done.stdout + done.stderr
+        return Job(self.cluster, matched[1], self.folder / name, done.stdout)
+
+    def stand_in(self, name: str, todo: str, *options: str) -> Job:
+        """A job of the stand-in on the node without GPUs."""
+        arguments = ["kto", "--dataset_name", "rows.jsonl", "--output_dir", str(self.folder / name)]
+        worker = self.folder / "worker"
+        if not worker.exists():
+            worker.write_text(f'#!/bin/sh\nexec {sys.executable} {DRIVERS / "slurm_worker.py"} "$@"\n')
+            worker.chmod(0o755)
+        where = ["--partition", "cpu", "--gpus", "0", "--cpus-per-task", "1"]
+        return self.submit(name, [*arguments, *where, *options], ALIGNMENT_PYTHON=str(worker), WORKER=todo)
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Here]:
+    """The cluster. Its folder has a short name: that of a socket may have 107 characters."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    cluster = Cluster(folder)
+    try:
+        print(f"SLURM was up in {cluster.start():.1f} s")
+        place = tmp_path_factory.mktemp("slurm jobs")  # a space, to see that it is quoted everywhere
+        yield Here(cluster, place, World.made(place / "world"))
+    finally:
+        cluster.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def waiting(here: Here) -> dict[str, Job]:
+    """Jobs that mostly wait for SLURM, all at once."""
+    jobs = {
+        "cancelled": here.stand_in("cancelled", "wait"),
+        "near its limit": here.stand_in("limit", "wait", "--time", "2", "--signal", "USR1@59"),
+        "stalled": here.stand_in("stalled", "stall"),
+        "array": here.stand_in("array", "requeue", "--seeds", "3-4"),
+        "prepared": here.stand_in("prepared", "", "--prepare", "--prepare-partition", "cpu", "--prepare-time", "10"),
+    }
+    until(lambda: jobs["cancelled"].status().state == "running", 30, jobs["cancelled"].report)
+    assert here.cluster.run("scancel", jobs["cancelled"].number).returncode == 0
+    return jobs
+
+
+# A run of two nodes -------------------------------------------------------------------------------------------------
+
+
+def documented(start: str) -> list[str]:
+    """The command of the documentation that begins so, up to the script's own arguments."""
+    text = DOCS.read_text().replace("\\\n", " ")
+    (line,) = [line for line in text.splitlines() if line.startswith(start)]
+    return shlex.split(line.partition(" kto --dataset_name ")[0])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(here: Here, waiting: dict[str, Job]) -> Path:
+    """The output folder of a run that nothing disturbed, started by the documentation's line."""
+    command = documented("srun --nodes 4 --ntasks-per-node 8 ")
+    assert command[-2:] == ["python", "launch/train.py"]
+    small = {"--nodes": "2", "--ntasks-per-node": "1", "--gpus-per-node": "1", "--cpus-per-task": "1"}
+    for option, value in small.items():
+        command[command.index(option) + 1] = value
+    arguments = [*here.arguments(here.folder / "undisturbed"), "--resume_from_checkpoint", "latest"]
+    done = subprocess.run(
+        [*command[:-2], sys.executable, str(ROOT / "launch" / "train.py"), *arguments],
+        env=environment(**here.cluster.variables, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
+        text=True, capture_output=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return here.folder / "undisturbed"
+
+
+def test_a_run_of_two_nodes_that_is_disturbed_in_every_way(here: Here, undisturbed: Path) -> None:
+    """Preempted, requeued, without its second node, without the node of the batch script: the weights are the same."""
+    arguments = here.arguments(here.folder / "out")
+    job = here.submit("out", [*arguments, "--nodes", "2", "--cpus-per-task", "1", "--time", "10"])
+    checkpoints, ends = [0], []
+
+    def trained(attempt: int) -> None:
+        """This attempt has written a checkpoint of its own."""
+
+        def further() -> bool:
+            status = job.status()
+            assert status.restarts < attempt or status.state in ("starting", "running"), job.report()
+            return status.restarts == attempt - 1 and (max(look(job.folder).steps, default=0) > checkpoints[-1])
+
+        until(further, 90, job.report)
+
+    def requeued() -> None:
+        """The job has left its nodes, and waits to be started again."""
+        until(lambda: job.has_restarts(len(ends) + 1) and job.is_state("PENDING"), 60, job.report)
+        status = job.status()
+        ends.append((status.state, status.signal))
+        found = look(job.folder)
+        assert not found.problems, found.problems
+        checkpoints.append(max(found.steps))
+
+    trained(1)
+    here.cluster.run("scancel", "--signal=USR1", job.number)
+    requeued()
+    trained(2)
+    here.cluster.run("scontrol", "requeue", job.number)
+    requeued()
+    trained(3)
+    here.cluster.lose("n2")
+    requeued()
+    here.cluster.revive("n2")
+    trained(4)
+    here.cluster.lose("n1")
+    here.cluster.revive("n1")
+    requeued()
+    assert job.ended(120) == "COMPLETED", job.report()
+    assert ends[:2] == [("preempted", "SIGUSR1"), ("preempted", "SIGTERM")], job.report()
+    assert {state for state, _ in ends[2:]} <= {"failed", "running"}, ends
+    status = job.status()
+    assert (status.state, status.step, status.attempt, status.restarts) == ("finished", STEPS, 5, 4)
+    assert differences(job.folder, undisturbed) == [], job.report()
+    log = (here.folder / f"out-{job.number}.out").read_text()
+    assert [log.count(f"attempt {number} on n[1-2]: train") for number in range(1, 6)] == [1] * 5
+    assert log.count("requeued, to go on from the newest checkpoint") == 1  # the others were SLURM's
+
+
+def differences(folder: Path, reference: Path) -> list[str]:
+    """Files with other bytes, and records of the log that are missing, there twice, or other."""
+    names = sorted(str(path.relative_to(reference)) for path in reference.rglob("*.safetensors"))
+    assert len(names) > 3
+    found = [name for name in names if not same_bytes(folder / name, reference / name)]
+    own, expected = records(folder), records(reference)
+    return [*found, *([] if own == expected else [f"log: {len(own)} records, {len(expected)} expected"])]
+
+
+def records(folder: Path) -> list[dict[str, object]]:
+    """The log without times, starts and stops."""
+    read = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    return [without_times(record) for record in read if "event" not in record]
+
+
+def same_bytes(path: Path, reference: Path) -> bool:
+    return path.is_file() and path.read_bytes() == reference.read_bytes()
+
+
+# Jobs that mostly wait ----------------------------------------------------------------------------------------------
+
+
+def test_slurms_own_signal_near_the_time_limit(waiting: dict[str, Job]) -> None:
+    job = waiting["near its limit"]
+    until(lambda: len(job.attempts()) > 1, 120, job.report)
+    first, second, *_ = job.attempts()
+    assert (first["restarts"], second["restarts"], first["notice"]) == (0, 1, "59")
+    assert 5 < second["time"] - first["time"] < 80, job.attempts()  # type: ignore[operator]
+    job.cluster.run("scancel", job.number)
+
+
+def test_a_cancelled_job_stays_cancelled(waiting: dict[str, Job]) -> None:
+    job = waiting["cancelled"]
+    assert job.ended(30) == "CANCELLED"
+    status = job.status()
+    assert (status.state, status.signal, len(job.attempts())) == ("preempted", "SIGTERM", 1)
+    log = job.report()
+    assert "told to end; waiting for the run" in log and "status.json: preempted SIGTERM" in log
+    assert "requeued, to go on" not in log and job.state()["Restarts"] == "0"
+
+
+def test_five_attempts_without_a_new_checkpoint_end_the_job(waiting: dict[str, Job]) -> None:
+    job = waiting["stalled"]
+    assert job.ended(120) == "FAILED"
+    assert [attempt["restarts"] for attempt in job.attempts()] == [0, 1, 2, 3, 4]
+    assert job.state()["ExitCode"] == "1:0"
+    assert "error: not requeued: 5 attempts in a row have not come to a new checkpoint" in job.report()
+
+
+def test_each_task_of_an_array_is_requeued_by_itself(waiting: dict[str, Job]) -> None:
+    job = waiting["array"]
+    for seed in (3, 4):
+        folder = job.folder / f"seed-{seed}"
+        until(lambda folder=folder: (read_status(folder) or RunStatus()).state == "finished", 60, job.report)
+        attempts = job.attempts(folder)
+        assert [attempt["restarts"] for attempt in attempts] == [0, 1]
+        arguments = attempts[0]["arguments"]
+        assert isinstance(arguments, list) and arguments[arguments.index("--seed") + 1] == str(seed)
+        assert (job.folder.parent / f"array-{job.number}_{seed}.out").exists()
+
+
+def test_training_waits_for_the_job_that_prepares_it(waiting: dict[str, Job]) -> None:
+    job = waiting["prepared"]
+    assert job.ended(60) == "COMPLETED"
+    first, second = job.attempts()
+    assert (first["command"], second["command"]) == ("prepare", "train")
+    assert (job.folder / "prepared").exists() and second["time"] > first["time"] + 1  # type: ignore[operator]
+
+
+def test_more_than_the_cluster_has_is_refused(here: Here) -> None:
+    for options, message in {
+        "--nodes 3": "--nodes=3: the partition gpu has 2 for a job; set --nodes 2",
+        "--gpus 3": "--gpus=3: the nodes of partition gpu have at most 2; set --gpus for one node",
+        "--partition gpus": "--partition='gpus': no such partition; did you mean 'gpu'?; there are: gpu, cpu",
+        "--time 3-0": "--time=3-00:00:00: the partition gpu allows 2-00:00:00",
+        "--account nobody;": "--account='nobody;': expected a name",
+    }.items():
+        done = here.run_submit([*here.arguments(here.folder / "no"), *options.split()])
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+        assert done.stderr.startswith(f"error: {message}")

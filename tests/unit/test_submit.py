@@ -1,0 +1,377 @@
+"""``submit``: what a job may ask for, what the cluster is asked, the script that comes of it, and what is printed."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from alignment.cli.slurm.cluster import Node, SlurmError, ask, check_cluster, read_nodes, read_partitions
+from alignment.cli.slurm.request import Gpus, Request, add_options, request, seconds, time_text
+from alignment.cli.slurm.script import render
+from alignment.cli.submit import _parser, main
+from alignment.config.errors import OptionError
+from alignment.config.registry import METHODS, option_names
+
+TRAIN = ["kto", "--dataset_name", "rows.jsonl", "--output_dir", "out/kto"]
+# As SLURM 22.05 prints it, without what is not read.
+PARTITIONS = """\
+PartitionName=gpu AllowGroups=ALL Default=YES MaxNodes=UNLIMITED MaxTime=2-00:00:00 State=UP TotalCPUs=512 TotalNodes=4
+PartitionName=cpu AllowGroups=ALL Default=NO MaxNodes=1 MaxTime=UNLIMITED State=UP TotalCPUs=64 TotalNodes=8
+PartitionName=old AllowGroups=ALL Default=NO MaxNodes=UNLIMITED MaxTime=UNLIMITED State=DOWN TotalNodes=9
+"""
+NODES = {"gpu": "128|gpu:a100:4(S:0-1)\n64+|gpu:h100:2,gpu:h100:6,shard:8\n", "cpu": "64|(null)\n", "old": "8|gpu:1\n"}
+FAKES = {
+    "scontrol": 'cat "$FAKE/partitions"; exit $(cat "$FAKE/scontrol.code")',
+    "sinfo": 'cat "$FAKE/nodes-$3"',
+    "sbatch": 'n=$(ls "$FAKE" | grep -c given); cat >"$FAKE/given-$n"; echo "$@" >>"$FAKE/sbatch.called"; '
+    'env | grep ^SBATCH >"$FAKE/sbatch.variables"; cat "$FAKE/sbatch.says" >&2; [[ -s $FAKE/sbatch.says ]] && exit 1; '
+    "echo $((40 + n))\\;private",
+}
+
+
+def asked(*arguments: str) -> Request:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    return request(parser.parse_args(arguments))
+
+
+@pytest.fixture(autouse=True)
+def no_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("SETUP", "CONTAINER", "MOUNTS", "PYTHON"):
+        monkeypatch.delenv(f"ALIGNMENT_{name}", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of what the pretended commands answer, and of what they were called with."""
+    folder = tmp_path / "slurm"
+    (folder / "bin").mkdir(parents=True)
+    for name, body in FAKES.items():
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / "bin" / name).chmod(0o755)
+    files = {"partitions": PARTITIONS, "scontrol.code": "0", "sbatch.says": ""}
+    for name, text in {**files, **{f"nodes-{name}": text for name, text in NODES.items()}}.items():
+        (folder / name).write_text(text)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setenv("FAKE", str(folder))
+    return folder
+
+
+def submitted(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[object, str, str]:
+    """Exit status, output and errors of the command."""
+    with pytest.raises(SystemExit) as leaving:
+        main([*TRAIN, *arguments], program="da submit")
+    return leaving.value.code, *capsys.readouterr()
+
+
+# What is asked for --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "normal"),
+    [
+        ("90", 5400, "01:30:00"), ("5:30", 330, "00:05:30"), ("4:00:00", 14400, "04:00:00"),
+        ("1-0", 86400, "1-00:00:00"), ("1-12:30", 131400, "1-12:30:00"), ("2-03:04:05", 183845, "2-03:04:05"),
+        ("36:00:00", 129600, "1-12:00:00"),
+    ],
+)  # fmt: skip
+def test_times_as_slurm_writes_them(text: str, expected: int, normal: str) -> None:
+    assert (seconds("--time", text), time_text(expected)) == (expected, normal)
+
+
+@pytest.mark.parametrize("text", ["", "0", "00:00:00", "4h", "1:2:3:4", "1-", "-5", "1-00:00:00 ", "UNLIMITED", "1.5"])
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(OptionError, match=r"--time='.*': expected minutes, HH:MM:SS or D-HH:MM:SS"):
+        asked(f"--time={text}")
+
+
+def test_a_whole_request() -> None:
+    given = "--nodes 4 --gpus a100:8 --cpus-per-task 12 --mem 500G --time 1-0 --signal SIGUSR1@300 --partition gpu,big"
+    found = asked(*given.split(), "--account", "me@lab", "--qos", "high", "--job-name", "x.1", "--array", "1-9:2,20%3")
+    assert found == Request(
+        *("x.1", 4, Gpus("a100", 8), 12, "500G", 86400, 300, "gpu,big", "me@lab", "high", "1-9:2,20%3")
+    )
+    assert asked() == Request()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--nodes 0", "--nodes='0': expected a whole number from 1"),
+        ("--nodes two", "--nodes='two': expected a whole number from 1"),
+        ("--cpus-per-task 0", "--cpus-per-task='0': expected a whole number from 1"),
+        ("--gpus a100", "--gpus='a100': expected the GPUs of each node"),
+        ("--gpus a100:0", "--gpus='a100:0': expected the GPUs of each node"),
+        ("--mem lots", "--mem='lots': expected a size such as 500G"),
+        ("--signal USR3@60", "--signal='USR3@60': no such signal; did you mean 'USR"),
+        ("--signal TERM@60", "--signal='TERM@60': a job requeues itself after USR1 only; set USR1@60"),
+        ("--signal B:USR1@60", "--signal='B:USR1@60': the run itself has to get the signal; set USR1@60"),
+        ("--signal USR1", "--signal='USR1': how many seconds before the time limit? set USR1@120"),
+        ("--signal USR1@0", "--signal='USR1@0': how many seconds"),
+        ("--signal USR1@70000", "--signal='USR1@70000': how many seconds"),
+        ("--signal 120s", "--signal='120s': expected USR1@SECONDS"),
+        ("--time 3", "--signal=USR1@120: nothing would be left of --time=3"),
+        ("--partition a;b", "--partition='a;b': expected a name without spaces or quotes"),
+        ("--account a$b", "--account='a$b': expected a name"),
+        ("--seeds 1..5", "--seeds='1..5': expected numbers and ranges"),
+        ("--seeds 5-1", "--seeds='5-1': 5-1 is empty; write the smaller number first"),
+        ("--container image.sif", "--container='image.sif': expected apptainer:IMAGE or pyxis:IMAGE"),
+        ("--mounts /data", "--mounts='/data': there is no container; set --container or remove it"),
+        ("--sbatch=exclusive", "--sbatch='exclusive': expected an option of sbatch"),
+        ("--sbatch=--nodes=3", "--sbatch='--nodes=3': set it by --nodes"),
+        ("--sbatch=-t5", "--sbatch='-t5': set it by --time"),
+        ("--sbatch=--output=x", "--sbatch='--output=x': the script depends on its own --output; remove it"),
+    ],
+)
+def test_what_is_refused(arguments: str, message: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        asked(*arguments.split())
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_no_option_of_a_job_is_one_of_a_method() -> None:
+    own = {action.dest for action in _parser("x")._actions} | {"array"}
+    for cls in METHODS.values():
+        assert not own & set(option_names(cls))
+
+
+# What the cluster has -----------------------------------------------------------------------------------------------
+
+
+def test_what_slurm_prints_is_read() -> None:
+    gpu, cpu, old = read_partitions(PARTITIONS)
+    assert (gpu.name, gpu.nodes, gpu.time, gpu.up, gpu.default) == ("gpu", 4, 172800, True, True)
+    assert (cpu.nodes, cpu.time, cpu.default, old.up) == (1, None, False, False)
+    assert read_nodes(NODES["gpu"]) == [Node(128, {"a100": 4}), Node(64, {"h100": 8})]
+    assert read_nodes("8|gpu:2\n8|(null)") == [Node(8, {"": 2}), Node(8, {})]
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (Request(nodes=5), "--nodes=5: the partition gpu has 4 for a job; set --nodes 4"),
+        (Request(nodes=2, partition="cpu", gpus=Gpus("", 0)), "--nodes=2: the partition cpu has 1 for a job"),
+        (Request(partition="gpus"), "--partition='gpus': no such partition; did you mean 'gpu'?; there are: gpu, cpu"),
+        (Request(partition="gpu,new"), "--partition='new': no such partition"),
+        (Request(partition="old"), "--partition='old': it is not up"),
+        (Request(time=172801), "--time=2-00:00:01: the partition gpu allows 2-00:00:00"),
+        (Request(gpus=Gpus("", 9)), "--gpus=9: the nodes of partition gpu have at most 8; set"),
+        (Request(gpus=Gpus("a100", 5)), "--gpus=a100:5: the nodes of partition gpu have at most 4 of type a100;"),
+        (Request(gpus=Gpus("v100", 1)), "--gpus=v100:1: the nodes of partition gpu have at most 0 of type v100; "
+         "its types are a100, h100; set --gpus for one node"),
+        (Request(partition="cpu"), "--gpus=1: the nodes of partition cpu have at most 0;"),
+        (Request(gpus=Gpus("h100", 8), cpus=9), "--cpus-per-task=9: 8 ranks of a node take 72 cores, and the nodes of "
+         "partition gpu have 64; set --cpus-per-task 8"),
+    ],
+)  # fmt: skip
+def test_more_than_the_partition_has(slurm: Path, job: Request, message: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        check_cluster(job)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_what_fits(slurm: Path) -> None:
+    for job in (
+        Request(4 * "x", 4, Gpus("h100", 8), time=172800),
+        Request(partition="cpu", gpus=Gpus("", 0), cpus=64),
+    ):
+        check_cluster(job)
+
+
+def test_no_partition_is_the_default(slurm: Path) -> None:
+    (slurm / "partitions").write_text(PARTITIONS.replace("Default=YES", "Default=NO"))
+    with pytest.raises(
+        OptionError, match="--partition is missing, and no partition is the default; there are: gpu, cpu"
+    ):
+        check_cluster(Request())
+
+
+def test_a_slurm_that_does_not_answer(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (slurm / "scontrol.code").write_text("1")
+    (slurm / "bin" / "scontrol").write_text("#!/bin/bash\necho slurm_load: Unable to contact >&2\necho >&2\nexit 1\n")
+    with pytest.raises(SlurmError, match="^scontrol show partition: slurm_load: Unable to contact$"):
+        check_cluster(Request())
+    monkeypatch.setattr("alignment.cli.slurm.cluster._LIMIT_S", 0.1)
+    with pytest.raises(SlurmError, match=r"^sleep 5: no answer within 0\.1 s; is SLURM's controller up\?$"):
+        ask("sleep", "5")
+    with pytest.raises(SlurmError, match="^nothing-of-that-name: No such file or directory$"):
+        ask("nothing-of-that-name")
+
+
+# The script ---------------------------------------------------------------------------------------------------------
+
+
+def header(script: str) -> dict[str, str]:
+    found = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
+    return dict(part.partition("=")[::2] for part in found)
+
+
+def test_every_value_of_the_header_is_resolved(tmp_path: Path) -> None:
+    job = Request(
+        "x", 4, Gpus("a100", 8), 12, "500G", 86400, 300, "gpu", "lab", "high", "1-3", sbatch=("--exclusive",)
+    )
+    script = render(job, ["kto"], log=tmp_path / "a b-%j.out", folder=tmp_path)
+    assert header(script) == {
+        "job-name": "x", "nodes": "4", "ntasks-per-node": "8", "gpus-per-node": "a100:8", "cpus-per-task": "12",
+        "mem": "500G", "time": "1-00:00:00", "partition": "gpu", "account": "lab", "qos": "high", "array": "1-3",
+        "signal": "USR1@300", "chdir": str(tmp_path), "output": f'"{tmp_path}/a b-%j.out"', "requeue": "",
+        "open-mode": "append", "exclusive": "",
+    }  # fmt: skip
+    assert not [
+        line for line in script.splitlines() if line.startswith("#SBATCH") and ("$" in line or "=None" in line)
+    ]
+    first = next(number for number, line in enumerate(script.splitlines()) if line and not line.startswith("#"))
+    assert not [line for line in script.splitlines()[first:] if line.startswith("#SBATCH")]  # sbatch would not see it
+    plain = header(render(Request(gpus=Gpus("", 0)), ["kto"], log=Path("x"), folder=tmp_path))
+    assert plain["ntasks-per-node"] == "1"
+    assert not {"gpus-per-node", "mem", "partition", "account", "qos", "array"} & set(plain)
+    with pytest.raises(OptionError, match="sbatch cannot read a path with quotes"):
+        render(job, ["kto"], log=Path('a"b'), folder=tmp_path)
+
+
+def test_arguments_and_variables_arrive_as_they_were_given(tmp_path: Path) -> None:
+    arguments = ["kto", "--dataset_name", "a b's.jsonl", "--deepspeed", '{"a": "$HOME `x`"}']
+    job = Request(setup="echo 'from setup'; export X=\"1 2\"")
+    script = render(job, arguments, log=tmp_path / "x", folder=tmp_path).replace(
+        'main "$@"', 'printf "%s\\n" "$@"; env'
+    )
+    env = {"PATH": "/usr/bin:/bin", "ALIGNMENT_CONTAINER": "apptainer:left_over", "PYTHONPATH": "/own"}
+    done = subprocess.run(["bash"], input=script, env=env, text=True, capture_output=True, check=True)
+    (tmp_path / "script").write_text(script)
+    done = subprocess.run(["bash", tmp_path / "script"], env=env, text=True, capture_output=True, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[:5] == arguments and done.stderr == ""
+    variables = dict(line.partition("=")[::2] for line in lines[5:])
+    assert variables["ALIGNMENT_SETUP"] == job.setup and "ALIGNMENT_CONTAINER" not in variables
+    assert (variables["ALIGNMENT_PYTHON"], variables["PYTHONPATH"]) == (sys.executable, f"{ROOT}:/own")
+    assert (variables["ALIGNMENT_STOP_NOTICE"], variables["ALIGNMENT_COMMAND"]) == ("120", "train")
+
+
+# The command --------------------------------------------------------------------------------------------------------
+
+
+def test_print_needs_no_slurm_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    code, out, err = submitted(capsys, "--print", "--nodes", "3", "--beta", "0.2")
+    assert (code, err) == (0, "") and out.startswith("#!/bin/bash\n#SBATCH --job-name=alignment\n#SBATCH --nodes=3\n")
+    assert f"#SBATCH --output={tmp_path}/out/kto-%j.out\n" in out and "\nset -- kto " in out and "--beta 0.2\n" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_is_submitted_and_described(
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "1")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "own")
+    code, out, err = submitted(capsys, "--nodes", "2", "--gpus", "8", "--cpus-per-task", "4", "--time", "1-0")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "submitted job 40: 2 node(s) with 8 GPU(s) each",
+        f"  follow   da status {tmp_path}/out/kto",
+        f"  log      tail -F {tmp_path}/out/kto-40.out",
+        f"  stop     touch {tmp_path}/out/kto/STOP    (with a checkpoint)",
+        "  cancel   scancel 40    (with a checkpoint, if it can be written within SLURM's KillWait)",
+        "  resume   the same command again",
+    ]
+    assert header((slurm / "given-0").read_text())["nodes"] == "2"
+    assert (slurm / "sbatch.called").read_text() == "--parsable\n"
+    assert (slurm / "sbatch.variables").read_text() == "SBATCH_ACCOUNT=own\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["slurm", "out"] or (tmp_path / "out").is_dir()
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_seeds(slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = submitted(capsys, "--seeds", "1-3", "--cpus-per-task", "1")
+    assert code == 0 and f"follow   da status {tmp_path}/out/kto/seed-N\n" in out
+    assert f"log      tail -F {tmp_path}/out/kto-40_N.out\n" in out
+    assert header((slurm / "given-0").read_text())["output"] == f"{tmp_path}/out/kto-%A_%a.out"
+
+
+def test_prepare_comes_first(slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--prepare", "--prepare-partition", "cpu", "--prepare-time", "30", "--gpus", "8", "--nodes", "4"]
+    code, out, err = submitted(capsys, *more, "--seeds", "1-2", "--partition", "gpu")
+    assert (
+        (code, err) == (0, "") and out.startswith("submitted job 41: 4 node(s)") and "  after    job 40, which" in out
+    )
+    first, second = ((slurm / f"given-{number}").read_text() for number in (0, 1))
+    assert {"nodes": "1", "ntasks-per-node": "1", "partition": "cpu", "time": "00:30:00"}.items() <= header(
+        first
+    ).items()
+    assert not {"array", "gpus-per-node", "signal"} & set(header(first))
+    assert header(first)["output"] == f"{tmp_path}/out/kto-prepare-%j.out"
+    assert "export ALIGNMENT_COMMAND=prepare\n" in first and "export ALIGNMENT_COMMAND=train\n" in second
+    called = (slurm / "sbatch.called").read_text().splitlines()
+    assert called == ["--parsable", "--parsable --dependency=afterok:40 --kill-on-invalid-dep=yes"]
+    code, out, _ = submitted(capsys, *more, "--print")
+    assert code == 0 and out.count("#!/bin/bash") == 2 and "--dependency=afterok:NUMBER_OF_THE_FIRST" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--beta -1", "beta=-1.0: must be greater than 0"),
+        ("--bata 1", "bata='1': unknown option; did you mean 'beta'?"),
+        ("--time", "command line: argument --time: expected one argument; --help lists the options"),
+        ("--seeds 1-2 --seed 4", "--seed=4: --seeds gives each run its own; remove --seed"),
+        ("--overwrite_output_dir true", "overwrite_output_dir=true: a job goes on with its own run"),
+        ("--prepare-time 5", "--prepare-time='5': there is no such job; add --prepare or remove it"),
+        ("--nodes 9", "--nodes=9: the partition gpu has 4 for a job"),
+    ],
+)
+def test_what_is_wrong_is_found_before_submitting(
+    slurm: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    code, out, err = submitted(capsys, *arguments.split())
+    assert (code, out, err.count("\n")) == (1, "", 1) and err.startswith(f"error: {message}"), err
+    assert not (slurm / "sbatch.called").exists()
+
+
+def test_a_recipe_that_is_wrong(slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.yaml").write_text("method: kto\nbeta: [\n")
+    with pytest.raises(SystemExit) as leaving:
+        main(["own.yaml", "--output_dir", "out"])
+    out, err = capsys.readouterr()
+    assert (leaving.value.code, out, err.count("\n")) == (1, "", 1) and err.startswith(
+        "error: own.yaml line 3: not valid"
+    )
+    assert not (slurm / "sbatch.called").exists()
+
+
+def test_the_recipes_folder_is_named_to_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.yaml").write_text(
+        "method: kto\ndataset_name: rows.jsonl\nsaving: {output_dir: runs/a}\nmodel_name_or_path: m\n"
+    )
+    with pytest.raises(SystemExit) as leaving:
+        main(["own.yaml", "--print"])
+    out, _ = capsys.readouterr()
+    assert leaving.value.code == 0 and "\nset -- own.yaml --output_dir runs/a\n" in out
+
+
+def test_no_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    code, out, err = submitted(capsys)
+    assert (code, out) == (1, "") and err.startswith("error: sbatch is not on PATH: submit from a login node")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sbatch_refuses(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (slurm / "sbatch.says").write_text("sbatch: error: Batch job submission failed: Invalid account\n")
+    code, out, err = submitted(capsys, "--cpus-per-task", "1")
+    assert (code, out) == (1, "")
+    assert err == "error: sbatch --parsable: sbatch: error: Batch job submission failed: Invalid account\n"
+
+
+def test_it_answers_without_torch(tmp_path: Path) -> None:
+    code = f"import sys; from alignment.cli.commands import main\ntry: main({['submit', *TRAIN, '--print']!r})\n"
+    code += "except SystemExit as end: assert not end.code\nassert 'torch' not in sys.modules"
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, text=True, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("#!/bin/bash")

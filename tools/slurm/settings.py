@@ -1,0 +1,103 @@
+"""The files of a private cluster: ``slurm.conf``, its GPUs, and the hosts that its nodes know."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+WITH_GPUS = "gpu"
+NODES = {"n1": WITH_GPUS, "n2": WITH_GPUS, "n3": "cpu"}  # partition of each node
+CPUS, GPUS = 8, 2  # that a node claims to have; no process is bound to either
+
+# Short times: a lost node is noticed after 15 s (6 minutes by default), and a requeued job waits for 5 s (2 minutes).
+_CONF = """\
+ClusterName=private
+SlurmctldHost={host}({address})
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdSpoolDir={folder}/spool-%n
+SlurmdLogFile={folder}/slurmd-%n.log
+SlurmctldTimeout=30
+SlurmdTimeout=10
+MessageTimeout=5
+TCPTimeout=1
+KillWait=5
+CompleteWait=0
+ReturnToService=2
+MinJobAge=3600
+JobRequeue=1
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+JobCompType=jobcomp/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=0
+GresTypes=gpu
+"""
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine that are all free at this moment."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def address() -> str:
+    """The machine's own address, by which its nodes reach each other; loopback where it has no other."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("198.51.100.1", 9))  # sends nothing: the kernel only chooses a route
+            found: str = probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+        return found
+
+
+def write_settings(folder: Path) -> None:
+    """Write the files of a cluster into ``folder``."""
+    own, (controller, *ports) = address(), free_ports(1 + len(NODES))
+    host = socket.gethostname()
+    lines = [_CONF.format(host=host, address=own, port=controller, folder=folder)]
+    for (name, partition), port in zip(NODES.items(), ports):
+        gres = f" Gres=gpu:{GPUS}" if partition == WITH_GPUS else ""
+        where = f"NodeHostname={name} NodeAddr={own} Port={port}"
+        lines.append(f"NodeName={name} {where} CPUs={CPUS} RealMemory=1000{gres} State=UNKNOWN\n")
+    for partition in dict.fromkeys(NODES.values()):
+        default = "YES" if partition == WITH_GPUS else "NO"
+        lines.append(f"PartitionName={partition} Nodes={members(partition)} Default={default} MaxTime=2-0 State=UP\n")
+    (folder / "slurm.conf").write_text("".join(lines))
+    (folder / "gres.conf").write_text(f"NodeName={members(WITH_GPUS)} Name=gpu File={folder}/gpu[1-{GPUS}]\n")
+    for number in range(1, GPUS + 1):
+        (folder / f"gpu{number}").touch()
+    (folder / "cgroup.conf").write_text("")
+    known = "".join(f"{own} {name}\n" for name in (host, *NODES))
+    (folder / "hosts").write_text(f"127.0.0.1 localhost\n{known}")
+    key = folder / "munge.key"
+    key.unlink(missing_ok=True)
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o400)
+
+
+def members(partition: str) -> str:
+    """The nodes of a partition."""
+    return ",".join(name for name, of in NODES.items() if of == partition)
