@@ -20,6 +20,7 @@ from alignment.config.dtypes import uses_cuda
 from alignment.config.errors import OptionError
 from alignment.config.fields import parse_optim_args
 from alignment.config.machine import planned
+from alignment.engines.compile_lock import abandoned_locks_removed
 from alignment.internals.deepspeed import is_prebuilt
 from alignment.internals.torch import cuda_toolkit
 from alignment.internals.transformers import parameter_names_outside
@@ -130,6 +131,7 @@ def build_optimizer(model: nn.Module, options: AlignmentConfig) -> Optimizer:
 
     Raises:
         OptionError: ``optim_args`` has a key or value that the optimizer does not take, or nothing is trainable.
+        AlignmentError: it has to be compiled, and the lock of another process stays.
     """
     extra = parse_optim_args(options.optim_args)
     if "weight_decay" in extra:  # the groups have their own, so this one would do nothing
@@ -145,7 +147,8 @@ def build_optimizer(model: nn.Module, options: AlignmentConfig) -> Optimizer:
             )
     own = {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_epsilon} if kind.adam else {}
     try:
-        return kind.load()(groups, lr=options.learning_rate, **(kind.arguments | own | extra))
+        with abandoned_locks_removed():
+            return kind.load()(groups, lr=options.learning_rate, **(kind.arguments | own | extra))
     except (TypeError, ValueError) as error:
         raise OptionError(
             f"optim_args: {options.optim_args!r} does not suit optim {options.optim!r}: {error}"

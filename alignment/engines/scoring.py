@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from alignment.data.batching import Batch
 from alignment.engines.collectives import device
+from alignment.engines.compile_lock import abandoned_locks_removed
 from alignment.internals.deepspeed import destroy, partitions_weights, reports_grad_norm, scales_loss, undo_dummy_step
 from alignment.internals.deepspeed_step import discard_gradients, skip_invalid_norm
 from alignment.internals.deepspeed_zero3 import balanced_module_stack, forget_partitioned
@@ -58,9 +59,10 @@ class ScoringEngine:
     def __init__(self, scorer: Scorer, ds_config: dict[str, Any], **kwargs: Any) -> None:
         self.scorer, self.device = scorer, device()
         # Not initialised by DeepSpeed a second time, and the configuration is copied because it writes into it.
-        self.engine, *_ = deepspeed.initialize(
-            model=scorer, config=copy.deepcopy(ds_config), dist_init_required=False, **kwargs
-        )
+        with abandoned_locks_removed():  # some of its features are compiled here
+            self.engine, *_ = deepspeed.initialize(
+                model=scorer, config=copy.deepcopy(ds_config), dist_init_required=False, **kwargs
+            )
         self.partitioned = partitions_weights(self.engine)
 
     def forward(self, batch: Batch, stats: bool = False, tokens: bool = False) -> SequenceOutput:

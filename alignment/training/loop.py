@@ -21,7 +21,7 @@ from transformers.trainer_utils import TrainOutput
 
 from alignment.config.errors import RewardError, TrainingError
 from alignment.data.batching import AnyBatch, EpochWindows
-from alignment.data.windows import WindowCounts, WindowPlan, WindowSampler
+from alignment.data.windows import WindowPlan, WindowSampler
 from alignment.engines.checkpoints.folder import checkpoint_folder
 from alignment.engines.collectives import from_first_rank, on_first_rank
 from alignment.engines.launch_env import rank, world_size
@@ -29,7 +29,6 @@ from alignment.engines.watch.requests import REQUESTS, STOP_FILE
 from alignment.engines.watch.safe_points import agreed_reason
 from alignment.engines.watch.signals import ignore_stop_signals
 from alignment.engines.watch.stop import Cut
-from alignment.internals.torch import schedule_may_go_first
 from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.metrics import MetricHistory, means
 from alignment.reporting.progress import Progress
@@ -38,13 +37,12 @@ from alignment.training.checkpointing.best import BestModel, damage_of_model
 from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, total_steps
-from alignment.training.interruptions.faults import BadSteps, NonFiniteGradient
+from alignment.training.interruptions.faults import BadSteps
 from alignment.training.interruptions.stopping import end_run, notice_too_short
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import Boundary, RandomAtStart, Totals
-from alignment.training.window import BadStep, Items
-
-_NO_ROWS = WindowCounts(0, 0, 0, 0, 0)
+from alignment.training.step import OptimizerStep
+from alignment.training.window import BadStep
 
 # Where a run that is asked to stop may be left, see Boundary.left.
 _DONE, _STEP, _EPOCH = "done", "step", "epoch"
@@ -322,16 +320,17 @@ class TrainingLoop:
     def _step(self, plan: WindowPlan, batches: Sequence[AnyBatch]) -> bool:
         """One optimizer step; False where the run has returned to an earlier one instead."""
         learning_rate = self.engines.policy.learning_rate
+        step = OptimizerStep(self.context, self.engines, self.data, self.faults)
         try:
-            items, counts, grad_norm = self._trained(plan, batches)
+            items, counts, grad_norm = step(plan, batches)
         except BadStep as fault:
-            rewind = functools.partial(self._rewound, fault)
+            rewind = functools.partial(self._rewound, step, fault)
             if self.faults.rewinds(fault, plan, self.state.global_step + 1, rewind):
                 self.progress.back_to(self.state.global_step)
                 self._go_on()
                 return False
-            self._discard(fault)
-            items, counts, grad_norm = {}, _NO_ROWS, self._pass_over()
+            step.discard(fault)
+            items, counts, grad_norm = step.left_out()
         state = self.state
         state.global_step += 1
         state.epoch = plan.epoch + (plan.step + 1) / self.sampler.steps_per_epoch
@@ -351,6 +350,11 @@ class TrainingLoop:
         self.progress.advance(means(items), counts.sequence_tokens)
         return True
 
+    def _rewound(self, step: OptimizerStep, fault: BadStep) -> str | None:
+        """Return to the last checkpoint, if there is one; its name."""
+        step.discard(fault)
+        return self.rewind()
+
     def _faults(self) -> dict[str, float]:
         """How much went wrong so far, for the log; nothing in most runs."""
         self.context.retries.write(self.context.log_file.write)
@@ -358,55 +362,6 @@ class TrainingLoop:
 
     def _say(self, text: str) -> None:
         (self.context.tell if self.args.disable_tqdm else self.progress.note)(text)
-
-    def _trained(self, plan: WindowPlan, batches: Sequence[AnyBatch]) -> tuple[Items, WindowCounts, float]:
-        """Compute a window and make the update; its metrics and counts, none where it is left out, and the norm.
-
-        Raises:
-            BadStep: no update was made.
-        """
-        if self.faults.omits(plan, self.state.global_step + 1):
-            return {}, _NO_ROWS, self._pass_over()
-        items, counts = self.engines.window_pass(
-            plan, batches, self.data, train=True, between=lambda: self.events("on_substep_end")
-        )
-        if not counts.rows:
-            return items, counts, self._pass_over()
-        self.faults.check(items["loss"][0])
-        grad_norm = self._update()
-        self.faults.good(items["loss"][0])
-        return items, counts, grad_norm
-
-    def _update(self) -> float:
-        """Apply the gradient; return its norm."""
-        policy = self.engines.policy
-        self.events("on_pre_optimizer_step")
-        with self.context.phases("step"):
-            grad_norm = policy.step()
-        if not math.isfinite(grad_norm) and not policy.skips_overflow:
-            raise NonFiniteGradient(
-                f"the gradient norm is {grad_norm} although the loss is finite: no update was made. Likely causes: a "
-                "learning_rate that is too high, or a value that overflows in the backward pass"
-            )
-        self.events("on_optimizer_step")
-        return grad_norm
-
-    def _discard(self, fault: BadStep) -> None:
-        """Leave nothing of a bad step's gradient in the engine."""
-        if not fault.discarded:
-            self.engines.policy.discard()
-            fault.discarded = True
-
-    def _rewound(self, fault: BadStep) -> str | None:
-        """Return to the last checkpoint, if there is one; its name."""
-        self._discard(fault)
-        return self.rewind()
-
-    def _pass_over(self) -> float:
-        """A window that left nothing to train on: the schedule moves on and no weight does."""
-        with schedule_may_go_first():
-            self.engines.policy.scheduler.step()
-        return 0.0
 
     def _log(self) -> None:
         record = {

@@ -41,6 +41,7 @@ from alignment.training.arguments import (
 )
 from alignment.training.callbacks import Events, check_callbacks, check_early_stopping
 from alignment.training.checkpointing.best import BestModel, check_best_metric
+from alignment.training.checkpointing.merged import write_merged
 from alignment.training.checkpointing.output_folder import LOG, write_json
 from alignment.training.checkpointing.present import Present, present_run
 from alignment.training.checkpointing.restore import restore
@@ -55,7 +56,6 @@ from alignment.training.interruptions.limits import limits_of
 from alignment.training.interruptions.status import begin_status, ending_in_status
 from alignment.training.interruptions.stopping import listening
 from alignment.training.loop import TrainingLoop
-from alignment.training.merged import write_merged
 from alignment.training.method import AnyMethod
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import Identity, RunState

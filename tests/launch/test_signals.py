@@ -27,7 +27,6 @@ from tools.signals.run import SCHEDULED, STEPS, WORKER, Signals
 from tools.signals.worker import VARIABLE, Plan, Trail
 from tools.trial import workspace
 
-TRAIN = ROOT / "launch" / "train.py"
 CELLS = {cell.name: cell for cell in table()}
 pytestmark = pytest.mark.usefixtures("launch")  # so that they run among the tests that start processes
 
@@ -63,7 +62,7 @@ def test_a_second_start_does_not_meet_the_first(signals: Signals, tmp_path: Path
     try:
         first.wait_for_step(SCHEDULED + 2)
         first.process.kill()
-        second = signals.server.run(TRAIN, *signals.arguments("kto", output_dir), check=False, timeout=60)
+        second = signals.server.run(signals.program, *signals.arguments("kto", output_dir), check=False, timeout=60)
         left = len(list(first.processes()))
         end = first.wait()
     finally:

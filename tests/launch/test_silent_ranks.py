@@ -54,7 +54,7 @@ class Run:
     def trail(self, rank: int) -> Trail:
         return Trail(self.place / "trails", rank)
 
-    def __call__(self, grace: float = 40) -> Outcome:
+    def __call__(self, grace: float = 20) -> Outcome:
         trails = self.place / "trails"
         trails.mkdir(parents=True)
         plan = Plan(folder=str(trails), output_dir=str(self.output_dir), **self.plan)

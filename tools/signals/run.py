@@ -9,7 +9,6 @@ from pathlib import Path
 from tools.chaos.judge import compare, look
 from tools.chaos.world import World
 from tools.ranks import RankServer, RanksFailed
-from tools.ranks.client import ROOT
 from tools.signals.command import Launched, launch_command
 from tools.signals.judge import Seen, differences, seen
 from tools.signals.plan import Cell, Expected
@@ -19,7 +18,6 @@ STEPS, SCHEDULED = 24, 8  # of a run, and between two of its checkpoints
 _SLOW_FROM = 10
 _OUTPUT = 6000  # characters that are kept
 WORKER = Path(__file__).with_name("worker.py")
-_TRAIN = ROOT / "launch" / "train.py"
 # Ranks take turns at waiting for each other, so that some signals find their rank within a collective.
 _SLOW_S, _LONG_S = (0.5, 0.1), 25.0
 
@@ -30,11 +28,15 @@ class Signals:
     Args:
         server: forks the ranks of undisturbed runs and of those that go on.
         folder: for models, references and runs; on a fast disk.
+
+    Attributes:
+        program: that is run.
     """
 
     def __init__(self, server: RankServer, folder: Path) -> None:
         self.server, self.folder = server, folder
         self.world = World.made(folder / "world")
+        self.program = server.root / "launch" / "train.py"
         self._made = 0
 
     def arguments(self, method: str, output_dir: Path, **changes: object) -> list[str]:
@@ -46,7 +48,7 @@ class Signals:
         """The folder of the run that nobody disturbs; made when it is first needed."""
         output_dir = self.folder / f"{method}-{ranks}"
         if not output_dir.exists():
-            self.server.run(_TRAIN, *self.arguments(method, output_dir), nproc=ranks)
+            self.server.run(self.program, *self.arguments(method, output_dir), nproc=ranks)
         return output_dir
 
     def make(self, cell: Cell, expected: Expected) -> Seen:
@@ -88,7 +90,7 @@ class Signals:
         """Start the run again by the same command, and compare its end with that of the reference."""
         newest = look(output_dir).steps[-1:]
         try:
-            self.server.run(_TRAIN, *self.arguments(method, output_dir), nproc=ranks)
+            self.server.run(self.program, *self.arguments(method, output_dir), nproc=ranks)
         except RanksFailed as error:
             return [f"it does not go on: {error.outcome.report()}"]
         extra = [step for step in newest if step % SCHEDULED]

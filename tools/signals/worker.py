@@ -24,7 +24,6 @@ VARIABLE = "ALIGNMENT_SIGNALS"
 LOADING = "loading"
 SLOW_EVENT_S = 0.2
 _BEATS_S = 1.2  # in which a rank has told the others what it is doing
-_TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
 
 
 @dataclass(frozen=True)
@@ -92,16 +91,23 @@ def main(plan: Plan) -> None:
         _slow_steps(plan, trail)
     if plan.event is not None and plan.rank == trail.rank:
         _follow(plan, trail)
-    sys.argv[0] = str(_TRAIN)
+    sys.argv[0] = str(_program())
     code = 1
     try:
-        runpy.run_path(str(_TRAIN), run_name="__main__")
+        runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         raise
     finally:
         trail.put("code", code)
+
+
+def _program() -> Path:
+    """``launch/train.py`` of the checkout that is first on the path, whichever this file belongs to."""
+    spec = importlib.util.find_spec("alignment")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parents[1] / "launch" / "train.py"
 
 
 def _note_exit(trail: Trail) -> None:

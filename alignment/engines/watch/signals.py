@@ -73,7 +73,7 @@ class SignalWatch:
         self._taken = set(taken)
         for each in taken:
             signal.signal(each, self._handle)
-        os.register_at_fork(after_in_child=lambda: _forget_in_child(writer))
+        os.register_at_fork(after_in_child=lambda: self._forget_in_child(writer))
         self._watch_launchers()
         over = threading.Event()
         thread = threading.Thread(target=self._run, args=(reader, over), name="alignment-signals", daemon=True)
@@ -184,19 +184,18 @@ class SignalWatch:
         if self._deadline is not None and self._clock() >= self._deadline and not self._raised:
             self._end(self.requests.reason or StopReason.SIGTERM)
 
+    def _forget_in_child(self, writer: int) -> None:
+        """A forked worker must not write its signals into its parent's pipe, nor raise at the parent's.
 
-def _forget_in_child(writer: int) -> None:
-    """A forked worker must not write its signals into its parent's pipe, nor raise at the parent's.
-
-    A Ctrl-C, a logout or a notice of SLURM reaches every process of a group; what becomes of a worker is its parent's
-    decision.
-    """
-    with contextlib.suppress(ValueError):
-        if signal.set_wakeup_fd(-1) != writer:
-            return
-    for each in STOP_SIGNALS:
-        if isinstance(getattr(signal.getsignal(each), "__self__", None), SignalWatch):
-            signal.signal(each, signal.SIG_DFL if each == signal.SIGTERM else signal.SIG_IGN)
+        A Ctrl-C, a logout or a notice of SLURM reaches every process of a group; what becomes of a worker is its
+        parent's decision.
+        """
+        with contextlib.suppress(ValueError):
+            if signal.set_wakeup_fd(-1) != writer:
+                return
+        for each in STOP_SIGNALS:
+            if signal.getsignal(each) == self._handle:
+                signal.signal(each, signal.SIG_DFL if each == signal.SIGTERM else signal.SIG_IGN)
 
 
 def ignore_stop_signals(worker: int = 0) -> None:
