@@ -316,6 +316,16 @@ def test_training_waits_for_the_job_that_prepares_it(waiting: dict[str, Job]) ->
     assert (job.folder / "prepared").exists() and second["time"] > first["time"] + 1  # type: ignore[operator]
 
 
+def test_the_documented_calls_of_sbatch(here: Here) -> None:
+    """SLURM says when the job would start, and starts nothing."""
+    lines = [line for line in DOCS.read_text().replace("\\\n", " ").splitlines() if line.startswith("sbatch ")]
+    assert len(lines) == 3
+    for line in lines:
+        command = re.sub(r"(--[a-z-]+-per-node) 8", r"\1 1", line).split()
+        done = here.cluster.run(command[0], "--test-only", *command[1:])
+        assert done.returncode == 0 and re.match(r"sbatch: Job \d+ to start at ", done.stderr), done.stderr
+
+
 def test_more_than_the_cluster_has_is_refused(here: Here) -> None:
     for options, message in {
         "--nodes 5": "--nodes=5: the partition gpu has 4 for a job; set --nodes 4",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -367,6 +369,36 @@ def test_sbatch_refuses(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None
     code, out, err = submitted(capsys, "--cpus-per-task", "1")
     assert (code, out) == (1, "")
     assert err == "error: sbatch --parsable: sbatch: error: Batch job submission failed: Invalid account\n"
+
+
+# The documentation --------------------------------------------------------------------------------------------------
+
+
+def documented() -> list[str]:
+    """The commands of docs/slurm.md, each on one line."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "slurm.md").read_text(), re.DOTALL)
+    for block in blocks:
+        assert subprocess.run(["bash", "-n"], input=block, text=True, capture_output=True, check=True).stderr == ""
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+
+
+def test_the_documented_commands_give_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    start = "deepspeed-alignment submit "
+    commands = [shlex.split(line, comments=True)[2:] for line in documented() if line.startswith(start)]
+    assert len(commands) == 4
+    for arguments in commands:
+        with pytest.raises(SystemExit) as leaving:
+            main([*arguments, "--print"])
+        out, err = capsys.readouterr()
+        assert (leaving.value.code, err) == (0, "") and out.count("#!/bin/bash") == 1 + ("--prepare" in arguments)
+
+
+def test_every_variable_of_the_script_is_documented_at_its_head() -> None:
+    text = (ROOT / "launch" / "slurm" / "train.sbatch").read_text()
+    head = text[: text.index("\nsay()")]
+    used = set(re.findall(r"ALIGNMENT_[A-Z_]+", text))
+    assert used == set(re.findall(r"^# (ALIGNMENT_[A-Z_]+) ", head, re.MULTILINE))
+    assert set(re.findall(r"ALIGNMENT_[A-Z_]+", (ROOT / "docs" / "slurm.md").read_text())) <= used
 
 
 def test_it_answers_without_torch(tmp_path: Path) -> None:
