@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from alignment.methods import METHODS
 
 if TYPE_CHECKING:
+    from alignment.engines.watch.stop import RunStopped
     from alignment.methods.cpo import CPOTrainer
     from alignment.methods.cpo_options import CPOConfig
     from alignment.methods.dpo import DPOTrainer
@@ -37,6 +38,7 @@ __all__ = [
     "OnlineDPOTrainer",
     "RewardConfig",
     "RewardTrainer",
+    "RunStopped",
     "SFTConfig",
     "SFTTrainer",
     "__version__",
@@ -44,6 +46,7 @@ __all__ = [
 
 _PATHS = (path for entry in METHODS.entries.values() for path in (entry.options, entry.trainer))
 _HOMES = {name: module for module, _, name in (path.partition(":") for path in _PATHS)}
+_HOMES["RunStopped"] = "alignment.engines.watch.stop"
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ import pytest
 
 from tools.ranks import RankServer
 from tools.ranks.client import LAUNCHER_VARIABLES, environment
-from tools.ranks.process import free_port
+from tools.signals.command import launch_command
 
 ROOT = Path(__file__).resolve().parent.parent
 DRIVERS = ROOT / "tests" / "drivers"
@@ -72,19 +72,6 @@ def pytest_collection_finish() -> None:
     """Hide the libraries from the garbage collector: DeepSpeed collects with every engine, 0.3 s each."""
     gc.collect()
     gc.freeze()
-
-
-def launch_command(script: str | Path, nproc: int, launcher: str) -> list[str]:
-    """The command before the script's own arguments: `launcher` is `deepspeed`, `torchrun` or `python`."""
-    if launcher == "deepspeed":
-        options = ["--num_gpus", str(nproc), "--master_port", str(free_port())]
-        return [sys.executable, "-m", "deepspeed.launcher.runner", *options, str(script)]
-    if launcher == "torchrun":
-        options = ["--nproc_per_node", str(nproc), "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
-        return [sys.executable, "-m", "torch.distributed.run", *options, str(script)]
-    if launcher != "python" or nproc != 1:
-        raise ValueError(f"launcher={launcher!r}, nproc={nproc}: expected deepspeed, torchrun, or python with nproc=1")
-    return [sys.executable, str(script)]
 
 
 def run_launched(

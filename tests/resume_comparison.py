@@ -39,7 +39,8 @@ def _read(path: Path) -> Any:
 def timeless(value: Any) -> Any:
     """Without times, and what goes with them."""
     if isinstance(value, dict):
-        left = {name: each for name, each in value.items() if not any(part in name for part in _TIMES)}
+        timed = {name for name in value if name == "time" or any(part in name for part in _TIMES)}
+        left = {name: each for name, each in value.items() if name not in timed}
         return {name: timeless(each) for name, each in left.items() if name != _UNFINISHED}
     return [timeless(each) for each in value] if isinstance(value, list) else value
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from alignment.engines.checkpoints.manifest import Manifest
-from alignment.engines.checkpoints.tensors import record_of
+from alignment.engines.checkpoints.records import record_of
 
 _FILES = ("run_state", "optimizer", "frozen", "model")
 

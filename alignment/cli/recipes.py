@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from alignment.config.errors import OptionError, setting
+from alignment.config.errors import OptionError, one_line, setting
 from alignment.config.fields import words
 from alignment.config.lookup import packaged
 from alignment.config.registry import METHODS, option_names
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from alignment.config.options import AlignmentConfig
 
 
+_MOST_VALUES = 100_000
 _USUAL_SECTIONS = frozenset(words("model reference data rollout rewards training memory logging evaluation saving"))
 
 
@@ -54,19 +55,44 @@ def read_recipe(name: str, outside: Iterable[type[AlignmentConfig]] = ()) -> dic
     try:
         loader = _Loader(path.read_text(encoding="utf-8"))
         loader.name = str(path)
-        content = loader.get_single_data()
+        node = loader.get_single_node()
+        _check_size(node, path)
+        content = None if node is None else loader.construct_document(node)
+    except OptionError:
+        raise
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark is not None else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
         raise OptionError(f"{path}{line}: not valid YAML: {problem}; correct that line") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"{path}: cannot be read ({error}); give a YAML text file") from None
+    except (OSError, ValueError) as error:  # what YAML reads as a number or a date, and Python cannot, is a ValueError
+        raise OptionError(f"{path}: cannot be read ({one_line(error)}); give a YAML text file") from None
+    except RecursionError:
+        raise OptionError(
+            f"{path}: it is nested too deeply; write key: value, with at most one section around"
+        ) from None
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise OptionError(f"{path}: expected keys with values, found {type(content).__name__}; write key: value")
     return _flattened(content, str(path), {"method"}.union(*map(option_names, (*METHODS.values(), *outside))))
+
+
+def _check_size(node: yaml.Node | None, path: Path) -> None:
+    """Refuse a file whose aliases, which may name others, stand for more than any recipe has."""
+    sizes: dict[int, int] = {}
+
+    def size(node: Any) -> int:
+        if isinstance(node, tuple):
+            return sum(map(size, node))
+        if id(node) not in sizes:
+            sizes[id(node)] = 1  # also of a node within itself, which is refused when it is constructed
+            inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+            sizes[id(node)] = 1 + sum(map(size, inner))
+        return sizes[id(node)]
+
+    if size(node) > _MOST_VALUES:
+        raise OptionError(f"{path}: its aliases expand to {size(node)} values; write out what they stand for")
 
 
 def _flattened(content: dict[Any, Any], where: str, options: set[str]) -> dict[str, Any]:

@@ -7,15 +7,16 @@ from pathlib import Path
 from datasets import disable_progress_bars
 from transformers.utils import logging as transformers_logging
 
-from alignment.cli.dry_run import print_dry_run
+from alignment.cli.dry_run import dry_run_lines, print_dry_run
 from alignment.config.checks import check_command_line
 from alignment.config.errors import LastCheckpointError
+from alignment.config.machine import Machine
 from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
 from alignment.engines.launch_env import rank
 from alignment.engines.watch.requests import REQUESTS
 from alignment.training.checkpointing.output_folder import check_output_folder
-from alignment.training.data import evaluation_data, training_data
+from alignment.training.data import evaluation_data, tokenised_folder, training_data
 from alignment.training.summary import REPORT
 from alignment.training.trainer import AlignmentTrainer
 
@@ -31,6 +32,31 @@ def build_trainer(options: AlignmentConfig) -> AlignmentTrainer:
     return trainer
 
 
+def prepare(options: AlignmentConfig, machine: Machine) -> None:
+    """Tokenise the data of a run, where the cache does not have them yet, and print how it is planned.
+
+    Nothing is written into ``output_dir``, and no other run is waited for or disturbed.
+
+    Args:
+        options: the run's, ``dry_run`` among them.
+        machine: what it is planned for.
+    """
+    _hide_bars(options)
+    trainer = build_trainer(options)
+    print("\n".join(dry_run_lines(trainer)), flush=True)
+    trainer.tell(f"\nPlanned for {machine}. Tokenised rows are in {tokenised_folder()}")
+    if trainer.engines.stores is not None:
+        trainer.tell("The reference's log-probs are left to the run, or to the command precompute on GPUs")
+    trainer.close()
+
+
+def _hide_bars(options: AlignmentConfig) -> None:
+    """Of loading, tokenising and writing, where none are wanted: they are the libraries', each rank's its own."""
+    if options.disable_tqdm or options.process_index:
+        disable_progress_bars()
+        transformers_logging.disable_progress_bar()
+
+
 def run(options: AlignmentConfig, *, precompute: bool = False) -> None:
     """Train, and write the model, the tokenizer, the state and the log into ``output_dir``.
 
@@ -38,10 +64,7 @@ def run(options: AlignmentConfig, *, precompute: bool = False) -> None:
         options: the run's.
         precompute: fill the store of a precomputed reference instead; nothing is written into ``output_dir``.
     """
-    if options.disable_tqdm or options.process_index:
-        # The bars of loading, tokenising and writing: they are the libraries', and each rank would show its own.
-        disable_progress_bars()
-        transformers_logging.disable_progress_bar()
+    _hide_bars(options)
     trainer = build_trainer(options)
     if options.dry_run:
         print_dry_run(trainer)

@@ -8,6 +8,7 @@ from alignment.config.dtypes import requested_dtype
 from alignment.config.errors import OptionError, did_you_mean, setting
 from alignment.config.fields import Strategy, words
 from alignment.config.options_data import check_mixture, tested_parts
+from alignment.config.options_faults import check_faults
 from alignment.config.options_model import REF_PLACEMENTS, check_adapters
 
 # transformers' SchedulerType; a test compares the two.
@@ -148,6 +149,7 @@ def check_shared(options: Any) -> None:
     _check_mappings(options)
     check_adapters(options)
     check_mixture(options)
+    check_faults(options)
     check_output(options)
 
 
@@ -174,6 +176,8 @@ def _check_ranges(options: Any) -> None:
     at_least(options, 0, "router_aux_loss_coef", "seed", "data_seed")
     below_one(options, "adam_beta1", "adam_beta2")
     positive(options, "adam_epsilon")
+    at_least(options, 1, "max_bad_steps", "rewind_windows")
+    at_least(options, 0, "retries", "retry_pause")
     positive(options, "hang_timeout", "hang_timeout_first", "hang_factor", "peer_timeout")
 
 

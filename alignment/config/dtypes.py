@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from alignment.config.errors import OptionError, setting
+from alignment.config.machine import planned
 
 BF16, FP16, FP32 = "bfloat16", "float16", "float32"
 _SECTION = {BF16: "bf16", FP16: "fp16"}
@@ -31,7 +32,10 @@ class DtypePlan:
 
 
 def uses_cuda(options: Any) -> bool:
-    """Whether this process computes on a CUDA (or ROCm) device."""
+    """Whether this process, or the one that is planned, computes on a CUDA (or ROCm) device."""
+    machine = planned()
+    if machine is not None:
+        return machine.cuda and not options.use_cpu
     if options.use_cpu or os.environ.get("DS_ACCELERATOR", "").lower() == "cpu":
         return False
     import torch
@@ -62,12 +66,14 @@ def requested_dtype(options: Any) -> str | None:
 
 
 def compute_dtype(options: Any) -> str:
-    """The compute dtype of these options on this machine, without a DeepSpeed JSON."""
+    """The compute dtype of these options on the machine of the run, without a DeepSpeed JSON."""
     requested = requested_dtype(options)
     if requested is not None:
         return requested
     if not uses_cuda(options):
         return FP32
+    if planned() is not None:
+        return BF16
     import torch
 
     return BF16 if torch.cuda.is_bf16_supported() else FP32
@@ -172,6 +178,9 @@ def _master(compute: str, stage: Any, options: Any, ds_config: dict[str, Any]) -
 
 
 def _check_fp16_supported(source: str) -> None:
+    machine = planned()
+    if machine is not None and machine.cuda:
+        return
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()

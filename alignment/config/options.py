@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from alignment.config import checks, dtypes, refusals
 from alignment.config.errors import SECRETS, OptionError
 from alignment.config.fields import Strategy, convert_options
+from alignment.config.machine import planned
 from alignment.config.options_data import DataOptions
 from alignment.config.options_faults import FaultOptions
 from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions
@@ -122,7 +123,8 @@ class AlignmentConfig(
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return _environment_int("WORLD_SIZE", 1)
+        machine = planned()
+        return _environment_int("WORLD_SIZE", 1) if machine is None else machine.ranks
 
     @property
     def n_gpu(self) -> int:

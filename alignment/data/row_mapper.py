@@ -24,6 +24,7 @@ from alignment.data.json_columns import STORED, stored_prompt
 from alignment.data.messages import CUT_ALIKE, IDENTICAL, DropRow, without_nulls
 from alignment.data.tokenization import RowTokenizer, Source
 from alignment.data.truncation import Fitted, Limits, fit, fit_prompt
+from alignment.reporting.activity import ACTIVITY
 
 _IDS = List(Value("int32"))
 BOOKKEEPING = {"dropped": Value("string"), "prompt_cut": Value("bool"), "completions_cut": Value("int8")}
@@ -104,6 +105,7 @@ class RowMapper:
         self._filled = {name for name, feature in given.items() if not _holds_json(feature)} - {*extra}
 
     def __call__(self, batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        ACTIVITY.progress()  # in a worker process of its own this says nothing to anybody
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
         jobs = [self._job(row, index) for row, index in zip(rows, indices, strict=True)]
         encoded = iter(self.tokenizer.encode([job.source for job in jobs if job.source is not None]))

@@ -11,10 +11,34 @@ import re
 
 from alignment.config.errors import AlignmentError
 
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "ncclRemoteError", "remote process exited")
+# What gloo says of a connection that broke, could not be made, or brings nothing any more. Other libraries use these
+# words for connections of their own, so that the place in gloo's sources has to come with them.
+_GLOO = ("/gloo/transport/", "Gloo connectFullMesh failed")
+_BROKEN = (
+    *("Connection closed", "Connection reset", "Connection refused", "Connection timed out", "Broken pipe"),
+    *("No route to host", "Network is unreachable", "Host is unreachable", "timed out connecting", "Connect timeout"),
+    *("Read timeout", "Write timeout", "Read error", "Socket closed", "Socket unexpectedly closed"),
+    *("Timed out waiting", "Application timeout caused pair closure", "Gloo connectFullMesh failed"),
+)
+# torch.distributed's own classes: for calls to the store whatever they say, for NCCL by what it says.
+_STORE = ("torch.DistStoreError", "torch.DistNetworkError")
+_NCCL = "torch.DistBackendError"
+_NCCL_BROKEN = (
+    *("ncclRemoteError", "remote process exited", "ncclSystemError", "communicator was aborted"),
+    *("collective operation timeout", "Connection closed", "Connection reset", "Connection refused", "Broken pipe"),
+    *("wait timeout after", "Socket Timeout"),
+)
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _DISK_FULL_TEXTS = ("No space left on device", "PytorchStreamWriter failed", "Disk quota exceeded")
 _PATH_NAMES = ("filename", "checkpoint_file", "path", "file", "f", "save_directory", "output_dir")
+
+
+class JoinError(AlignmentError):
+    """This rank could not join the others. The message says why, whatever the error behind it."""
+
+
+class ReportedElsewhere(JoinError):
+    """Another rank could not join, and says so itself; a command ends without a word of its own."""
 
 
 def describe(error: BaseException) -> tuple[str, bool]:
@@ -22,8 +46,16 @@ def describe(error: BaseException) -> tuple[str, bool]:
 
     The line is empty for a `SystemExit` with a number: whoever raised it has already spoken.
     """
-    kinds = {f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
+    kinds = _kinds(error)
     text = " ".join(str(error).split())
+    lost = _lost_peer_in(error)
+    if lost is not None:
+        return (
+            f"another rank exited without reporting an error, or the network to it is down ({reason_of(lost)})",
+            False,
+        )
+    if isinstance(error, ReportedElsewhere):
+        return "", False
     if isinstance(error, AlignmentError):
         return text, False
     if isinstance(error, SystemExit):
@@ -37,12 +69,8 @@ def describe(error: BaseException) -> tuple[str, bool]:
         return f"the GPU is out of memory: set {advice} that offloads ({_shorten(text)})", False
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
         return f"the host is out of memory: use less offload, a smaller model or more ranks ({_shorten(text)})", False
-    if is_lost_peer(error):
-        reason = re.sub(r"^\[\S+\] ", "", text).partition(". ")[0]
-        return (
-            f"another rank has gone without a message: it was killed or lost its network ({_shorten(reason)})",
-            False,
-        )
+    if _NCCL in kinds:
+        return f"NCCL failed; NCCL_DEBUG=INFO in the environment shows why ({reason_of(error)})", False
     full = _disk_full_in(error)
     if full is not None:
         advice = "free space there, or set output_dir to a folder on another disk"
@@ -55,8 +83,19 @@ def describe(error: BaseException) -> tuple[str, bool]:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a call failed because another rank, or the network to it, has gone."""
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST_PEER)
+    """Whether a call failed because another rank, or the network to it, has gone.
+
+    Whatever caught the error meanwhile, such as what loads a model, took it for one of its own.
+    """
+    return _lost_peer_in(error) is not None
+
+
+def reason_of(error: BaseException) -> str:
+    """What a library says of a lost peer, without its place in the sources and without its advice."""
+    text = " ".join(str(error).split())
+    for noise in (r"\[\S+gloo/transport/\S+\] ", r"\[enforce fail at \S+\] ", r"NCCL error in: \S+, "):
+        text = re.sub(noise, "", text)
+    return _shorten(re.split(r"\. This is typically|Exception raised from", text)[0].strip())
 
 
 def exit_code(error: BaseException) -> int:
@@ -64,6 +103,28 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return 130
     return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+
+
+def _lost_peer_in(error: BaseException | None) -> BaseException | None:
+    """The lost peer behind an error, if that is what it comes from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen and not isinstance(error, JoinError):
+        seen.add(id(error))
+        kinds, text = _kinds(error), str(error)
+        if any(kind in kinds for kind in _STORE):
+            return error
+        if _NCCL in kinds and any(sign in text for sign in _NCCL_BROKEN):
+            return error
+        if isinstance(error, RuntimeError) and any(sign in text for sign in _GLOO):
+            if any(sign in text for sign in _BROKEN):
+                return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _kinds(error: BaseException) -> set[str]:
+    """The classes of an error, each with the library that it belongs to."""
+    return {f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
 
 
 def _disk_full_in(error: BaseException | None) -> BaseException | None:

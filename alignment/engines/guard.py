@@ -19,14 +19,16 @@ from typing import NoReturn
 
 from alignment.engines.failures import describe, exit_code, is_lost_peer
 from alignment.engines.launch_env import init_distributed, prepare_environment, rank, world_size
-from alignment.engines.watch.activity import ACTIVITY
 from alignment.engines.watch.beats import Gap, Pulse
 from alignment.engines.watch.ending import end_process, write, write_beside_bars, write_stacks
-from alignment.engines.watch.peers import Peers, Verdict, hung_line, record
+from alignment.engines.watch.last_word import Verdict, record
+from alignment.engines.watch.launchers import orphaned
+from alignment.engines.watch.peers import Peers, hung_line
 from alignment.engines.watch.requests import REQUESTS
-from alignment.engines.watch.signals import STOP_SIGNALS, SignalWatch
+from alignment.engines.watch.signals import STOP_SIGNALS, SignalWatch, ignore_stop_signals
 from alignment.engines.watch.stop import RunStopped, StopReason
 from alignment.internals.torch import default_store
+from alignment.reporting.activity import ACTIVITY
 
 
 def guarded(main: Callable[[], None], use_cpu: bool | Callable[[], bool] = False) -> int:
@@ -44,10 +46,7 @@ def guarded(main: Callable[[], None], use_cpu: bool | Callable[[], bool] = False
     with guard.signals.listening():
         code = guard.run(main, use_cpu)
     ACTIVITY.reset()
-    if guard.peers is not None:
-        # A launcher ends all ranks as soon as one has exited, and this one is about to do so by itself.
-        for each in STOP_SIGNALS:
-            signal.signal(each, signal.SIG_IGN)
+    REQUESTS.forget()
     return code
 
 
@@ -67,16 +66,21 @@ class _Guard:
     def run(self, main: Callable[[], None], use_cpu: bool | Callable[[], bool]) -> int:
         """As :func:`guarded`."""
         try:
+            if orphaned():
+                self.signals.lost("its launcher has ended")
             prepare_environment()
             if world_size() > 1:
                 # Below errors, torch's sockets write pages of C++ frames when a peer has gone.
                 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
                 init_distributed(use_cpu() if callable(use_cpu) else use_cpu)
-                self.peers = _peers(self.signals.lost)
+                self.peers = _peers(self.signals)
             stopped = _run(main)
-            with REQUESTS.deferred(None):  # the work is done, or was given up: there is nothing to interrupt
+            with REQUESTS.deferred(None):
                 if self.peers is not None:
+                    REQUESTS.done = True
                     self.peers.finish()
+                    # A launcher ends all ranks as soon as one has exited, and this one is about to do so by itself.
+                    ignore_stop_signals()
                 if stopped is not None and int(os.environ.get("RANK", "0")) == 0:
                     write(stopped.message)
                 elif stopped is None and ACTIVITY.status is not None:
@@ -144,7 +148,7 @@ def _run(main: Callable[[], None]) -> RunStopped | None:
     return None
 
 
-def _peers(lost_store: Callable[[str], None]) -> Peers:
+def _peers(signals: SignalWatch) -> Peers:
     """The other ranks, over a connection of their own: a poll must not wait behind the main thread's calls."""
     from torch.distributed import PrefixStore, TCPStore
 
@@ -156,7 +160,14 @@ def _peers(lost_store: Callable[[str], None]) -> Peers:
     store = PrefixStore(f"alignment.guard/{attempt}", client)
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     # Rank 0's store may serve the group, and must outlive a main function that destroys the group.
-    return Peers(store, rank(), world_size(), server=default_store(), lost_store=lost_store if by_launcher else None)
+    return Peers(
+        store,
+        rank(),
+        world_size(),
+        server=default_store(),
+        lost_store=signals.lost if by_launcher else None,
+        launcher_stopped=signals.launcher_stopped,
+    )
 
 
 @contextlib.contextmanager

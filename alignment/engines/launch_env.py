@@ -13,12 +13,13 @@ import shutil
 import socket
 import subprocess
 import sys
-from datetime import timedelta
 
 from alignment.config.errors import AlignmentError, OptionError
+from alignment.config.machine import planned
+from alignment.engines.joining.start import join
 from alignment.internals.bitsandbytes import hush_missing_kernel
 from alignment.internals.deepspeed import skip_shared_memory_op
-from alignment.internals.torch import hush_deprecated_collectives, set_group_timeout
+from alignment.internals.torch import hush_deprecated_collectives
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _RANKS = VARIABLES[:4]
@@ -40,8 +41,9 @@ def local_rank() -> int:
 
 
 def world_size() -> int:
-    """Number of processes of this run."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Number of processes of this run, or of the one that is planned."""
+    machine = planned()
+    return int(os.environ.get("WORLD_SIZE", "1")) if machine is None else machine.ranks
 
 
 def prepare_environment() -> None:
@@ -204,26 +206,7 @@ def init_distributed(use_cpu: bool) -> None:
         skip_shared_memory_op()
     if deepspeed.comm.is_initialized():
         return
-    try:
-        deepspeed.init_distributed(dist_backend="gloo" if wanted == "cpu" else "nccl", verbose=False)
-        _wait_longer()
-    except (torch.distributed.DistStoreError, torch.distributed.DistNetworkError) as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        reason = str(error).splitlines()[0]
-        raise AlignmentError(
-            f"rank {rank()} of {world_size()} could not meet the others at {address} ({reason}): "
-            "check that all ranks were started, and set MASTER_ADDR and MASTER_PORT to a free port of rank 0's node"
-        ) from error
-
-
-def _wait_longer() -> None:
-    """Let ranks wait for hours once all have met: one tokenises, or writes a large model, while the others wait.
-
-    The limit of the meeting itself (DeepSpeed's, 10 minutes) stays. A rank that is gone is noticed by the guard or the
-    launcher, not by this limit. DEEPSPEED_TIMEOUT, in minutes, takes its place if set.
-    """
-    if "DEEPSPEED_TIMEOUT" not in os.environ:
-        set_group_timeout(timedelta(hours=6))
+    join("gloo" if wanted == "cpu" else "nccl")
 
 
 def _accelerator(use_cpu: bool) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import cpp_extension
 from transformers import get_scheduler
@@ -19,6 +19,8 @@ from transformers import get_scheduler
 from alignment.config.dtypes import uses_cuda
 from alignment.config.errors import OptionError
 from alignment.config.fields import parse_optim_args
+from alignment.config.machine import planned
+from alignment.engines.compile_lock import abandoned_locks_removed
 from alignment.internals.deepspeed import is_prebuilt
 from alignment.internals.torch import cuda_toolkit
 from alignment.internals.transformers import parameter_names_outside
@@ -129,6 +131,7 @@ def build_optimizer(model: nn.Module, options: AlignmentConfig) -> Optimizer:
 
     Raises:
         OptionError: ``optim_args`` has a key or value that the optimizer does not take, or nothing is trainable.
+        AlignmentError: it has to be compiled, and the lock of another process stays.
     """
     extra = parse_optim_args(options.optim_args)
     if "weight_decay" in extra:  # the groups have their own, so this one would do nothing
@@ -144,7 +147,8 @@ def build_optimizer(model: nn.Module, options: AlignmentConfig) -> Optimizer:
             )
     own = {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_epsilon} if kind.adam else {}
     try:
-        return kind.load()(groups, lr=options.learning_rate, **(kind.arguments | own | extra))
+        with abandoned_locks_removed():
+            return kind.load()(groups, lr=options.learning_rate, **(kind.arguments | own | extra))
     except (TypeError, ValueError) as error:
         raise OptionError(
             f"optim_args: {options.optim_args!r} does not suit optim {options.optim!r}: {error}"
@@ -154,7 +158,7 @@ def build_optimizer(model: nn.Module, options: AlignmentConfig) -> Optimizer:
 def check_optimization(options: AlignmentConfig, steps: int) -> str | None:
     """Build optimizer and schedule once over two numbers, so that a wrong argument is named before a model is loaded.
 
-    An optimizer that has to be compiled is compiled here.
+    An optimizer that has to be compiled is compiled here, but not for another machine, whose processor may differ.
 
     Returns:
         A sentence for the user where another optimizer takes the place of the one that was named, else None.
@@ -162,7 +166,11 @@ def check_optimization(options: AlignmentConfig, steps: int) -> str | None:
     Raises:
         OptionError: as :func:`build_optimizer` and :func:`build_scheduler`.
     """
-    build_scheduler(build_optimizer(nn.LayerNorm(1), options), options, steps)
+    model = nn.LayerNorm(1)
+    if planned() is not None and KINDS[options.optim].builder is not None:
+        build_scheduler(SGD(model.parameters()), options, steps)
+        return None
+    build_scheduler(build_optimizer(model, options), options, steps)
     return optimizer_kind(options)[1]
 
 

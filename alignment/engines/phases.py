@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from alignment.engines.watch.activity import ACTIVITY
+from alignment.reporting.activity import ACTIVITY
 
 _EVERY_S = 0.01  # between two samples of the resident set
 # Phases that had another name in the states of older runs.

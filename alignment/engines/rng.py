@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import random
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from transformers import set_seed
 
 from alignment.engines.collectives import device
+
+Result = TypeVar("Result")
 
 
 @contextlib.contextmanager
@@ -27,6 +30,29 @@ def seeded(seed: int) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(array)
+
+
+def as_before(call: Callable[[], Result]) -> Callable[[], Result]:
+    """``call``, but for every further time that it is called with the random streams of the first time."""
+    restores = list[Callable[[], None]]()
+
+    def repeated() -> Result:
+        for restore in restores:
+            restore()
+        if not restores:
+            restores.extend(_restores())
+        return call()
+
+    return repeated
+
+
+def _restores() -> Iterator[Callable[[], None]]:
+    """What puts the streams back to where they are now."""
+    yield functools.partial(random.setstate, random.getstate())
+    yield functools.partial(np.random.set_state, np.random.get_state())
+    yield functools.partial(torch.set_rng_state, torch.get_rng_state())
+    if torch.cuda.is_initialized():
+        yield functools.partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
 
 
 def seed_streams(seed: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,7 +18,9 @@ from transformers import PreTrainedModel
 
 from alignment.data.batching import Batch
 from alignment.engines.collectives import device
+from alignment.engines.compile_lock import abandoned_locks_removed
 from alignment.internals.deepspeed import destroy, partitions_weights, reports_grad_norm, scales_loss, undo_dummy_step
+from alignment.internals.deepspeed_step import discard_gradients, skip_invalid_norm
 from alignment.internals.deepspeed_zero3 import balanced_module_stack, forget_partitioned
 from alignment.models.scorer import Scorer
 from alignment.models.tasks import CAUSAL_LM, Task
@@ -56,9 +59,10 @@ class ScoringEngine:
     def __init__(self, scorer: Scorer, ds_config: dict[str, Any], **kwargs: Any) -> None:
         self.scorer, self.device = scorer, device()
         # Not initialised by DeepSpeed a second time, and the configuration is copied because it writes into it.
-        self.engine, *_ = deepspeed.initialize(
-            model=scorer, config=copy.deepcopy(ds_config), dist_init_required=False, **kwargs
-        )
+        with abandoned_locks_removed():  # some of its features are compiled here
+            self.engine, *_ = deepspeed.initialize(
+                model=scorer, config=copy.deepcopy(ds_config), dist_init_required=False, **kwargs
+            )
         self.partitioned = partitions_weights(self.engine)
 
     def forward(self, batch: Batch, stats: bool = False, tokens: bool = False) -> SequenceOutput:
@@ -149,6 +153,7 @@ class PolicyEngine(ScoringEngine):
     ) -> None:
         super().__init__(scorer, ds_config, optimizer=optimizer, lr_scheduler=scheduler)
         undo_dummy_step(self.engine.optimizer)
+        skip_invalid_norm(self.engine)
         self.scheduler = scheduler
         self.world_size = torch.distributed.get_world_size()
         self.engine.train()
@@ -168,13 +173,23 @@ class PolicyEngine(ScoringEngine):
     def step(self) -> float:
         """Apply the accumulated gradient; return its global L2 norm before clipping.
 
-        An fp16 overflow is DeepSpeed's to handle: it skips the update and lowers its loss scale.
+        Where the norm is not finite no update is made, and the schedule stays where it is: see :meth:`discard`. An
+        fp16 overflow is DeepSpeed's to handle: it lowers its loss scale as well.
         """
         # DeepSpeed reports no norm where it does not wrap the optimizer (stage 0, fp32); gradients are whole there.
-        wrapped = reports_grad_norm(self.engine)
-        norm = None if wrapped else self._whole_norm()
-        self.engine.step()
-        return float(self.engine.get_global_grad_norm() if norm is None else norm)
+        if reports_grad_norm(self.engine):
+            self.engine.step()
+            return float(self.engine.get_global_grad_norm())
+        norm = float(self._whole_norm())
+        if math.isfinite(norm):
+            self.engine.step()
+        else:
+            self.discard()
+        return norm
+
+    def discard(self) -> None:
+        """Forget the accumulated gradient; no weight, no state of the optimizer and no loss scale changes."""
+        discard_gradients(self.engine)
 
     @property
     def skips_overflow(self) -> bool:

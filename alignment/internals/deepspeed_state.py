@@ -51,7 +51,7 @@ class Unit(NamedTuple):
 
 def inner_optimizer(engine: Any) -> Optimizer:
     """The optimizer that takes the steps: torch's, bitsandbytes', DeepSpeed's compiled one or the user's."""
-    optimizer: Optimizer = engine.optimizer.optimizer if _wrapper(engine) else engine.optimizer
+    optimizer: Optimizer = engine.optimizer.optimizer if wrapper(engine) else engine.optimizer
     return optimizer
 
 
@@ -72,7 +72,7 @@ def whole_shape(parameter: Any) -> tuple[int, ...]:
 
 def state_units(engine: Any) -> list[Unit]:
     """The units of this rank, in an order that follows from model, optimizer and split alone."""
-    optimizer, kind = engine.optimizer, _wrapper(engine)
+    optimizer, kind = engine.optimizer, wrapper(engine)
     if kind == "zero3":
         return list(_zero3_units(optimizer))
     if kind == "zero12":
@@ -102,7 +102,7 @@ def refresh_weights(engine: Any) -> None:
     """
     import torch
 
-    optimizer, kind = engine.optimizer, _wrapper(engine)
+    optimizer, kind = engine.optimizer, wrapper(engine)
     with torch.no_grad():
         if kind == "zero3":
             optimizer.checkpoint_event_prologue()
@@ -167,7 +167,7 @@ def replay_cpu_adam(optimizer: Any, steps: int) -> None:
         update(optimizer.opt_id, step, *of_group, *zeros)
 
 
-def _wrapper(engine: Any) -> str | None:
+def wrapper(engine: Any) -> str | None:
     """Which of DeepSpeed's wrappers the engine's optimizer is; None for a bare one."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer

@@ -1,4 +1,4 @@
-"""torch: the process group's store and time limit, modules' hooks, dropouts, the CUDA toolkit, warnings."""
+"""torch: the process group's store and time limit, modules' hooks, dropouts, compiled extensions, warnings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
+from unittest import mock
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -99,6 +101,27 @@ def cuda_toolkit() -> str | None:
 
     found: str | None = cpp_extension.CUDA_HOME
     return found
+
+
+@contextlib.contextmanager
+def looking_before_builds(look: Callable[[Path], None]) -> Iterator[None]:
+    """Within this context ``look`` is called with the lock of an extension that another process compiles.
+
+    When it returns, the lock is tried again. torch itself waits without a limit for the file to vanish, which a
+    process that was killed leaves behind (pytorch #189245), and then loads what may not have been built. The process
+    that holds a lock keeps its file open. Seen with torch 2.13.
+    """
+    from torch.utils.file_baton import FileBaton
+
+    acquire = FileBaton.try_acquire
+
+    def try_acquire(baton: FileBaton) -> bool:
+        while not acquire(baton):
+            look(Path(baton.lock_file_path))
+        return True
+
+    with mock.patch.object(FileBaton, "try_acquire", try_acquire):
+        yield
 
 
 @contextlib.contextmanager

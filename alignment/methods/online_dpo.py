@@ -137,5 +137,11 @@ class OnlineDPOTrainer(AlignmentTrainer):
         stage = self.engine_plan.policy["zero_optimization"]["stage"]
         trained = (self.policy_source.live, self.reference_source.live)
         return OnlineResources(
-            self.args, self.engine_plan.dtypes, stage, *self._given, trained=trained, beta=self.method.beta
+            self.args,
+            self.engine_plan.dtypes,
+            stage,
+            *self._given,
+            trained=trained,
+            beta=self.method.beta,
+            retries=self.retries,
         )

@@ -19,6 +19,7 @@ from alignment.engines.rollout.backend import Sampling
 from alignment.engines.rollout.engine import RolloutEngine
 from alignment.engines.rollout.processors import check_generation_kwargs
 from alignment.engines.scoring import ScoringEngine
+from alignment.engines.watch.retries import NEVER, Retries
 from alignment.online.arguments import (
     check_apart,
     check_judge_alone,
@@ -60,6 +61,7 @@ class OnlineResources(Resources):
             None for functions; None loads each one's own.
         trained: live models of the run that no classifier may be.
         beta: of an epoch, by its number.
+        retries: of reward functions and judges.
 
     Raises:
         OptionError: nothing scores, or a judge and rewards both would; or one of them cannot be used.
@@ -77,6 +79,7 @@ class OnlineResources(Resources):
         tokenizers: Any = None,
         trained: Sequence[Any] = (),
         beta: Callable[[int], float] = lambda epoch: 0.0,
+        retries: Retries = NEVER,
     ) -> None:
         self.options, self.dtypes, self.beta = options, dtypes, beta
         check_generation_kwargs(options.generation_kwargs or {})
@@ -91,7 +94,7 @@ class OnlineResources(Resources):
         self.classifiers: list[ClassifierReward] = []
         if judge is not None:
             check_judge_alone(judge, options, reward_model, functions, tokenizers)
-            self.ranker: Ranker = JudgeRanker(Judge(loaded(judge, "judge", "judge")))
+            self.ranker: Ranker = JudgeRanker(Judge(loaded(judge, "judge", "judge"), retries=retries))
             return
         if reward_model is not None and not is_classifier(reward_model):
             raise OptionError(
@@ -108,7 +111,7 @@ class OnlineResources(Resources):
         own = tokenizer_of_each(tokenizers, len(given), owners)
         sources = [self._source(one, tokenizer) for one, tokenizer in zip(given, own, strict=True)]
         self._check_used()
-        self.ranker = RewardRanker(Rewards(sources, options.reward_weights, options.missing_eos_penalty))
+        self.ranker = RewardRanker(Rewards(sources, options.reward_weights, options.missing_eos_penalty, retries))
 
     def _source(self, given: Any, tokenizer: Any) -> RewardSource:
         """A classifier for a model or a path, else a function."""

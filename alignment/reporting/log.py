@@ -9,6 +9,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ def strict(record: Mapping[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
+def _now() -> str:
+    """The time of day as ``2026-11-22T18:20:11.042Z``, always of the same length."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
 def _print(text: str) -> None:
     print(text, flush=True)
 
@@ -33,10 +39,11 @@ class JsonlLog:
     Args:
         path: the file, or None to write nothing (ranks other than the first).
         tell: prints a line for the user.
+        timed: each record ends with ``time``, when it was written (UTC).
     """
 
-    def __init__(self, path: Path | None, tell: Callable[[str], None] = _print) -> None:
-        self.path, self._tell = path, tell
+    def __init__(self, path: Path | None, tell: Callable[[str], None] = _print, *, timed: bool = False) -> None:
+        self.path, self._tell, self._timed = path, tell, timed
         self._pending: list[str] = []
         self._full = False
         self._failed_at: int | None = None  # where a failed write began, until that is cut off
@@ -48,7 +55,8 @@ class JsonlLog:
             OutputError: the file cannot be written for another reason.
         """
         if self.path is not None:
-            self._pending.append(json.dumps(strict(record)))
+            time = {"time": _now()} if self._timed else {}
+            self._pending.append(json.dumps(strict({**record, **time})))
             self.flush()
 
     def flush(self) -> bool:

@@ -43,6 +43,11 @@ class Progress:
             self._bar.set_postfix(shown, refresh=False)
         self._bar.update()
 
+    def back_to(self, done: int) -> None:
+        """So many steps are done, fewer than before."""
+        self._bar.reset()
+        self._bar.update(done)
+
     def watch(self, items: Sequence[Item], passes: int = 1) -> Sequence[Item]:
         """The same items, each of which moves the bar when it is taken; they are gone through ``passes`` times."""
         self._bar.reset(total=len(items) * passes)

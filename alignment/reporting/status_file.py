@@ -116,6 +116,21 @@ def read_status(folder: Path) -> RunStatus | None:
         return None
 
 
+def fail_in_place_of(folder: Path, host: str, pid: int, error: str) -> None:
+    """Write into the status of a run whose first rank was killed that it has failed, unless a later attempt has begun.
+
+    Args:
+        folder: the output folder.
+        host, pid: of that rank.
+        error: the error's line.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        status = read_status(folder)
+        if status is not None and status.state not in ENDED and (status.host, status.pid) == (host, pid):
+            failed = dataclasses.replace(status, state="failed", error=error, time=now())
+            replace_text(folder / STATUS, failed.text())
+
+
 class StatusFile:
     """Keeps ``status.json`` of a run up to date; one process writes it, from several threads.
 

@@ -11,6 +11,7 @@ from typing import Any
 from alignment.config.errors import RewardError, show
 from alignment.engines.collectives import gathered
 from alignment.engines.launch_env import world_size
+from alignment.engines.watch.retries import NEVER, Retries
 
 
 def name_of(code: Any) -> str:
@@ -86,19 +87,25 @@ def scalar(value: Any) -> Any:
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
-def raise_together(failure: RewardError | None) -> None:
+def raise_together(failure: RewardError | None, retries: Retries = NEVER) -> None:
     """Raise one error on every rank if there is a failure on any. Collective.
+
+    Args:
+        failure: this rank's.
+        retries: of the calls; what was repeated on any rank is counted on every one.
 
     Raises:
         RewardError: what failed on the first rank that failed, and on which ranks something did.
     """
     if world_size() == 1:
+        retries.counted([retries.taken()])
         if failure is not None:
             raise failure
         return
-    texts = gathered(None if failure is None else str(failure))
-    ranks = [rank for rank, text in enumerate(texts) if text is not None]
+    everyone = gathered((None if failure is None else str(failure), retries.taken()))
+    retries.counted([own for _, own in everyone])
+    ranks = [rank for rank, (text, _) in enumerate(everyone) if text is not None]
     if ranks:
         also = f"; failed as well: {', '.join(map(str, ranks[1:]))}" if len(ranks) > 1 else ""
         cause = None if failure is None else failure.__cause__
-        raise RewardError(f"{texts[ranks[0]]} (on rank {ranks[0]}{also})") from cause
+        raise RewardError(f"{everyone[ranks[0]][0]} (on rank {ranks[0]}{also})") from cause

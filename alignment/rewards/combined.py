@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from alignment.config.errors import OptionError, RewardError
+from alignment.engines.watch.retries import NEVER, Retries
 from alignment.rewards.callables import raise_together
 from alignment.rewards.functions import FunctionReward, score_all
 from alignment.rewards.samples import RewardSource, Samples
@@ -36,6 +37,7 @@ class Rewards:
         sources: one or more; a name that several have is numbered from the second on.
         weights: one per source; None means 1 for each.
         missing_eos_penalty: taken off the total of a completion that did not end by itself; None for nothing.
+        retries: of functions.
 
     Raises:
         OptionError: weights that are not one finite number per source.
@@ -46,7 +48,9 @@ class Rewards:
         sources: Sequence[RewardSource],
         weights: Sequence[float] | None = None,
         missing_eos_penalty: float | None = None,
+        retries: Retries = NEVER,
     ) -> None:
+        self.retries = retries
         self.sources, self.names = list(sources), _distinct([source.name for source in sources])
         self.weights = [1.0] * len(sources) if weights is None else list(weights)
         self.penalty = missing_eos_penalty or 0.0
@@ -85,10 +89,10 @@ class Rewards:
         functions = {n: s for n, s in zip(self.names, self.sources) if isinstance(s, FunctionReward)}
         failure = None
         try:
-            scores |= zip(functions, score_all(list(functions.values()), samples))
+            scores |= zip(functions, score_all(list(functions.values()), samples, self.retries))
         except RewardError as error:
             failure = error
-        raise_together(failure)
+        raise_together(failure, self.retries)
         scores |= {n: s.score(samples) for n, s in zip(self.names, self.sources) if n not in functions}
         by_source = {name: scores[name] for name in self.names}
         total = [self._total(values) for values in zip(*by_source.values())]

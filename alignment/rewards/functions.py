@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import itertools
 import math
 import numbers
 from collections.abc import Callable, Collection, Sequence
@@ -11,6 +13,8 @@ from typing import Any
 
 from alignment.config.errors import OptionError, RewardError, listing, show
 from alignment.config.lookup import FAILURES, raised
+from alignment.engines.rng import as_before
+from alignment.engines.watch.retries import NEVER, Retries, is_transient
 from alignment.rewards.callables import as_list, name_of, scalar, span, together
 from alignment.rewards.samples import Samples
 
@@ -131,23 +135,36 @@ class FunctionReward:
         """Nothing is held."""
 
 
-def score_all(functions: Sequence[FunctionReward], samples: Samples) -> list[list[float | None]]:
+def score_all(
+    functions: Sequence[FunctionReward], samples: Samples, retries: Retries = NEVER
+) -> list[list[float | None]]:
     """The scores of every function. Those that return awaitables are awaited together, after all were called.
+
+    A function that raised an error which may pass, such as a timeout, is called again, with the same random streams;
+    of several awaitables, those that failed are awaited together again.
 
     Raises:
         RewardError: a function raised or returned what are no scores; the first of them is named, with its rows.
     """
     if not len(samples):
         return [[] for _ in functions]
-    returned = [_called(function, samples) for function in functions]
+    returned = [_called(function, samples, retries) for function in functions]
     waiting = [index for index, value in enumerate(returned) if inspect.isawaitable(value)]
-    for index, value in zip(waiting, together([returned[index] for index in waiting])):
-        returned[index] = value
+    for number in itertools.count(1):
+        for index, value in zip(waiting, together([returned[index] for index in waiting])):
+            returned[index] = value
+        failed = {i: returned[i] for i in waiting if isinstance(returned[i], Exception) and is_transient(returned[i])}
+        waiting = [i for i, error in failed.items() if retries.again(functions[i].who, error, number)]
+        if not waiting:
+            break
+        for index in waiting:
+            returned[index] = _called(functions[index], samples, retries)
+        waiting = [index for index in waiting if inspect.isawaitable(returned[index])]
     return [function.scores(value, samples) for function, value in zip(functions, returned)]
 
 
-def _called(function: FunctionReward, samples: Samples) -> Any:
+def _called(function: FunctionReward, samples: Samples, retries: Retries) -> Any:
     try:
-        return function.call(samples)
+        return retries(function.who, as_before(functools.partial(function.call, samples)))
     except FAILURES as error:  # reported once the others are awaited: none may be left behind
         return error

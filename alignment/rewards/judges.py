@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,8 @@ import numpy as np
 from alignment.config.errors import OptionError, RewardError, show
 from alignment.config.lookup import FAILURES, raised
 from alignment.data.messages import Text
+from alignment.engines.rng import as_before
+from alignment.engines.watch.retries import NEVER, Retries
 from alignment.rewards.callables import as_list, name_of, raise_together, scalar, span, together
 
 FAILED = -1
@@ -25,12 +28,14 @@ class Judge:
     Args:
         judge: the callable or object.
         name: for messages; its own if None.
+        retries: of its calls that fail for a reason that may pass.
 
     Raises:
         OptionError: it cannot be called so.
     """
 
-    def __init__(self, judge: Any, name: str | None = None) -> None:
+    def __init__(self, judge: Any, name: str | None = None, retries: Retries = NEVER) -> None:
+        self.retries = retries
         self.name = name or name_of(judge)
         self.who = f"judge {self.name!r}"
         self.code = judge
@@ -71,16 +76,13 @@ class Judge:
             answers = self._asked(list(prompts), shown, places) if places else []
         except RewardError as error:
             failure = error
-        raise_together(failure)
+        raise_together(failure, self.retries)
         return [1 - answer if turn and answer != FAILED else answer for answer, turn in zip(answers, turned)]
 
     def _asked(self, prompts: list[Text], pairs: list[list[Text]], places: Sequence[str]) -> list[int]:
         try:
-            returned = self._call(prompts, pairs)
-            if inspect.isawaitable(returned):
-                (returned,) = together([returned])
-                if isinstance(returned, BaseException):
-                    raise returned
+            # Copies: a judge that is asked again must not be shown what it has changed.
+            returned = self.retries(self.who, as_before(lambda: self._answer(*copy.deepcopy((prompts, pairs)))))
         except FAILURES as error:
             raise RewardError(
                 f"{self.who} raised {raised(error)} while judging {span(places)}; correct it, or let it return -1 for "
@@ -88,6 +90,14 @@ class Judge:
             ) from error
         values = as_list(returned, self.who, places, "verdicts", "pairs")
         return [self._verdict(value, place) for value, place in zip(values, places)]
+
+    def _answer(self, prompts: list[Text], pairs: list[list[Text]]) -> Any:
+        returned = self._call(prompts, pairs)
+        if inspect.isawaitable(returned):
+            (returned,) = together([returned])
+            if isinstance(returned, BaseException):
+                raise returned
+        return returned
 
     def _verdict(self, value: Any, place: str) -> int:
         value = scalar(value)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, TrainerState
 from alignment.config.options import AlignmentConfig
 from alignment.data.windows import WindowSampler
 from alignment.engines.phases import Phases
+from alignment.engines.watch.retries import Retries
 from alignment.reporting.log import JsonlLog
 from alignment.training.callbacks import Events
 from alignment.training.data import PreparedData
@@ -34,6 +35,7 @@ class RunContext:
         phases: where time, tokens and memory are recorded.
         log_file: ``log.jsonl``.
         run_state: everything that a restart needs; what has such a part registers it.
+        retries: of reads of data and reward calls.
         log: adds a record to the log and the history, and tells the callbacks.
         tell: prints a line on the first rank.
         train_data, sampler: the training data and its windows; None for evaluation alone.
@@ -50,6 +52,7 @@ class RunContext:
     phases: Phases
     log_file: JsonlLog
     run_state: RunState
+    retries: Retries
     log: Callable[[Mapping[str, float]], None]
     tell: Callable[[str | None], None]
     train_data: PreparedData | None = None

@@ -6,6 +6,7 @@ Local rank 0 tokenises, the others read its cache.
 from __future__ import annotations
 
 import bisect
+import functools
 import hashlib
 import itertools
 import math
@@ -25,9 +26,10 @@ from alignment.data.prepare import load_prepared, prepare
 from alignment.data.report import DataReport, joined
 from alignment.data.sources import dataset_from_python, from_stream, load_split, take
 from alignment.data.truncation import Limits
-from alignment.data.windows import Rows, RowTable, WindowSampler, row_table, set_partners
-from alignment.engines.collectives import barrier, from_first_rank
+from alignment.data.windows import Rows, RowTable, WindowPlan, WindowSampler, row_table, set_partners
+from alignment.engines.collectives import barrier, from_first_rank, gathered
 from alignment.engines.launch_env import local_rank, world_size
+from alignment.engines.watch.retries import NEVER, Retries
 from alignment.internals.datasets import cache_folder
 from alignment.training.method import AnyMethod
 
@@ -128,6 +130,11 @@ class PreparedData:
         ends = list(itertools.accumulate(part.report.rows_out for part in self.parts))
         return f"{self.parts[bisect.bisect_right(ends, row)].where} row {number}"
 
+    def source_rows(self, plan: WindowPlan) -> list[int | str]:
+        """The same of all rows of a window."""
+        rows = sorted(row for micro in plan.micro_batches for own in micro for row in own.rows)
+        return [self.source_row(row) for row in rows]
+
 
 def limits_of(options: AlignmentConfig) -> Limits:
     """The lengths that rows are cut to."""
@@ -152,6 +159,7 @@ def prepare_data(
     tokenizer: Any,
     options: AlignmentConfig,
     where: str,
+    retries: Retries = NEVER,
 ) -> PreparedData:
     """Tokenise a dataset on local rank 0, or find it in the cache; read it on every rank.
 
@@ -162,19 +170,23 @@ def prepare_data(
         tokenizer: the policy's.
         options: lengths, columns, processes, strictness.
         where: name of the data in messages.
+        retries: of reads that fail for a reason that may pass.
 
     Raises:
         DataError: naming file, row, key and value.
     """
     made = None
     if local_rank() == 0:
-        given = load()
+        given = retries(where, load)
         parts = given if isinstance(given, tuple) else (Part(where, lambda: given),)
-        made = [(part.where, _tokenised(part, limit, method, tokenizer, options), part.weight) for part in parts]
+        made = [
+            (part.where, _tokenised(part, limit, method, tokenizer, options, retries), part.weight) for part in parts
+        ]
     # A folder's name is a hash of content: the first rank's is right for every machine.
     made = from_first_rank(made)
     barrier()
-    read = [(name, load_prepared(path), weight) for name, path, weight in made]
+    read = [(name, retries(name, functools.partial(load_prepared, path)), weight) for name, path, weight in made]
+    retries.counted(gathered(retries.taken()))
     dataset, reports = mixed(read, limit, order_seed(options))
     table = row_table(dataset, method.completions, limits_of(options).max_length)
     datasets_used = tuple(PreparedPart(name, report) for (name, _, _), report in zip(read, reports))
@@ -183,11 +195,23 @@ def prepare_data(
     return PreparedData(where, key, dataset, table, joined(reports), datasets_used)
 
 
-def _tokenised(part: Part, limit: int | None, method: AnyMethod, tokenizer: Any, options: AlignmentConfig) -> Path:
+def tokenised_folder() -> Path:
+    """Where tokenised rows are kept."""
+    return cache_folder() / "deepspeed-alignment"
+
+
+def _tokenised(
+    part: Part,
+    limit: int | None,
+    method: AnyMethod,
+    tokenizer: Any,
+    options: AlignmentConfig,
+    retries: Retries,
+) -> Path:
     """The folder with one part's tokenised rows."""
-    folder = cache_folder() / "deepspeed-alignment"
+    folder = tokenised_folder()
     column_map = options.column_map if part.column_map is None else part.column_map
-    data = part.load()
+    data = retries(part.where, part.load)
     if isinstance(data, IterableDataset):
         if options.ref_placement == "precomputed":
             raise OptionError(
@@ -195,7 +219,8 @@ def _tokenised(part: Part, limit: int | None, method: AnyMethod, tokenizer: Any,
                 "pass a Dataset, or set another ref_placement"
             )
         rows, columns = _rows_of_stream(part.where, limit, options), stream_columns(column_map, method.kind)
-        data = from_stream(data, rows, columns, part.where, folder)
+        read = functools.partial(from_stream, data, rows, columns, part.where, folder)
+        data = retries(part.where, read)
     return prepare(
         take(dataset_from_python(data), limit),
         method.kind,

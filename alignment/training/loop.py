@@ -8,6 +8,7 @@ When to log, evaluate, save and stop is what transformers' callbacks say: its De
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 import time
@@ -24,12 +25,11 @@ from alignment.data.windows import WindowPlan, WindowSampler
 from alignment.engines.checkpoints.folder import checkpoint_folder
 from alignment.engines.collectives import from_first_rank, on_first_rank
 from alignment.engines.launch_env import rank, world_size
-from alignment.engines.watch.activity import ACTIVITY
 from alignment.engines.watch.requests import REQUESTS, STOP_FILE
 from alignment.engines.watch.safe_points import agreed_reason
 from alignment.engines.watch.signals import ignore_stop_signals
 from alignment.engines.watch.stop import Cut
-from alignment.internals.torch import schedule_may_go_first
+from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.metrics import MetricHistory, means
 from alignment.reporting.progress import Progress
 from alignment.training.callbacks import Decision
@@ -37,10 +37,12 @@ from alignment.training.checkpointing.best import BestModel, damage_of_model
 from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, total_steps
+from alignment.training.interruptions.faults import BadSteps
 from alignment.training.interruptions.stopping import end_run, notice_too_short
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import Boundary, RandomAtStart, Totals
-from alignment.training.window import NonFiniteLoss
+from alignment.training.step import OptimizerStep
+from alignment.training.window import BadStep
 
 # Where a run that is asked to stop may be left, see Boundary.left.
 _DONE, _STEP, _EPOCH = "done", "step", "epoch"
@@ -60,6 +62,7 @@ class TrainingLoop:
     Attributes:
         resumed: what the log says of the checkpoint that the run goes on from; None in a run that begins.
         ignores_end: go on also where a callback had ended the run.
+        rewind: returns to the last checkpoint and gives its name; None where there is none.
     """
 
     def __init__(
@@ -80,10 +83,15 @@ class TrainingLoop:
         self.boundary = register("boundary", Boundary())
         self.random = context.run_state.register_on_each_rank("random", RandomAtStart(context.args.seed))
         register("data", sampler)
+        self.faults = register(
+            "bad_steps",
+            BadSteps(self.args, sampler.steps_per_epoch, data.source_rows, self._say, context.log_file.write),
+        )
         self.decision = Decision()
         self._step_seconds = 0.0  # of the newest step
         self.resumed: dict[str, Any] | None = None
         self.ignores_end = False
+        self.rewind: Callable[[], str | None] = lambda: None
 
     def run(
         self,
@@ -119,15 +127,15 @@ class TrainingLoop:
                         self.events("on_epoch_begin")
                     self.events("on_step_begin")
                     began = time.monotonic()
-                    self._step(plan, batches)
-                    self._step_seconds = time.monotonic() - began
-                    self.events("on_step_end")
-                    self._boundary()
+                    if self._step(plan, batches):
+                        self._step_seconds = time.monotonic() - began
+                        self.events("on_step_end")
+                        self._boundary()
                 return self._finish()
         except Cut:  # in the middle of a window, which is done again after a resume, or before the first one
             self._leave()
-        except (NonFiniteLoss, RewardError) as error:  # both on every rank, with good weights
-            kind = TrainingError if isinstance(error, NonFiniteLoss) else RewardError
+        except (BadStep, RewardError) as error:  # both on every rank, with good weights
+            kind = TrainingError if isinstance(error, BadStep) else RewardError
             raise kind(f"step {state.global_step + 1}: {error}{self._rescue()}") from error
         finally:
             self.progress.close()
@@ -286,7 +294,7 @@ class TrainingLoop:
     def _windows(self) -> Iterator[tuple[WindowPlan, Sequence[AnyBatch]]]:
         """Windows from where the sampler stands to the last; it is moved on before each is handed out."""
         args, sampler = self.args, self.sampler
-        while self.state.global_step < self.total_steps and not self.boundary.ends:
+        while self._goes_on():
             left = min(sampler.steps_per_epoch, sampler.step + self.total_steps - self.state.global_step)
             loader = DataLoader(
                 EpochWindows(self.context.method.collate, self.data.dataset, sampler, sampler.epoch, rank()),
@@ -303,54 +311,57 @@ class TrainingLoop:
                 plan, batches = pickle.loads(window) if isinstance(window, bytes) else window
                 self.context.run_state.mark("data", "random")
                 sampler.advance()
+                place = sampler.epoch, sampler.step
                 yield plan, batches
-                if sampler.step == 0 or self.boundary.ends:
+                # Somewhere else: the rest of an epoch is left out, or the run was rewound.
+                if sampler.step == 0 or self.boundary.ends or (sampler.epoch, sampler.step) != place:
                     break
 
-    def _step(self, plan: WindowPlan, batches: Sequence[AnyBatch]) -> None:
-        """One optimizer step."""
-        items, counts = self.engines.window_pass(
-            plan, batches, self.data, train=True, between=lambda: self.events("on_substep_end")
-        )
+    def _step(self, plan: WindowPlan, batches: Sequence[AnyBatch]) -> bool:
+        """One optimizer step; False where the run has returned to an earlier one instead."""
         learning_rate = self.engines.policy.learning_rate
-        grad_norm = self._update() if counts.rows else self._pass_over()
+        step = OptimizerStep(self.context, self.engines, self.data, self.faults)
+        try:
+            items, counts, grad_norm = step(plan, batches)
+        except BadStep as fault:
+            rewind = functools.partial(self._rewound, step, fault)
+            if self.faults.rewinds(fault, plan, self.state.global_step + 1, rewind):
+                self.progress.back_to(self.state.global_step)
+                self._go_on()
+                return False
+            step.discard(fault)
+            items, counts, grad_norm = step.left_out()
         state = self.state
         state.global_step += 1
         state.epoch = plan.epoch + (plan.step + 1) / self.sampler.steps_per_epoch
+        loss, losses = items.get("loss", (0.0, 0.0))  # none where a window left nothing to train on
         self.totals.tokens += counts.sequence_tokens
         self.totals.rows += counts.rows
-        self.totals.loss_sum += items["loss"][0]
-        self.totals.losses += items["loss"][1]  # none where a window left nothing to train on
+        self.totals.loss_sum += loss
+        self.totals.losses += losses
         if self.args.include_num_input_tokens_seen:
             state.num_input_tokens_seen = self.totals.tokens
         self.history.add(items)
-        self.totals.last = {"grad_norm": grad_norm, "learning_rate": learning_rate}
-        reduced = self.context.method.check_window(counts)
+        self.totals.last = {"grad_norm": grad_norm, "learning_rate": learning_rate, **self._faults()}
+        reduced = self.context.method.check_window(counts) if items else None
         if reduced is not None:
             self.totals.reduced_windows += 1
-            say = self.context.tell if self.args.disable_tqdm else self.progress.note
-            say(f"step {state.global_step}: {reduced}")
+            self._say(f"step {state.global_step}: {reduced}")
         self.progress.advance(means(items), counts.sequence_tokens)
+        return True
 
-    def _update(self) -> float:
-        """Apply the gradient; return its norm."""
-        policy = self.engines.policy
-        self.events("on_pre_optimizer_step")
-        with self.context.phases("step"):
-            grad_norm = policy.step()
-        self.events("on_optimizer_step")
-        if not math.isfinite(grad_norm) and not policy.skips_overflow:
-            raise TrainingError(
-                f"step {self.state.global_step + 1}: the gradient norm is {grad_norm} although the loss was finite; "
-                "the weights may be lost. Start again from the last saved folder with a lower learning_rate"
-            )
-        return grad_norm
+    def _rewound(self, step: OptimizerStep, fault: BadStep) -> str | None:
+        """Return to the last checkpoint, if there is one; its name."""
+        step.discard(fault)
+        return self.rewind()
 
-    def _pass_over(self) -> float:
-        """A window that left nothing to train on: the schedule moves on and no weight does."""
-        with schedule_may_go_first():
-            self.engines.policy.scheduler.step()
-        return 0.0
+    def _faults(self) -> dict[str, float]:
+        """How much went wrong so far, for the log; nothing in most runs."""
+        self.context.retries.write(self.context.log_file.write)
+        return {**self.faults.metrics, **self.context.retries.metrics}
+
+    def _say(self, text: str) -> None:
+        (self.context.tell if self.args.disable_tqdm else self.progress.note)(text)
 
     def _log(self) -> None:
         record = {
@@ -420,6 +431,7 @@ class TrainingLoop:
         }
         if self.args.include_tokens_per_second:
             metrics["train_tokens_per_second"] = self.totals.tokens / seconds / world_size()
+        metrics |= self._faults()
         if self.totals.reduced_windows:
             metrics[self.context.method.reduced_windows] = self.totals.reduced_windows
         self.context.log(metrics)

@@ -69,6 +69,10 @@ def _facts(context: RunContext, engines: RunEngines, tokens: int, largest_gib: f
         facts.append(
             ("time", f"{duration(seconds)}: {tokens:,} tokens trained on, {tokens / seconds:,.0f} per second")
         )
+    if times.get("bad_steps"):
+        facts.append(("bad steps", f"{times['bad_steps']:.0f}: no update was made with their windows; see log.jsonl"))
+    if times.get("retries"):
+        facts.append(("retries", f"{times['retries']:.0f} of reads of data and reward calls; see log.jsonl"))
     facts.append(("largest process", f"{largest_gib:.2f} GiB"))
     return facts
 

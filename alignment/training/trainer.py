@@ -22,10 +22,11 @@ from alignment.engines.collectives import barrier, device, on_first_rank
 from alignment.engines.launch_env import init_distributed, local_rank, rank, world_size
 from alignment.engines.optimizers import check_optimization
 from alignment.engines.phases import Phases
-from alignment.engines.watch.activity import ACTIVITY
+from alignment.engines.watch.retries import Retries
 from alignment.models.adapters.record import unwrapped
 from alignment.planning.engines import plan_engines
 from alignment.references.engine import ReferencePlan
+from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.log import JsonlLog, strict
 from alignment.training.arguments import (
     balancing_coefficient,
@@ -40,10 +41,12 @@ from alignment.training.arguments import (
 )
 from alignment.training.callbacks import Events, check_callbacks, check_early_stopping
 from alignment.training.checkpointing.best import BestModel, check_best_metric
+from alignment.training.checkpointing.merged import write_merged
 from alignment.training.checkpointing.output_folder import LOG, write_json
 from alignment.training.checkpointing.present import Present, present_run
 from alignment.training.checkpointing.restore import restore
 from alignment.training.checkpointing.resume import Checkpoint
+from alignment.training.checkpointing.rewind import Rewinder
 from alignment.training.checkpointing.run_folder import RunFolder
 from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import Resources, RunContext
@@ -53,7 +56,6 @@ from alignment.training.interruptions.limits import limits_of
 from alignment.training.interruptions.status import begin_status, ending_in_status
 from alignment.training.interruptions.stopping import listening
 from alignment.training.loop import TrainingLoop
-from alignment.training.merged import write_merged
 from alignment.training.method import AnyMethod
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import Identity, RunState
@@ -109,6 +111,7 @@ class AlignmentTrainer:
         model, args = model_and_options(type(self).__name__, self.config_class, model, args)
         self.args = with_adapter_names(args, model_adapter_name, ref_adapter_name)
         init_distributed(self.args.use_cpu)
+        self.retries = Retries(self.args.retries, self.args.retry_pause)
         ACTIVITY.limits = limits_of(self.args)
         self.state = TrainerState(is_world_process_zero=rank() == 0, is_local_process_zero=local_rank() == 0)
         self.method = self.method_class(self.args)
@@ -125,7 +128,7 @@ class AlignmentTrainer:
         self.events = Events(self.args, self.state, callbacks, self.processing_class)
         self.identity = Identity()
         self.phases = Phases(device())
-        self.log_file = JsonlLog(self.output_dir / LOG if rank() == 0 else None, self.tell)
+        self.log_file = JsonlLog(self.output_dir / LOG if rank() == 0 else None, self.tell, timed=True)
         self.context = self._context()
         self.engines = RunEngines(
             self.context, self.engine_plan, self.optimizers, self.aux_coefficient, self.resources
@@ -139,6 +142,7 @@ class AlignmentTrainer:
         run_state.register("trainer", self.events)
         run_state.register_on_each_rank("phases", self.phases)
         run_state.register("log", self.log_file)
+        run_state.register("retries", self.retries)
         return RunContext(
             args=self.args,
             method=self.method,
@@ -149,6 +153,7 @@ class AlignmentTrainer:
             phases=self.phases,
             log_file=self.log_file,
             run_state=run_state,
+            retries=self.retries,
             log=lambda record: self.log(record),
             tell=lambda text: self.tell(text),
             train_data=self.train_data,
@@ -237,7 +242,7 @@ class AlignmentTrainer:
     def _prepare(self, source: Any, limit: int | None, where: str) -> PreparedData:
         load = source if callable(source) else lambda: source
         where = getattr(source, "where", where)
-        data = prepare_data(load, limit, self.method, self.processing_class, self.args, where)
+        data = prepare_data(load, limit, self.method, self.processing_class, self.args, where, self.retries)
         self.tell(f"{data.where}: {data.report.summary()}")
         return data
 
@@ -308,6 +313,7 @@ class AlignmentTrainer:
         )
         if checkpoint is not None and checkpoint.folder.parent.resolve() == self.output_dir.resolve():
             writer.newest = checkpoint.step
+        loop.rewind = Rewinder(self.context, self.engines, present, self.folder, writer)
         if self.args.save_strategy != "no":
             self.tell(writer.describe())
         on_first_rank(self._write_settings)

@@ -33,8 +33,22 @@ class Passed(NamedTuple):
     counts: WindowCounts
 
 
-class NonFiniteLoss(TrainingError):
-    """A window's loss is inf or nan. Every rank raises it, and no weight has changed."""
+class BadStep(TrainingError):
+    """A step by which no weight is to be changed, and none has been. Every rank raises it.
+
+    Attributes:
+        kind: what is wrong, in two words.
+        discarded: the engine holds nothing of its gradient any more.
+    """
+
+    kind = ""
+    discarded = False
+
+
+class NonFiniteLoss(BadStep):
+    """A window's loss is inf or nan."""
+
+    kind = "non-finite loss"
 
 
 class WindowPass:

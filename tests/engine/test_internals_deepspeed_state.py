@@ -65,6 +65,22 @@ def test_units_are_what_the_optimizer_steps_on(text: str, tmp_path: Path) -> Non
     policy.close()
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("stage0/fp32", None),
+        ("stage0/bf16", "unfused"),
+        ("stage1-fp32-accumulation/bf16", "bf16"),
+        ("stage2/fp32", "zero12"),
+        ("stage3/bf16", "zero3"),
+    ],
+)
+def test_the_wrapper_is_known(text: str, found: str | None, tmp_path: Path) -> None:
+    policy = engine(kind(text), tmp_path)
+    assert internals.wrapper(policy.engine) == found
+    policy.close()
+
+
 @pytest.mark.parametrize("text", KINDS)
 def test_the_weights_follow_the_masters(text: str, tmp_path: Path) -> None:
     policy = engine(kind(text), tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from alignment.internals.torch import (
     first_states,
     hush_deprecated_collectives,
     is_dropout,
+    looking_before_builds,
     schedule_may_go_first,
     take_scheduled_rates,
     version_of,
@@ -103,6 +106,34 @@ def test_the_toolkit_is_the_one_that_extensions_are_compiled_with(
     assert found is None
     with pytest.raises(OSError, match="CUDA_HOME"):
         cpp_extension.include_paths("cuda")
+
+
+@pytest.mark.skipif(shutil.which("c++") is None or not cpp_extension.is_ninja_available(), reason="no compiler")
+def test_a_build_looks_at_the_lock_that_keeps_it_waiting(tmp_path: Path) -> None:
+    """And then builds itself, instead of loading what the process that was killed has not built."""
+    source, seen = tmp_path / "tiny.cpp", list[Path]()
+    source.write_text('extern "C" int tiny() { return 7; }')
+    (tmp_path / "lock").touch()
+
+    def look(path: Path) -> None:
+        seen.append(path)
+        path.unlink()
+
+    with looking_before_builds(look):
+        cpp_extension.load("tiny", [str(source)], build_directory=str(tmp_path), is_python_module=False)
+    assert seen == [tmp_path / "lock"]
+    assert (tmp_path / "tiny.so").exists() and not (tmp_path / "lock").exists()
+
+
+def test_a_lock_is_open_as_long_as_it_is_held(tmp_path: Path) -> None:
+    from torch.utils.file_baton import FileBaton
+
+    baton = FileBaton(str(tmp_path / "lock"))
+    assert baton.try_acquire()
+    held = [os.path.realpath(entry.path) for entry in os.scandir("/proc/self/fd")]
+    assert str(tmp_path / "lock") in held
+    baton.release()
+    assert not (tmp_path / "lock").exists()
 
 
 def test_a_schedule_may_go_first_where_that_is_meant() -> None:

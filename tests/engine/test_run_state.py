@@ -171,11 +171,11 @@ def test_a_run_that_was_rescued_goes_on(
     broken = make("KTO", models, tmp_path / "broken", **rare)
     step = TrainingLoop._step
 
-    def failing(loop: TrainingLoop, *given: Any) -> None:
+    def failing(loop: TrainingLoop, *given: Any) -> bool:
         if loop.state.global_step == 4:
             torch.rand(3)
             raise NonFiniteLoss("the loss of this window is nan")
-        step(loop, *given)
+        return step(loop, *given)
 
     with monkeypatch.context() as patched:
         patched.setattr(TrainingLoop, "_step", failing)
@@ -319,7 +319,10 @@ def test_what_a_step_changes_is_in_the_state(
     assert found.left == {}
 
 
-PARTS = ("trainer", "phases", "log", "history", "totals", "random", "data", "schedule", "completions", "online")
+PARTS = (
+    *("trainer", "phases", "log", "history", "totals", "random", "data", "schedule", "completions", "online"),
+    "bad_steps",
+)
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -330,11 +333,12 @@ def test_a_part_that_is_not_registered_is_missed(
 
 
 def test_the_parts_are_these(models: dict[str, str], tmp_path: Path) -> None:
-    """``rollout`` changes at the first window only, ``boundary`` where a callback ends the run, ``run`` never."""
+    """``rollout`` changes at the first window only, ``boundary`` where a callback ends the run, ``run`` never,
+    ``retries`` where a read or a reward call fails."""
     trainer = make("OnlineDPO", models, tmp_path, max_steps=1)
     trainer.train()
     state = trainer.context.run_state.state_dict()
-    assert {*state["shared"], *state["own"]} == {*PARTS, "rollout", "boundary", "engine", "run"}
+    assert {*state["shared"], *state["own"]} == {*PARTS, "rollout", "boundary", "engine", "run", "retries"}
     assert set(state["own"]) == {"phases", "random", "online"}
     rollout = state["shared"]["rollout"]
     assert rollout["backend"] == "generate" and rollout["batch_size"] >= 1

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_callback import ExportableState
 from whole_runs import completions, logged, make, make_models
 
 from alignment.engines.checkpoints.folder import checkpoints
@@ -69,8 +70,8 @@ def in_evaluation(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(trainers, "evaluate", asked)
 
 
-def in_rollout(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    """A request while a rollout's so-manieth chunk is generated."""
+def in_rollout(monkeypatch: pytest.MonkeyPatch, chunk: int) -> Callable[[], bool]:
+    """A request while a rollout's so-manieth chunk is generated; whether that was the last one can be asked later."""
     generate, count = GenerateBackend.generate, [0]
 
     def asked(self: GenerateBackend, *arguments: Any) -> Any:
@@ -80,6 +81,7 @@ def in_rollout(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
         return generate(self, *arguments)
 
     monkeypatch.setattr(GenerateBackend, "generate", asked)
+    return lambda: count[0] == chunk
 
 
 def settings(method: str) -> dict[str, Any]:
@@ -109,15 +111,15 @@ def stopped(trainer: AlignmentTrainer) -> RunStopped:
 
 
 # What asks, the checkpoint that it leaves, and where it says that it was left.
-PLACES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch, AlignmentTrainer], None], int, str]] = {
-    "after a step": ("KTO", lambda _, t: t.add_callback(Asks("on_step_end", 2, terminate)), 2, "done"),
-    "before a step": ("KTO", lambda _, t: t.add_callback(Asks("on_step_begin", 2, terminate)), 2, "done"),
-    "between micro-batches": ("KTO", lambda _, t: t.add_callback(Asks("on_substep_end", 4, terminate)), 4, "done"),
-    "in an evaluation": ("KTO", lambda patch, _: in_evaluation(patch, 1), 3, "epoch"),
-    "in the last evaluation": ("KTO", lambda patch, _: in_evaluation(patch, 2), 6, "epoch"),
-    "before an evaluation": ("KTO", lambda _, t: t.add_callback(Asks("on_epoch_end", 3, terminate)), 3, "epoch"),
-    "in a rollout": ("OnlineDPO", lambda patch, _: in_rollout(patch, 18), 1, "done"),
-    "in the rollout of an evaluation": ("OnlineDPO", lambda patch, _: in_rollout(patch, 30), 3, "epoch"),
+PLACES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch, AlignmentTrainer], Any], int, str]] = {
+    "after-a-step": ("KTO", lambda _, t: t.add_callback(Asks("on_step_end", 2, terminate)), 2, "done"),
+    "before-a-step": ("KTO", lambda _, t: t.add_callback(Asks("on_step_begin", 2, terminate)), 2, "done"),
+    "between-micro-batches": ("KTO", lambda _, t: t.add_callback(Asks("on_substep_end", 4, terminate)), 4, "done"),
+    "in-an-evaluation": ("KTO", lambda patch, _: in_evaluation(patch, 1), 3, "epoch"),
+    "in-the-last-evaluation": ("KTO", lambda patch, _: in_evaluation(patch, 2), 6, "epoch"),
+    "before-an-evaluation": ("KTO", lambda _, t: t.add_callback(Asks("on_epoch_end", 3, terminate)), 3, "epoch"),
+    "in-a-rollout": ("OnlineDPO", lambda patch, _: in_rollout(patch, 18), 1, "done"),
+    "in-the-rollout-of-an-evaluation": ("OnlineDPO", lambda patch, _: in_rollout(patch, 30), 3, "epoch"),
 }
 
 
@@ -133,8 +135,9 @@ def test_wherever_the_request_comes(
     whole = wholes(method)
     with monkeypatch.context() as patch:
         trainer = make(method, models, tmp_path, **settings(method))
-        ask(patch, trainer)
+        was_last = ask(patch, trainer)
         error = stopped(trainer)
+        assert was_last is None or was_last(), "nothing is generated after the request"
     assert (error.code, error.reason) == (85, StopReason.SIGTERM)
     assert f"preempted by SIGTERM after step {step}: checkpoint-{step} is complete" in str(error)
     assert [path.name for path in checkpoints(trainer.output_dir)] == [f"checkpoint-{step}"]
@@ -155,6 +158,36 @@ def test_wherever_the_request_comes(
     assert status is not None
     assert (status.state, status.signal, status.attempt) == ("finished", None, 2)
     assert status.resumed_from == f"checkpoint-{step}"
+
+
+class Counts(TrainerCallback, ExportableState):
+    """How often a checkpoint was saved that the run's options ask for."""
+
+    def __init__(self, saves: int = 0) -> None:
+        self.saves = saves
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.saves += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"saves": self.saves}}
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_callbacks_hear_of_saves_as_in_an_undisturbed_run(step: int, models: dict[str, str], tmp_path: Path) -> None:
+    """A checkpoint that is written because the run was asked to stop is none of these."""
+    counts = Counts()
+    for resumes in (False, True):
+        counts = Counts()
+        trainer = make("KTO", models, tmp_path, **{**RUN, "save_steps": 2})
+        trainer.add_callback(counts)
+        if resumes:
+            trainer.train(resume_from_checkpoint="latest")
+            trainer.close()
+        else:
+            trainer.add_callback(Asks("on_step_end", step, terminate))
+            stopped(trainer)
+    assert counts.saves == 3
 
 
 def test_a_request_at_the_last_step_changes_nothing(models: dict[str, str], tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from test_bad_input import the_error, tree
 
 from alignment.cli.train import main
 from alignment.engines.checkpoints.manifest import MANIFEST
+from alignment.engines.inspecting.run import RunReader
 
 pytestmark = pytest.mark.usefixtures("own_process_group", "library_bars")
 GOOD = {"per_device_train_batch_size": 4, "max_steps": 4, "save_steps": 2, "disable_tqdm": "true"}
@@ -184,6 +185,22 @@ def test_the_same_command_begins_and_goes_on(models: Path, tmp_path: Path, capfd
     events = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events if "event" in event] == ["start", "resume", "end"]
     assert not (tmp_path / "out" / ".lock").exists()
+
+
+def test_the_status_of_what_a_good_command_left(done: Path) -> None:
+    """Its log, its manifests and its phases are those that are read."""
+    found = RunReader(done).read()
+    assert (found.state, found.method, found.step, found.total_steps) == ("finished", "kto", 4, 4)
+    assert [(one.step, one.problem, one.resumable) for one in found.checkpoints] == [(4, None, True), (2, None, True)]
+    assert found.problems == [] and found.metrics_step == 4 and "loss" in found.metrics
+    assert (found.steps_per_second or 0) > 0 and (found.tokens_per_second or 0) > 0 and "train" in found.phases
+    assert all('"time": "2' in line for line in (done / "log.jsonl").read_text().splitlines())
+    (done / "log.jsonl").rename(done / "log")
+    try:
+        found = RunReader(done).read()
+        assert found.phases_of == "up to checkpoint-4" and found.phases["train"]["entries"] == 4
+    finally:
+        (done / "log").rename(done / "log.jsonl")
 
 
 _HOLDER = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,16 @@ def test_rank_1_fails(arguments: list[str], tmp_path: Path, ranks: RankServer, w
     done = ranks.run(DRIVER, what, *arguments, "--output_dir", tmp_path / "out", timeout=60, check=False)
     assert [rank.code for rank in done.ranks] == [1, 1]
     check_message(done.stderr, what)
+
+
+@pytest.mark.faults
+def test_rank_1_is_killed_while_the_model_loads(arguments: list[str], tmp_path: Path, ranks: RankServer) -> None:
+    """What loads models must not take the broken connection for a fault of the model."""
+    done = ranks.run(DRIVER, "killed", *arguments, "--output_dir", tmp_path / "out", timeout=60, check=False)
+    assert [rank.code for rank in done.ranks] == [1, -9]
+    (spoken,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert re.search(r"error: rank 1 \(host .*, process \d+\) was killed .*in phase \w+, step 0", spoken)
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.faults

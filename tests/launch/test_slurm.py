@@ -121,7 +121,7 @@ class Here:
 
     def stand_in(self, name: str, todo: str, *options: str) -> Job:
         """A job of the stand-in on the node without GPUs."""
-        arguments = ["kto", "--dataset_name", "rows.jsonl", "--output_dir", str(self.folder / name)]
+        arguments = self.arguments(self.folder / name)
         worker = self.folder / "worker"
         if not worker.exists():
             worker.write_text(f'#!/bin/sh\nexec {sys.executable} {DRIVERS / "slurm_worker.py"} "$@"\n')
@@ -308,12 +308,14 @@ def test_each_task_of_an_array_is_requeued_by_itself(waiting: dict[str, Job]) ->
         assert (job.folder.parent / f"array-{job.number}_{seed}.out").exists()
 
 
-def test_training_waits_for_the_job_that_prepares_it(waiting: dict[str, Job]) -> None:
+def test_training_waits_for_the_job_that_prepares_it(here: Here, waiting: dict[str, Job]) -> None:
     job = waiting["prepared"]
     assert job.ended(60) == "COMPLETED"
     first, second = job.attempts()
     assert (first["command"], second["command"]) == ("prepare", "train")
-    assert (job.folder / "prepared").exists() and second["time"] > first["time"] + 1  # type: ignore[operator]
+    (log,) = job.folder.parent.glob("prepared-prepare-*.out")
+    assert f"{here.world.folder}/kto.jsonl: 24 of 24 rows kept" in log.read_text()
+    assert log.stat().st_mtime <= second["time"], job.report()  # type: ignore[operator]
 
 
 def test_the_documented_calls_of_sbatch(here: Here) -> None:

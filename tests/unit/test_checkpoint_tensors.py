@@ -17,7 +17,8 @@ from torch import Tensor
 
 from alignment.config.errors import CheckpointError
 from alignment.engines.checkpoints import tensors as module
-from alignment.engines.checkpoints.tensors import FileRecord, TensorFile, file_bytes, record_of, write_tensors
+from alignment.engines.checkpoints.records import FileRecord, record_of
+from alignment.engines.checkpoints.tensors import TensorFile, file_bytes, write_tensors
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.bool]
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from alignment.config.errors import AlignmentError, CheckpointError, OptionError
 from alignment.engines.checkpoints.manifest import Manifest, files_in
-from alignment.engines.checkpoints.tensors import record_of
+from alignment.engines.checkpoints.records import record_of
 from alignment.engines.exporting import model as model_module
 from alignment.engines.exporting import source as source_module
 from alignment.engines.exporting.check import default_samples

@@ -6,7 +6,93 @@ from pathlib import Path
 
 import pytest
 
-from alignment.engines.failures import describe
+from alignment.config.errors import ModelError, RewardError
+from alignment.engines.failures import JoinError, ReportedElsewhere, describe, is_lost_peer
+
+PAIR = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc"
+BUFFER = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc"
+CRASHING = "This is typically caused by a remote worker crashing. Check the logs of the remote worker before reporting"
+RECEIVED = "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?"
+REMOTE = (
+    "remote process exited or there was a network error, NCCL version 2.21.5 ncclRemoteError: A call failed possibly "
+    "due to a network error or a remote process exiting prematurely. Last error: Call to recv failed"
+)
+# What torch 2.13 says, and what is left of it in the line for the user. Those of gloo and of the store were seen
+# (test_lost_peers.py produces most of them); those of NCCL are from reports.
+LOST = [
+    ("RuntimeError", f"{PAIR}:553] Connection closed by peer [127.0.0.1]:18317. {CRASHING} an error. GLHF!",
+     "Connection closed by peer [127.0.0.1]:18317"),
+    ("RuntimeError", f"{PAIR}:537] Read error [127.0.0.1]:27557: Connection reset by peer. {CRASHING} an error.",
+     "Read error [127.0.0.1]:27557: Connection reset by peer"),
+    ("RuntimeError", f"{BUFFER}:78] Timed out waiting 6000ms for recv operation to complete",
+     "Timed out waiting 6000ms for recv operation to complete"),
+    ("RuntimeError", f"{BUFFER}:129] Timed out waiting 6000ms for send operation to complete",
+     "Timed out waiting 6000ms for send operation to complete"),
+    ("RuntimeError", f"Gloo connectFullMesh failed with {PAIR}:152] timed out connecting: SO_ERROR: No route to host",
+     "Gloo connectFullMesh failed with timed out connecting: SO_ERROR: No route to host"),
+    ("RuntimeError", f"Gloo connectFullMesh failed with {PAIR.replace('.cc', '.h')}:311] Connect timeout [none]",
+     "Gloo connectFullMesh failed with Connect timeout [none]"),
+    ("RuntimeError", "[enforce fail at /__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/socket.cc:142] rv != "
+     "-1. -1 vs -1. connect: Network is unreachable", "rv != -1. -1 vs -1. connect: Network is unreachable"),
+    ("DistStoreError", "wait timeout after 6000ms, keys: /0//1", "wait timeout after 6000ms, keys: /0//1"),
+    ("DistNetworkError", RECEIVED, RECEIVED),
+    ("DistNetworkError", "Broken pipe", "Broken pipe"),
+    ("DistBackendError", f"NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, {REMOTE}", REMOTE),
+]  # fmt: skip
+
+
+def raised(kind: str, text: str) -> RuntimeError:
+    """An error of a library, by the name of its class."""
+    import torch
+
+    found: type[RuntimeError] = RuntimeError if kind == "RuntimeError" else getattr(torch.distributed, kind)
+    return found(text)
+
+
+@pytest.mark.parametrize(("kind", "text", "reason"), LOST)
+def test_a_lost_peer_is_one_line(kind: str, text: str, reason: str) -> None:
+    error = raised(kind, text)
+    line = f"another rank exited without reporting an error, or the network to it is down ({reason})"
+    assert describe(error) == (line, False)
+    assert is_lost_peer(error)
+    # A rank was lost while another one loaded a model, and what loads models took it for a fault of the model.
+    try:
+        try:
+            raise error
+        except RuntimeError as inner:
+            raise ModelError(f"model 'm' could not be loaded: {inner}") from inner
+    except ModelError as outer:
+        assert describe(outer) == (line, False)
+        assert is_lost_peer(outer)
+
+
+def test_other_connections_are_no_ranks() -> None:
+    for error in (
+        RuntimeError("Data processing error: CAS service error: Connection reset by peer"),
+        ConnectionResetError(104, "Connection reset by peer"),
+        RewardError("judge: Connection closed by peer"),
+        RuntimeError("tensor shapes differ"),
+        raised("DistBackendError", "NCCL error in: /pytorch/NCCLUtils.hpp:268, invalid usage, NCCL version 2.21.5"),
+    ):
+        assert not is_lost_peer(error)
+
+
+def test_what_nccl_refuses_is_one_line() -> None:
+    error = raised("DistBackendError", "NCCL error in: /pytorch/NCCLUtils.hpp:268, invalid usage, NCCL version 2.21.5")
+    expected = "NCCL failed; NCCL_DEBUG=INFO in the environment shows why (invalid usage, NCCL version 2.21.5)"
+    assert describe(error) == (expected, False)
+
+
+def test_an_error_in_joining_keeps_its_words() -> None:
+    try:
+        try:
+            raise raised("DistNetworkError", "Broken pipe")
+        except RuntimeError as inner:
+            raise JoinError("port 1 is in use") from inner
+    except JoinError as error:
+        assert describe(error) == ("port 1 is in use", False)
+        assert not is_lost_peer(error)
+    assert describe(ReportedElsewhere("rank 1: port 1 is in use")) == ("", False)
 
 
 def test_a_full_disk_is_seen_through_wrapping_and_named_from_the_frame() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from alignment.config.errors import OutputError
 from alignment.online.completion_log import CompletionLog, CompletionTable
 from alignment.reporting.durable import is_full
 from alignment.reporting.log import JsonlLog
+from alignment.reporting.log_reading import seconds_of
 
 
 class LimitedFile:
@@ -267,3 +270,17 @@ def test_tables_of_completions_wait_as_well(tmp_path: Path, disk: type[LimitedPa
     log.finish()
     assert records(tmp_path / "completions.jsonl") == [1]
     CompletionLog(None, 1, 2).finish()
+
+
+def test_records_may_say_when_they_were_written(tmp_path: Path) -> None:
+    """In UTC and always of the same length, so that the size of a log does not depend on when it was written."""
+    log = JsonlLog(tmp_path / "log.jsonl", timed=True)
+    before = datetime.now(timezone.utc)
+    for number in range(3):
+        log.write({"n": number})
+    found = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    times = [record.pop("time") for record in found]
+    assert found == [{"n": 0}, {"n": 1}, {"n": 2}]
+    assert {len(one) for one in times} == {len("2026-11-22T18:20:11.042Z")}
+    seconds = [seconds_of(one) or 0 for one in times]
+    assert seconds == sorted(seconds) and before.timestamp() - 0.001 <= seconds[0] <= time.time()

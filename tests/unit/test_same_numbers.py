@@ -37,8 +37,9 @@ def found(base: Path, head: Path, **renamed: str) -> list[tuple[str, str, Any, A
 
 
 def test_time_and_memory_may_differ_and_nothing_else(base: Path, tmp_path: Path) -> None:
+    """Nothing but these and the name of the run, which is drawn at random."""
     phases = {"learn": {"tokens": 30, "seconds": 99.0, "peak_bytes": 1}}
-    head = write(tmp_path / "head", START, STEP, {**END, "phases": phases})
+    head = write(tmp_path / "head", {**START, "run": "0f8060"}, STEP, {**END, "phases": phases})
     assert found(base, head) == []
     head = write(tmp_path / "head", START, STEP, {**END, "phases": {"learn": {"tokens": 31}}})
     assert found(base, head) == [("log.jsonl line 3 (end)", "phases.learn.tokens", 30, 31)]

@@ -309,9 +309,12 @@ def test_prepare_comes_first(slurm: Path, tmp_path: Path, capsys: pytest.Capture
     ).items()
     assert not {"array", "gpus-per-node", "signal"} & set(header(first))
     assert header(first)["output"] == f"{tmp_path}/out/kto-prepare-%j.out"
+    assert " --ranks 32\n" in first and "--ranks" not in second and "DS_ACCELERATOR" not in first + second
     assert "export ALIGNMENT_COMMAND=prepare\n" in first and "export ALIGNMENT_COMMAND=train\n" in second
     called = (slurm / "sbatch.called").read_text().splitlines()
     assert called == ["--parsable", "--parsable --dependency=afterok:40 --kill-on-invalid-dep=yes"]
+    _, out, _ = submitted(capsys, *more, "--gpus", "0", "--print")
+    assert out.count("export DS_ACCELERATOR=cpu\n") == 2 and " --ranks 4\n" in out
     code, out, _ = submitted(capsys, *more, "--print")
     assert code == 0 and out.count("#!/bin/bash") == 2 and "--dependency=afterok:NUMBER_OF_THE_FIRST" in out
 

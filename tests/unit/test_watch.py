@@ -14,14 +14,21 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from alignment.engines.watch.activity import Activity, Limits
 from alignment.engines.watch.beats import Beat, Gap, Heard, hung_rank, in_collective
 from alignment.engines.watch.ending import bounded, write_stacks
 from alignment.engines.watch.launchers import NOTICE, launcher_name, stop_notice
 from alignment.engines.watch.processes import Watched
 from alignment.engines.watch.requests import StopRequests
+from alignment.engines.watch.signals import SignalWatch
 from alignment.engines.watch.stop import RunStopped, StopReason
-from alignment.reporting.status_file import RunStatus, StatusFile, read_status
+from alignment.reporting.activity import Activity, Limits
+from alignment.reporting.status_file import RunStatus, StatusFile, fail_in_place_of, read_status
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun leaves its workers' environment."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
 
 
 class Clock:
@@ -178,6 +185,7 @@ def test_the_file_is_looked_for_at_times(tmp_path: Path) -> None:
         (["python", "-c", "deepspeed"], ""),
         (["python", "-m", "pytest", "torchrun"], ""),
         (["bash", "-c", "torchrun train.py"], ""),
+        (["less", "/v/bin/torchrun"], ""),
         (["-bash"], ""),
         (["python"], ""),
         ([], ""),
@@ -185,6 +193,37 @@ def test_the_file_is_looked_for_at_times(tmp_path: Path) -> None:
 )
 def test_launchers_are_known_by_what_they_run(command: list[str], name: str) -> None:
     assert launcher_name(command) == name
+
+
+def orphans(tmp_path: Path, parent: str) -> str:
+    """What a process thinks of itself whose parent is a program of this name."""
+    program = tmp_path / parent
+    program.symlink_to(os.path.realpath(sys.executable))
+    child = "from alignment.engines.watch.launchers import orphaned; print(orphaned())"
+    code = f"import subprocess; subprocess.run([{sys.executable!r}, '-c', {child!r}], check=True)"
+    done = subprocess.run([program, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    return done.stdout
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize(("parent", "orphan"), [("init", "True\n"), ("python-of-a-launcher", "False\n")])
+def test_a_launcher_that_was_gone_at_the_start_is_missed(tmp_path: Path, parent: str, orphan: str) -> None:
+    assert orphans(tmp_path, parent) == orphan
+
+
+def test_nobody_misses_a_launcher_that_there_was_none_of(tmp_path: Path) -> None:
+    assert orphans(tmp_path, "init") == "False\n"
+
+
+def test_a_process_that_stands_still_is_seen() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        watched = Watched.begin(child.pid)
+        assert not watched.stopped
+        os.kill(child.pid, signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        assert watched.stopped and not watched.gone
+        watched.kill()
+    assert not watched.stopped
 
 
 def test_the_notice_is_what_the_job_was_promised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -306,6 +345,21 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     assert last == "stopped by SIGINT at once, in phase start after step 0"
 
 
+def test_signals_that_are_to_be_ignored_at_the_end_stay_so_and_the_thread_is_not_waited_for() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    watch = SignalWatch(StopRequests(), lambda reason: None)
+    try:
+        with watch.listening([signal.SIGUSR1, signal.SIGHUP]):
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            time.sleep(0.1)  # the thread waits for something to hear
+            start = time.monotonic()
+        assert time.monotonic() - start < 0.3
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_what_was_ignored_at_the_start_stays_ignored() -> None:
     """As under `nohup`, or in the background of a script."""
     done = run("ignored", (signal.SIGHUP, signal.SIGINT))
@@ -347,6 +401,20 @@ def test_a_status_is_written_when_something_has_changed_or_time_has_passed(tmp_p
     file.path = tmp_path / "absent" / "status.json"
     file.update(step=4)  # a disk that cannot be written costs the update and no more
     tmp_path.chmod(0o700)
+
+
+def test_a_status_is_written_for_a_rank_that_was_killed(tmp_path: Path) -> None:
+    StatusFile(tmp_path, RunStatus(host="n1", pid=17)).update(state="running", step=4)
+    fail_in_place_of(tmp_path, "n1", 18, "rank 0 was killed")
+    fail_in_place_of(tmp_path, "n2", 17, "rank 0 was killed")
+    found = read_status(tmp_path)
+    assert found is not None and found.state == "running", "a later attempt keeps it by now"
+    fail_in_place_of(tmp_path, "n1", 17, "rank 0 was killed")
+    found = read_status(tmp_path)
+    assert found is not None and (found.state, found.error, found.step) == ("failed", "rank 0 was killed", 4)
+    fail_in_place_of(tmp_path, "n1", 17, "once more")
+    assert read_status(tmp_path) == found
+    fail_in_place_of(tmp_path / "absent", "n1", 17, "nowhere")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-_TIMES = ("runtime", "per_second")
+_TIMES = ("time", "per_second")
 _LOG, _COMPLETIONS = "log.jsonl", "completions.jsonl"
 _STATE = "trainer_state.json"
 _CURVES = "report.png"  # left out on the rank server

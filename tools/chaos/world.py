@@ -42,10 +42,10 @@ class World:
             (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return cls(folder)
 
-    def arguments(self, method: str, output_dir: Path) -> list[str]:
-        """Of ``launch/train.py``: the same for the first start and for every restart."""
+    def arguments(self, method: str, output_dir: Path, **changes: object) -> list[str]:
+        """Of ``launch/train.py``: the same for the first start and for every restart; ``changes`` to the options."""
         rows = self.folder / f"{method}.jsonl"
-        options = {
+        options: dict[str, object] = {
             "model_name_or_path": self.folder / "policy",
             "dataset_name": rows,
             "max_train_samples": 24,
@@ -76,4 +76,5 @@ class World:
             options |= {"num_completions_to_log": 2}
         else:
             options |= {"max_prompt_length": 16}
+        options |= changes
         return [method, *(part for name, value in options.items() for part in (f"--{name}", str(value)))]

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 # What may differ: time, and memory.
-_TIMED = ("runtime", "_per_second", "seconds", "peak_bytes")
+_TIMED = ("time", "_per_second", "seconds", "peak_bytes")
 _LOGS = ("log.jsonl", "completions.jsonl")
 
 
@@ -66,7 +66,9 @@ def compare(run: str, base: Path, head: Path, renamed: Mapping[str, str]) -> lis
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    """The lines of a log, without the name of the run, which is drawn at random."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [{name: value for name, value in line.items() if name != "run"} for line in lines]
 
 
 def _models(folder: Path) -> list[str]:

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from alignment.engines.checkpoints.tensors import FileRecord, TensorFile, write_tensors
+from alignment.engines.checkpoints.records import FileRecord
+from alignment.engines.checkpoints.tensors import TensorFile, write_tensors
 from alignment.internals.deepspeed_zero3 import is_partitioned
 from alignment.internals.torch import version_of
 

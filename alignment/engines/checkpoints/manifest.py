@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from alignment.config.errors import CheckpointError
-from alignment.engines.checkpoints.tensors import FileRecord, record_of
+from alignment.engines.checkpoints.records import FileRecord, record_of
 from alignment.reporting.durable import replace_text
 
 MANIFEST = "manifest.json"
@@ -77,7 +77,7 @@ class Manifest:
             text = path.read_text(encoding="utf-8")
             content = json.loads(text)
             found = content.pop("format")
-        except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path}: it cannot be read ({error}), so the checkpoint is damaged") from error
         if isinstance(found, int) and found > FORMAT:
             raise CheckpointError(f"{path}: it has format {found}, and this release knows up to {FORMAT}; upgrade it")

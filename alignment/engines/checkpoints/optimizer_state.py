@@ -31,7 +31,8 @@ from alignment.engines.checkpoints.fragments import (
     describe_split,
     state_key,
 )
-from alignment.engines.checkpoints.tensors import FileRecord, file_bytes, write_tensors
+from alignment.engines.checkpoints.records import FileRecord
+from alignment.engines.checkpoints.tensors import file_bytes, write_tensors
 from alignment.engines.collectives import together
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.deepspeed_state import (

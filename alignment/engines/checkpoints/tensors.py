@@ -16,6 +16,7 @@ import xxhash
 from torch import Tensor
 
 from alignment.config.errors import CheckpointError
+from alignment.engines.checkpoints.records import FileRecord
 
 CHUNK_BYTES = 64 * 2**20
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors refuses a longer one
@@ -36,18 +37,6 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-class FileRecord(NamedTuple):
-    """What a manifest says of a file.
-
-    Attributes:
-        size: in bytes.
-        checksum: xxh3_128 of its content, 32 hexadecimal digits.
-    """
-
-    size: int
-    checksum: str
 
 
 class _Entry(NamedTuple):
@@ -96,25 +85,6 @@ def file_bytes(tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> int:
     return len(_header([(f"{number:024}", tensor) for number, tensor in enumerate(tensors)], metadata)) + sum(
         tensor.numel() * tensor.element_size() for tensor in tensors
     )
-
-
-def record_of(path: Path) -> FileRecord:
-    """Size and checksum of a file, read in chunks.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    digest = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(4 * 2**20))
-    size = 0
-    try:
-        with open(path, "rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                digest.update(buffer[:count])
-                size += count
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}; restore the file") from error
-    return FileRecord(size, digest.hexdigest())
 
 
 class TensorFile:

@@ -31,7 +31,7 @@ _LEFT_OUT = {
     "method", "output_dir", "merged_output_dir", "model_name_or_path", "adapter_name_or_path", "dataset_name",
     "dataset_mixture", "dataset_config", "dry_run", "per_device_eval_batch_size", "use_cpu",
 }  # fmt: skip
-_BOOKKEEPING = ("step", "epoch", "num_tokens", "total_flos")
+_BOOKKEEPING = ("step", "epoch", "num_tokens", "total_flos", "time")
 _FILE_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".gz", ".zst")
 
 

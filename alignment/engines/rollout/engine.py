@@ -30,9 +30,9 @@ from alignment.engines.rollout.memory import Room, measure_room
 from alignment.engines.rollout.processors import neutral_defaults
 from alignment.engines.rollout.weights import weights_by_layer, whole_weights
 from alignment.engines.scoring import ScoringEngine
-from alignment.engines.watch.activity import ACTIVITY
 from alignment.engines.watch.requests import REQUESTS
 from alignment.engines.watch.stop import Cut
+from alignment.reporting.activity import ACTIVITY
 
 
 def backends() -> tuple[RolloutBackend, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 from alignment.engines.checkpoints.owner import Owner
-from alignment.engines.watch.activity import ACTIVITY
+from alignment.reporting.activity import ACTIVITY
 
 _COLLECTIVES = ("torch/distributed/", "deepspeed/comm/")
 _GAP_S = 3.0

@@ -69,6 +69,20 @@ def launcher_name(command: list[str]) -> str:
     return script.name if script.name in _PROGRAMS or rest[0].endswith(_SCRIPTS) else ""
 
 
+def orphaned() -> bool:
+    """Whether a launcher has started this process and was gone before it could be looked for.
+
+    Launchers leave variables behind, and are the parents of what they start. One that is none of those known here is
+    a Python program all the same; what takes over orphans is none.
+    """
+    if not any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK")) or launchers():
+        return False
+    with contextlib.suppress(psutil.Error, IndexError):
+        parent = psutil.Process().parent()
+        return parent is None or not Path(parent.cmdline()[0]).name.startswith("python")
+    return True
+
+
 class Notice(NamedTuple):
     """Time between a request to stop and the kill that follows it.
 

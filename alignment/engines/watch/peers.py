@@ -8,44 +8,23 @@ its exit status.
 
 from __future__ import annotations
 
-import json
 import select
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-from alignment.engines.watch.activity import ACTIVITY
 from alignment.engines.watch.beats import Beat, Gap, Heard, Pulse, hung_rank
-from alignment.engines.watch.ending import bounded, end_process, mute, write, write_stacks
+from alignment.engines.watch.ending import bounded, mute
+from alignment.engines.watch.last_word import ASK_S, LastWord, Verdict
 from alignment.engines.watch.processes import Watched
+from alignment.reporting.activity import ACTIVITY
+from alignment.reporting.status_file import fail_in_place_of
 
 _POLL_S = 0.5  # between two beats
-_ASK_S = 3.0  # how long a last word waits for the store
-_HUSH_S = 5.0  # how long the speaker waits for the others to fall silent
-_SPEECH_S = 10.0  # how long a silent rank waits for the speaker
 _LEAVE_S = 10.0  # how long rank 0 keeps the store for ranks that have finished too
 _LOST_S = 1.2  # in which a rank whose connection has broken is found among the others; more than two beats
 _GRACE_S = 0.7  # after the end of a peer's process, for what it may have said before
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Why the job ends, as the rank that claims the last word tells the others.
-
-    Attributes:
-        code: the exit status of every rank.
-        state, signal: for ``status.json``.
-        hung: every rank is to write its stacks.
-        dead: ranks that cannot end by themselves, and do not answer.
-    """
-
-    code: int = 1
-    state: str = "failed"
-    signal: str | None = None
-    hung: bool = False
-    dead: tuple[int, ...] = ()
 
 
 class Peers:
@@ -58,6 +37,7 @@ class Peers:
             the others.
         lost_store: called when the store has gone, where a launcher serves it: ranks can do their last step without.
             None: rank 0 serves it, so that nothing goes on without.
+        launcher_stopped: whether a launcher of this process stands still.
         clock: in seconds.
 
     Attributes:
@@ -72,17 +52,21 @@ class Peers:
         *,
         server: Any = None,
         lost_store: Callable[[str], None] | None = None,
+        launcher_stopped: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self._store, self._server, self._lost_store, self._clock = store, server, lost_store, clock
+        self._launcher_stopped = launcher_stopped
         self._pulse, self._heard = Pulse(), Heard(clock)
-        self._gap, self._last_word = Gap(clock), threading.Lock()
+        self._gap, self._last_word = Gap(clock), LastWord(store, rank, self._bury)
         self._own_end = self._met = self.alone = False
         self._answered = clock()
         self._neighbours: dict[int, Watched] = {}
         self._fallen: dict[int, float] = {}
-        threading.Thread(target=self._watch, name="alignment-guard", daemon=True).start()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="alignment-guard", daemon=True)
+        self._thread.start()
 
     # The end of this rank --------------------------------------------------------------------------------------------
 
@@ -94,6 +78,9 @@ class Peers:
             time.sleep(0.1)
             count = self._call("add", "finished", 0)
         self._own_end = True
+        # A thread that is in the store's C++ when the interpreter ends takes the process down with it.
+        self._over.set()
+        self._thread.join(ASK_S)
         if self.rank != 0:
             self._call("add", "left", 1)
             return
@@ -114,56 +101,7 @@ class Peers:
         if lost:
             line, verdict = self._lost_peer(line, verdict)
         self._own_end = True  # before the claim: the other thread must not take it for another rank's
-        won = bounded(lambda: self._claim(verdict), _ASK_S)
-        if won is False:
-            self._end_silently()
-        self._last_word.acquire()  # never released: of several threads, one writes and ends the process
-        if verdict.hung:
-            write_stacks(ACTIVITY.folder, self.rank)
-        if not at_once and won:
-            others = [f"silent/{other}" for other in self._living(verdict.dead)]
-            self._wait(lambda: bool(bounded(lambda: self._store.check(others), _ASK_S)), _HUSH_S)
-        # Another rank's progress bar may have left the cursor in the middle of a line.
-        write(f"\n{trace}{line}")
-        self._end_dead(verdict.dead)
-        record(line, verdict)
-        if won:
-            bounded(lambda: self._store.set("said", line), _ASK_S)
-            if self.rank == 0:  # the store may end with this process
-                wanted = len(self._living(verdict.dead))
-                self._wait(lambda: (bounded(lambda: self._store.add("heard", 0), _ASK_S) or 0) >= wanted, 1.0)
-        end_process(verdict.code)
-
-    def _claim(self, verdict: Verdict) -> bool:
-        if self._store.add("claim", 1) > 1:
-            return False
-        self._store.set("why", json.dumps(asdict(verdict)))
-        return True
-
-    def _end_silently(self) -> NoReturn:
-        """Close stdout and stderr, wait for the speaker to have spoken, and end as it does.
-
-        The second of grace lets the speaker be the first to exit: a launcher that ends all at the first exit, or
-        reports the first as the cause, then takes the right one.
-        """
-        self._last_word.acquire()
-        mute()
-        verdict, line = Verdict(), "another rank ended the job without saying why"
-        bounded(lambda: self._store.set(f"silent/{self.rank}", "1"), _ASK_S)
-        self._wait(lambda: bool(bounded(lambda: self._store.check(["why"]), _ASK_S)), _ASK_S)
-        why = bounded(lambda: self._store.get("why"), _ASK_S)
-        if why is not None:
-            found = json.loads(why)
-            verdict = Verdict(**{**found, "dead": tuple(found["dead"])})
-        if verdict.hung:
-            write_stacks(ACTIVITY.folder, self.rank)
-        self._end_dead(verdict.dead)
-        self._wait(lambda: bool(bounded(lambda: self._store.check(["said"]), _ASK_S)), _SPEECH_S)
-        said = bounded(lambda: self._store.get("said"), _ASK_S)
-        bounded(lambda: self._store.add("heard", 1), _ASK_S)
-        record(said.decode() if said is not None else line, verdict)
-        time.sleep(1.0)
-        end_process(verdict.code)
+        self._last_word.speak(line, verdict, lambda: self._living(verdict.dead), trace=trace, at_once=at_once)
 
     # The end of others -----------------------------------------------------------------------------------------------
 
@@ -174,12 +112,12 @@ class Peers:
             if self._own_end:
                 return
             if self._call("check", ["claim"]) and not self._own_end:
-                self._end_silently()
+                self._last_word.follow()
             self._exchange()
             self._answered = self._clock()
             if not self._own_end:
                 self._judge()
-            time.sleep(_POLL_S)
+            self._over.wait(_POLL_S)
 
     def _exchange(self) -> None:
         """Beat, and hear the beats of those that this rank listens to."""
@@ -242,9 +180,9 @@ class Peers:
             if other not in self._fallen and _ended(watched):
                 self._fallen[other] = now
         fallen = next((other for other, at in self._fallen.items() if now - at >= _GRACE_S), None)
-        if fallen is None or bounded(lambda: self._store.add("finished", 0), _ASK_S) == self.world_size:
+        if fallen is None or bounded(lambda: self._store.add("finished", 0), ASK_S) == self.world_size:
             return
-        beats = bounded(lambda: self._read_beats([fallen]), _ASK_S)
+        beats = bounded(lambda: self._read_beats([fallen]), ASK_S)
         if not beats:  # the store has gone as well, which the other thread tells
             return
         beat = beats[fallen]
@@ -254,16 +192,25 @@ class Peers:
             Verdict(dead=(fallen,)),
         )
 
-    def _store_is_silent(self, silence: float) -> NoReturn:
+    def _store_is_silent(self, silence: float) -> None:
+        if self._lost_store is not None and self._launcher_stopped():
+            self._go_on_alone("the launcher that keeps the ranks in touch was stopped (SIGSTOP, Ctrl-Z)")
+            return
         beat = self._heard.beats.get(0)
-        where = f" (host {beat.host})" if beat is not None else ""
-        place = f", last in {beat.place}" if beat is not None else ""
-        what = f"rank 0{where}, which" if self._lost_store is None else "the launcher, which"
-        self.fail(
+        what, place, dead = "the launcher, which", "", tuple[int, ...]()
+        if self._lost_store is None:
+            what, dead = f"rank 0{f' (host {beat.host})' if beat is not None else ''}, which", (0,)
+            place = f", last in {beat.place}" if beat is not None else ""
+        self._speak_for_machine(
             f"error: rank {self.rank} (host {self._pulse.host}): {what} keeps the ranks in touch, has given no answer "
             f"for {silence:g} s{place}: it was stopped, or its host or the network is down (peer_timeout)",
-            Verdict(dead=(0,) if self._lost_store is None else ()),
+            Verdict(dead=dead),
         )
+
+    def _go_on_alone(self, why: str) -> None:
+        if not self.alone and self._lost_store is not None:
+            self.alone = True
+            self._lost_store(why)
 
     def _lost_peer(self, line: str, verdict: Verdict) -> tuple[str, Verdict]:
         """Who is missing, after a connection to another rank broke; a rank that fails is given time to say so."""
@@ -271,8 +218,8 @@ class Peers:
         before = bounded(lambda: self._read_beats(everyone), _LOST_S) if self._met else None
         end = self._clock() + _LOST_S
         while self._clock() < end:
-            if bounded(lambda: self._store.check(["claim"]), _ASK_S):
-                self._end_silently()
+            if bounded(lambda: self._store.check(["claim"]), ASK_S):
+                self._last_word.follow()
             time.sleep(0.1)
         after = bounded(lambda: self._read_beats(everyone), _LOST_S)
         if not before or not after:
@@ -295,12 +242,6 @@ class Peers:
     def _gone(self) -> list[int]:
         return [other for other, watched in self._neighbours.items() if _ended(watched)]
 
-    def _end_dead(self, dead: Sequence[int]) -> None:
-        """End those of this machine that do not answer: a stopped process hears of nothing else."""
-        for other in dead:
-            if other in self._neighbours:
-                self._neighbours[other].kill()
-
     def _wait(self, reached: Callable[[], bool], seconds: float) -> None:
         end = self._clock() + seconds
         while not reached() and self._clock() < end:
@@ -318,22 +259,36 @@ class Peers:
                 return _NOTHING[method]
             if self._lost_store is None:
                 self._store_is_gone()
-            if not self.alone:
-                self.alone = True
-                self._lost_store("the launcher that keeps the ranks in touch has ended")
+            self._go_on_alone("the launcher that keeps the ranks in touch has ended")
             return _NOTHING[method]
 
     def _store_is_gone(self) -> NoReturn:
         self._own_end = True
-        self._last_word.acquire()
         beat = self._heard.beats.get(0)
         where = f" (host {beat.host}, process {beat.pid})" if beat is not None else ""
         place = f" in {beat.place}" if beat is not None else ""
         line = f"error: rank 0{where} was killed{place}, perhaps for lack of host memory"
-        # One rank of each other machine: they cannot agree on one any more.
-        if self.rank == 1 or (beat is not None and beat.machine != self._pulse.machine):
-            write(f"\n{line}")
-        end_process(1)
+        self._speak_for_machine(line, Verdict(dead=(0,)))
+
+    def _speak_for_machine(self, line: str, verdict: Verdict) -> NoReturn:
+        """Without a store: the lowest living rank of each machine speaks, for they cannot agree on one any more."""
+        dead = {*verdict.dead, *self._gone()}
+        if any(other < self.rank and other not in dead for other in self._neighbours):
+            mute()
+        self._own_end = True
+        self._last_word.speak(line, verdict, list, trace="", at_once=True)
+
+    def _bury(self, verdict: Verdict, line: str) -> None:
+        """End dead ranks of this machine: a stopped process hears of nothing else.
+
+        And write the end into ``status.json`` if the rank that keeps it is one of them.
+        """
+        for other in verdict.dead:
+            if other in self._neighbours:
+                self._neighbours[other].kill()
+        first = self._heard.beats.get(0)
+        if 0 in verdict.dead and first is not None and ACTIVITY.folder is not None:
+            fail_in_place_of(ACTIVITY.folder, first.host, first.pid, line.removeprefix("error: "))
 
 
 # What calls to a store that is no longer needed stand for.
@@ -353,11 +308,3 @@ def hung_line(rank: int, beat: Beat, world_size: int) -> str:
         f"error: {who} has made no progress for {beat.idle:.0f} s in {beat.place} (hang_timeout, hang_timeout_first); "
         f"its stacks are in hang-{rank}.txt"
     )
-
-
-def record(line: str, verdict: Verdict) -> None:
-    """Write how the run ended into ``status.json``, where this process keeps it."""
-    if ACTIVITY.status is not None:
-        said = line.strip().removeprefix("error: ") or f"exit status {verdict.code}"
-        error = said if verdict.state == "failed" else None
-        ACTIVITY.status.update(state=verdict.state, signal=verdict.signal, error=error)

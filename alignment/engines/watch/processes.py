@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from dataclasses import dataclass
+
+import psutil
 
 from alignment.engines.checkpoints.owner import process_start
 
@@ -35,6 +38,13 @@ class Watched:
     def gone(self) -> bool:
         """Whether it has ended."""
         return self._start is None or process_start(self.pid) != self._start
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it stands still, as after SIGSTOP or Ctrl-Z."""
+        with contextlib.suppress(psutil.Error):
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
+        return False
 
     def kill(self) -> None:
         """End it, stopped or not, if it is still there."""

@@ -27,10 +27,12 @@ class StopRequests:
     Attributes:
         deferring: whether the main thread looks at requests by itself, and must not be interrupted by one.
         detail: what lies behind the reason where it is no signal; else empty.
+        done: the request was obeyed, or the work is done: nothing is to be interrupted any more.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.deferring, self.detail = False, ""
+        self.deferring = self.done = False
+        self.detail = ""
         self._clock, self._lock = clock, threading.RLock()  # a handler may run while it is held
         self._reason: StopReason | None = None
         self._file: Path | None = None
@@ -77,7 +79,7 @@ class StopRequests:
     def forget(self) -> None:
         """As in a process that has received none."""
         with self._lock:
-            self._reason, self.detail = None, ""
+            self._reason, self.detail, self.done = None, "", False
 
 
 REQUESTS = StopRequests()

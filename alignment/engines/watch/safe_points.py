@@ -9,9 +9,9 @@ import torch
 
 from alignment.engines.collectives import device, largest_over_ranks
 from alignment.engines.launch_env import world_size
-from alignment.engines.watch.activity import ACTIVITY
 from alignment.engines.watch.requests import REQUESTS, StopRequests
 from alignment.engines.watch.stop import Cut, StopReason
+from alignment.reporting.activity import ACTIVITY
 
 _EVERY_S = 2.0  # about how often ranks ask each other
 _MOST = 1000

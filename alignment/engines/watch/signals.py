@@ -16,17 +16,18 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
-from alignment.engines.watch.activity import ACTIVITY
 from alignment.engines.watch.launchers import Launcher, launchers
 from alignment.engines.watch.processes import Watched
 from alignment.engines.watch.requests import StopRequests
 from alignment.engines.watch.stop import RunStopped, StopReason
+from alignment.reporting.activity import ACTIVITY
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _IGNORABLE = (signal.SIGINT, signal.SIGHUP)  # by `nohup`, and by shells for what they start in the background
 _AGAIN_S = 2.0  # launchers and schedulers repeat signals; a second SIGINT counts after this
 _LEAVE_S = 3.0  # how long the main thread has to hear of a signal where it is not to look for requests itself
 _TICK_S = 0.5
+_WAKE = b"\0"  # no signal's number
 
 
 class SignalWatch:
@@ -61,7 +62,7 @@ class SignalWatch:
     def listening(self, signals: Iterable[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
         """Within this context signals are requests; call it in the main thread.
 
-        SIGINT and SIGHUP stay ignored where they were ignored before.
+        SIGINT and SIGHUP stay ignored where they were ignored before. Handlers that were set within it stay.
         """
         handlers = {each: signal.getsignal(each) for each in signals}
         taken = [each for each, handler in handlers.items() if not (each in _IGNORABLE and handler == signal.SIG_IGN)]
@@ -72,7 +73,7 @@ class SignalWatch:
         self._taken = set(taken)
         for each in taken:
             signal.signal(each, self._handle)
-        os.register_at_fork(after_in_child=lambda: _forget_in_child(writer))
+        os.register_at_fork(after_in_child=lambda: self._forget_in_child(writer))
         self._watch_launchers()
         over = threading.Event()
         thread = threading.Thread(target=self._run, args=(reader, over), name="alignment-signals", daemon=True)
@@ -80,21 +81,28 @@ class SignalWatch:
         try:
             yield
         finally:
-            for each in taken:
-                signal.signal(each, handlers[each] or signal.SIG_DFL)
-            signal.set_wakeup_fd(before)
+            # The thread first: what it hears from now on must not meet the handlers of before.
             over.set()
+            os.write(writer, _WAKE)
             thread.join(2 * _TICK_S)
+            for each in taken:
+                if signal.getsignal(each) == self._handle:
+                    signal.signal(each, handlers[each] or signal.SIG_DFL)
+            signal.set_wakeup_fd(before)
             os.close(writer)
 
     def _watch_launchers(self) -> None:
         for launcher in launchers():
             self._launchers[launcher.pid] = (launcher, Watched.begin(launcher.pid))
 
+    def launcher_stopped(self) -> bool:
+        """Whether a launcher of this process stands still."""
+        return any(watched.stopped for _, watched in list(self._launchers.values()))
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """In the main thread: interrupt it, unless it looks at requests by itself."""
         self.requests.request(StopReason.of_signal(number))
-        if self.requests.deferring or self._raised:
+        if self.requests.deferring or self._raised or self.requests.done:
             return
         self._raised = True
         reason = self.requests.reason or StopReason.of_signal(number)
@@ -112,6 +120,8 @@ class SignalWatch:
                 poll.register(watched.descriptor, select.POLLIN)
         while not over.is_set():
             ready = {descriptor for descriptor, _ in poll.poll(_TICK_S * 1000)}
+            if over.is_set():
+                break
             if reader in ready:
                 for number in os.read(reader, 64):
                     self._hear(number)
@@ -135,6 +145,8 @@ class SignalWatch:
         Args:
             what: has ended.
         """
+        if self.requests.done:
+            return
         self.requests.request(StopReason.SIGTERM, what)
         if self.requests.deferring:
             self._announce()
@@ -151,6 +163,8 @@ class SignalWatch:
                 self._end(reason)
             self._first_interrupt = now if self._first_interrupt is None else self._first_interrupt
         self.requests.request(reason)
+        if self.requests.done:
+            return
         if not self.requests.deferring:
             self._deadline = self._deadline or now + _LEAVE_S
         else:
@@ -170,19 +184,18 @@ class SignalWatch:
         if self._deadline is not None and self._clock() >= self._deadline and not self._raised:
             self._end(self.requests.reason or StopReason.SIGTERM)
 
+    def _forget_in_child(self, writer: int) -> None:
+        """A forked worker must not write its signals into its parent's pipe, nor raise at the parent's.
 
-def _forget_in_child(writer: int) -> None:
-    """A forked worker must not write its signals into its parent's pipe, nor raise at the parent's.
-
-    A Ctrl-C, a logout or a notice of SLURM reaches every process of a group; what becomes of a worker is its parent's
-    decision.
-    """
-    with contextlib.suppress(ValueError):
-        if signal.set_wakeup_fd(-1) != writer:
-            return
-    for each in STOP_SIGNALS:
-        if isinstance(getattr(signal.getsignal(each), "__self__", None), SignalWatch):
-            signal.signal(each, signal.SIG_DFL if each == signal.SIGTERM else signal.SIG_IGN)
+        A Ctrl-C, a logout or a notice of SLURM reaches every process of a group; what becomes of a worker is its
+        parent's decision.
+        """
+        with contextlib.suppress(ValueError):
+            if signal.set_wakeup_fd(-1) != writer:
+                return
+        for each in STOP_SIGNALS:
+            if signal.getsignal(each) == self._handle:
+                signal.signal(each, signal.SIG_DFL if each == signal.SIGTERM else signal.SIG_IGN)
 
 
 def ignore_stop_signals(worker: int = 0) -> None:

@@ -42,7 +42,8 @@ MAY_CHANGE = frozenset(
         max_tokens_per_batch per_device_eval_batch_size per_device_train_batch_size precompute_ref_batch_size
         ref_deepspeed ref_placement reward_batch_size reward_deepspeed reward_placement use_cpu
         max_steps num_train_epochs
-        hang_factor hang_timeout hang_timeout_first peer_timeout
+        hang_factor hang_timeout hang_timeout_first loss_spike_factor max_bad_steps on_bad_step peer_timeout retries
+        retry_pause rewind_windows
         disable_tqdm dry_run eval_on_start eval_steps eval_strategy include_num_input_tokens_seen
         include_tokens_per_second log_completions logging_first_step logging_steps num_completions_to_log report_to
         run_name

@@ -15,8 +15,8 @@ from alignment.engines.checkpoints.old_runs import set_aside
 from alignment.engines.checkpoints.probe import PROBE, check_shared_folder
 from alignment.engines.collectives import on_first_rank
 from alignment.engines.launch_env import rank
-from alignment.engines.watch.activity import ACTIVITY
 from alignment.engines.watch.requests import STOP_FILE
+from alignment.reporting.activity import ACTIVITY
 from alignment.training.checkpointing.output_folder import COMPLETIONS, LOG, check_output_folder, in_use
 from alignment.training.checkpointing.present import Present
 from alignment.training.checkpointing.resume import Checkpoint, check_same_run, choose, find
@@ -57,7 +57,8 @@ class RunFolder:
             check_output_folder(self.path, args.overwrite_output_dir, earlier_run=True)
             self._free = not in_use(self.path)
             self.held_by_earlier_run = not self._free and not args.overwrite_output_dir
-        self.lock.peek()
+        if not args.dry_run:  # which writes nothing there, and may come before the run that has the folder ends
+            self.lock.peek()
         if args.merged_output_dir is not None:
             from alignment.engines.exporting.folder import REPORT  # imports more than a run without it needs
 

@@ -29,7 +29,7 @@ from alignment.engines.checkpoints.optimizer_state import (
     write_fragments,
     writes_fragments,
 )
-from alignment.engines.checkpoints.tensors import FileRecord, record_of
+from alignment.engines.checkpoints.records import FileRecord, record_of
 from alignment.engines.collectives import from_first_rank, gathered, on_first_rank, together
 from alignment.engines.launch_env import rank, world_size
 from alignment.engines.saving import exported_tensors

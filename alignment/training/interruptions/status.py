@@ -11,7 +11,7 @@ from typing import Any
 
 from alignment.config.errors import one_line
 from alignment.engines.launch_env import world_size
-from alignment.engines.watch.activity import ACTIVITY
+from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.status_file import STATUS, RunStatus, StatusFile, now, read_status
 
 _EVERY_S = 5.0

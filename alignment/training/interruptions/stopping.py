@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from alignment.engines.checkpoints.folder import checkpoint_folder
-from alignment.engines.watch.activity import ACTIVITY
 from alignment.engines.watch.launchers import stop_notice
 from alignment.engines.watch.requests import REQUESTS
 from alignment.engines.watch.signals import SignalWatch
 from alignment.engines.watch.stop import RunStopped, StopReason
+from alignment.reporting.activity import ACTIVITY
 from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import RunContext
 
@@ -55,6 +55,7 @@ def end_run(context: RunContext, writer: CheckpointWriter, finish: Callable[[], 
     Raises:
         RunStopped: on every rank.
     """
+    REQUESTS.done = True
     step = context.state.global_step
     stop = {"event": "stop", "signal": reason.name, "step": step, "checkpoint": writer.newest}
     for write in (lambda: context.log_file.write(stop), context.log_file.finish, finish):

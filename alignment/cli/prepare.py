@@ -1,0 +1,103 @@
+"""The command ``prepare``: the options of ``train``; it ends where the data are tokenised and the run is planned.
+
+It needs no GPU and loads no weights, so that a job on a CPU node can do it before the job on GPU nodes begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from alignment.cli.output import surviving_closed_output
+from alignment.cli.parsing import glimpse, parse
+from alignment.config.errors import OptionError, setting
+from alignment.config.machine import Machine, planning_for
+from alignment.config.registry import METHODS
+from alignment.engines.garbage import old_objects_spared, uncollected
+from alignment.engines.guard import guarded
+from alignment.engines.launch_env import hush_libraries, init_distributed, world_size
+from alignment.engines.start_up import import_libraries
+
+_ABOUT = """\
+Tokenise the data of a run and print its plan, without a GPU and without loading weights. The run finds the tokenised
+rows in the cache of the datasets library. The options are those of `train`, and
+
+  --ranks N   number of processes of the run, to plan for [1]
+"""
+_RANKS = "--ranks"
+_MOST = 1_000_000
+_DEVICE = "DS_ACCELERATOR"
+
+
+def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment prepare") -> None:
+    """Tokenise, print the plan and exit with the code, as ``train`` does.
+
+    Args:
+        argv: arguments without the program's name; those of this process when None. Those of ``train``, and
+            ``--ranks N``, the number of processes of the run to plan.
+        program: what usage lines call this command.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    hush_libraries()
+    with surviving_closed_output(), contextlib.ExitStack() as starting:
+        starting.enter_context(uncollected())
+        code = guarded(lambda: _run(arguments, program, starting.close), use_cpu=True)
+    sys.exit(code)
+
+
+def _run(arguments: list[str], program: str, started: Callable[[], None]) -> None:
+    if world_size() > 1:
+        raise OptionError(
+            f"{program}: it runs in one process, and WORLD_SIZE is {world_size()}; start one process, and give the "
+            f"ranks of the run as {_RANKS} {world_size()}"
+        )
+    arguments, ranks = _without_ranks(arguments)
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print(_ABOUT, flush=True)
+    before = glimpse(arguments)
+    on_cpu = before.use_cpu or os.environ.get(_DEVICE, "").lower() == "cpu"
+    os.environ[_DEVICE] = "cpu"  # a GPU of this machine is left alone
+    machine = Machine(ranks, cuda=not on_cpu)
+    with planning_for(machine):
+        if METHODS.is_outside(before.method):
+            init_distributed(True)  # its file imports torch and DeepSpeed
+            import_libraries()
+        options = parse(arguments, program)
+        options.dry_run = True
+        init_distributed(True)
+        import_libraries()
+        from alignment.cli.train_job import prepare
+
+        started()
+        with old_objects_spared():
+            prepare(options, machine)
+
+
+def _without_ranks(arguments: list[str]) -> tuple[list[str], int]:
+    """The arguments of ``train``, and the ranks to plan for.
+
+    Raises:
+        OptionError: no number that could be one of ranks.
+    """
+    kept: list[str] = []
+    given: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        name, separator, value = argument.partition("=")
+        if name != _RANKS:
+            kept.append(argument)
+        else:
+            given.append(value if separator else next(rest, ""))
+    if not given:
+        return kept, 1
+    if len(given) > 1:
+        raise OptionError(f"{_RANKS}: given {len(given)} times; keep one")
+    if not given[0].isdecimal() or not 1 <= int(given[0][:20]) <= _MOST:
+        raise OptionError(f"{setting(_RANKS, given[0])}: expected the number of ranks of the run, 1 or more")
+    return kept, int(given[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The command ``status``: where a run stands, from the files in its output folder."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from alignment.cli.output import print_and_leave, surviving_closed_output
+from alignment.cli.status_text import status_line, status_lines
+from alignment.config.errors import AlignmentError
+from alignment.engines.inspecting.life import SILENT_S
+from alignment.engines.inspecting.run import RunReader
+from alignment.engines.inspecting.view import RunView
+from alignment.reporting.status_file import STATUS
+
+_ABOUT = """\
+Show where a run stands, from the files in its output folder alone: state, step and time left, speed, last metrics,
+checkpoints and whether they are whole, phase times, attempts. A run whose process is gone is reported with "no sign of
+life since". On the host of the run that is known at once; elsewhere its heartbeat is watched for up to 20 seconds."""
+_POLL_S = 0.5
+_CLEAR_BELOW, _UP = "\x1b[J", "\x1b[{}F"
+
+
+def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment status") -> None:
+    """Show it and exit with the code: 0, 1 where the status cannot be read, 2 after wrong usage.
+
+    Args:
+        argv: arguments without the program's name; those of this process when None.
+        program: what usage lines call this command.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(program)
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print_and_leave(parser.format_help().rstrip())
+    options = parser.parse_args(arguments)
+    code = 0
+    with surviving_closed_output(), contextlib.suppress(KeyboardInterrupt):
+        code = _run(options)
+    sys.exit(code)
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        reader = RunReader(Path(options.run).expanduser(), read_all=options.check)
+        view = _follow(reader, options) if options.follow else _settled(reader)
+    except (AlignmentError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    if not options.follow:
+        print(json.dumps(view.to_dict()) if options.json else "\n".join(status_lines(view)), flush=True)
+    unread = [problem for problem in view.problems if problem.startswith(STATUS)]
+    for problem in unread:
+        print(f"error: {options.run}: {problem}", file=sys.stderr)
+    return 1 if unread else 0
+
+
+def _settled(reader: RunReader) -> RunView:
+    """The run as soon as it is known whether it lives."""
+    view, told = reader.read(), False
+    while not view.settled:
+        if not told:
+            print(f"watching {view.folder} for a sign of life, up to {SILENT_S:.0f} s", file=sys.stderr, flush=True)
+            told = True
+        time.sleep(_POLL_S)
+        view = reader.read()
+    return view
+
+
+def _follow(reader: RunReader, options: argparse.Namespace) -> RunView:
+    """Show every change until the run is over: in place on a terminal, otherwise a line each."""
+    screen = _Screen() if sys.stdout.isatty() and not options.json else None
+    said, shown = "", time.monotonic()
+    while True:
+        view = reader.read()
+        text = json.dumps(view.to_dict()) if options.json else status_line(view)
+        if screen is not None:
+            screen.show(status_lines(view))
+        elif text != said:
+            print(text, flush=True)
+            said = text
+        if view.over:
+            return view
+        shown += options.interval
+        time.sleep(max(0.0, shown - time.monotonic()))
+
+
+class _Screen:
+    """Lines that are written over those from before."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def show(self, lines: Sequence[str]) -> None:
+        """Put these in the place of the last ones, cut to what the terminal has room for."""
+        size = shutil.get_terminal_size()
+        kept = [line[: max(1, size.columns - 1)] for line in lines[: max(1, size.lines - 1)]]
+        above = _UP.format(self._count) if self._count else ""
+        print(f"{above}{_CLEAR_BELOW}" + "\n".join(kept), flush=True)
+        self._count = len(kept)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 86400:
+        raise argparse.ArgumentTypeError(f"{text}: expected seconds, from 0.1 to 86400")
+    return value
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=program, description=_ABOUT, allow_abbrev=False)
+    add = parser.add_argument
+    add("run", metavar="RUN", help="output folder of the run")
+    add("--json", action="store_true", help="print one JSON object; with --follow one in a line for each change")
+    add("--follow", action="store_true", help="show changes until the run ends; Ctrl-C leaves the run alone")
+    add(
+        "--interval",
+        type=_seconds,
+        default=2.0,
+        metavar="SECONDS",
+        help="between looks of --follow [%(default)s]",
+    )
+    add("--check", action="store_true", help="compare the content of checkpoints with their checksums; reads them all")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

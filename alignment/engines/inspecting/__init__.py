@@ -1,0 +1,1 @@
+"""Looking at a run from outside, by its files alone. Importing this package imports neither torch nor DeepSpeed."""

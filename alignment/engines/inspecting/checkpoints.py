@@ -1,0 +1,103 @@
+"""The checkpoints of a run as they are on disk, and whether they are whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from alignment.config.errors import CheckpointError
+from alignment.engines.checkpoints.folder import checkpoint_step, checkpoints, partial_of
+from alignment.engines.checkpoints.manifest import MANIFEST, Manifest
+
+
+@dataclass(frozen=True)
+class CheckpointView:
+    """A checkpoint.
+
+    Attributes:
+        name: of its folder.
+        step: by its name.
+        problem: why it is not whole; None if it is.
+        bytes: of all files; 0 if that is not known.
+        resumable: whether a run can go on from it.
+        total_steps: of the whole run when it was written; 0 if that is not known.
+        run: name of the run that wrote it.
+    """
+
+    name: str
+    step: int
+    problem: str | None = None
+    bytes: int = 0
+    resumable: bool = False
+    total_steps: int = field(default=0, repr=False)
+    run: str = field(default="", repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "name": self.name,
+            "step": self.step,
+            "whole": self.problem is None,
+            "problem": self.problem,
+            "bytes": self.bytes,
+            "resumable": self.resumable,
+        }
+
+
+class CheckpointReader:
+    """Looks at the checkpoints of a folder; a manifest that it has read is not read again.
+
+    Args:
+        folder: the output folder.
+        read_all: compare the content of every file with its checksum as well, once.
+    """
+
+    def __init__(self, folder: Path, *, read_all: bool = False) -> None:
+        self.folder, self._read_all = folder, read_all
+        self._known: dict[tuple[str, int], Manifest] = {}
+        self._compared: set[tuple[str, int]] = set()
+
+    def views(self) -> list[CheckpointView]:
+        """All of them, the newest first."""
+        found = [(folder, self._view(folder)) for folder in reversed(checkpoints(self.folder))]
+        return [view for folder, view in found if view.problem is None or folder.is_dir()]  # or removed meanwhile
+
+    def being_written(self) -> list[str]:
+        """The names of those that are being written, or were when their process was killed."""
+        return sorted(path.name for path in self.folder.glob(partial_of(self.folder / "checkpoint-*").name))
+
+    def _view(self, folder: Path) -> CheckpointView:
+        step = checkpoint_step(folder) or 0
+        try:
+            manifest = self._manifest(folder)
+            self._check(folder, manifest)
+        except (CheckpointError, OSError) as error:
+            return CheckpointView(folder.name, step, _without_folder(str(error), folder))
+        size = sum(record.size for record in manifest.files.values())
+        return CheckpointView(
+            folder.name, step, None, size, manifest.resumable, manifest.total_steps, run=manifest.run
+        )
+
+    def _manifest(self, folder: Path) -> Manifest:
+        key = self._key(folder)
+        if key not in self._known:
+            self._known[key] = Manifest.read(folder)
+        return self._known[key]
+
+    def _check(self, folder: Path, manifest: Manifest) -> None:
+        manifest.check_files(folder)
+        if self._read_all and self._key(folder) not in self._compared:
+            manifest.check_contents(folder, sorted(manifest.files))
+            self._compared.add(self._key(folder))
+
+    def _key(self, folder: Path) -> tuple[str, int]:
+        try:
+            return folder.name, (folder / MANIFEST).stat().st_mtime_ns
+        except OSError:
+            return folder.name, 0
+
+
+def _without_folder(message: str, folder: Path) -> str:
+    """Messages name files in full; here they follow the checkpoint's name."""
+    return message.removeprefix(f"{folder}/").removeprefix(f"{folder}: ")

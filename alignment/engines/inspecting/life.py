@@ -1,0 +1,113 @@
+"""Whether the process that a run's files speak of is still there.
+
+On the same machine the process table tells. From elsewhere only changes do: of the heartbeat in ``.lock``, and of the
+other files that a run writes. They are watched by the observer's own clock, for two hosts may differ in theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from alignment.engines.checkpoints.lock import LOCK
+from alignment.engines.checkpoints.owner import Owner, Standing
+from alignment.reporting.log_reading import seconds_of
+from alignment.reporting.status_file import STATUS, RunStatus
+
+SILENT_S = 20.0  # four heartbeats
+_CLOCKS_DIFFER_S = 30.0
+_SIGNS = (LOCK, STATUS, "log.jsonl")
+
+
+@dataclass(frozen=True)
+class Life:
+    """What is known of a run's process.
+
+    Attributes:
+        lives: None while that has to be watched.
+        owner: who holds the output folder; None if nobody does.
+        reason: how it is known that it does not live.
+    """
+
+    lives: bool | None
+    owner: Owner | None = None
+    reason: str = ""
+
+
+class Pulse:
+    """Looks for signs of life of the process that writes into an output folder.
+
+    Args:
+        folder: the output folder.
+        own: the observer; None: the calling process.
+        clock: the observer's, in seconds.
+    """
+
+    def __init__(self, folder: Path, *, own: Owner | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.folder, self._own, self._clock = folder, own or Owner.this_process(), clock
+        self._seen: tuple[object, ...] | None = None
+        self._since = 0.0
+        self._changed = False
+
+    def look(self) -> Life:
+        """What is known by now; each call may know more than the one before."""
+        text = _content(self.folder / LOCK)
+        owner = None if text is None else Owner.parsed(text)
+        standing = Standing.UNKNOWN if owner is None else owner.standing(self._own)
+        if standing is Standing.LIVES:
+            return Life(True, owner)
+        if standing is Standing.GONE:
+            return Life(False, owner, f"{owner} is gone")
+        return self._watched(owner, (text, *(_stamp(self.folder / name) for name in _SIGNS)))
+
+    def _watched(self, owner: Owner | None, seen: tuple[object, ...]) -> Life:
+        now = self._clock()
+        if seen != self._seen:
+            self._changed = self._seen is not None
+            self._seen, self._since = seen, now
+        silent = now - self._since
+        if silent >= SILENT_S:
+            return Life(False, owner, f"nothing was written for {silent:.0f} s")
+        return Life(True if self._changed else None, owner)
+
+
+def last_sign(folder: Path) -> float | None:
+    """When the folder's run last wrote something, by the clock of the file system: seconds since 1970."""
+    times = [stamp[0] for name in _SIGNS if (stamp := _stamp(folder / name)) is not None]
+    return max(times, default=None)
+
+
+def clocks(folder: Path, status: RunStatus, now: Callable[[], float] = time.time) -> str | None:
+    """A sentence where two of the clocks that times are read from visibly differ; None where they do not.
+
+    ``status.json`` has its time by the clock of the run's host, and by that of the file system.
+    """
+    said, stamp = seconds_of(status.time), _stamp(folder / STATUS)
+    if said is None or stamp is None:
+        return None
+    for ahead, whose, other in (
+        (said - stamp[0], f"the clock of {status.host or 'the run'}", "that of the file system"),
+        (max(0.0, stamp[0] - now()), "the clock of the file system", "this machine's"),
+    ):
+        if abs(ahead) >= _CLOCKS_DIFFER_S:
+            return f"{whose} is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} {other}"
+    return None
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+def _stamp(path: Path) -> tuple[float, int] | None:
+    """Time and size of a file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime, found.st_size

@@ -1,0 +1,253 @@
+"""The ranks meet on the store before they join the process group, and a rank that cannot join tells the others.
+
+Without it one rank's error leaves the others waiting for ten minutes: torch's own meeting has no word for it. What
+happens before a rank reaches the store, such as a name that does not resolve, the others cannot know.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from alignment.config.errors import AlignmentError
+from alignment.engines.failures import JoinError, ReportedElsewhere, is_lost_peer, reason_of
+from alignment.engines.joining.deadlines import within
+from alignment.engines.joining.place import Place
+from alignment.engines.joining.port import holder_of
+from alignment.engines.joining.reach import Listener, refusal_of
+
+Result = TypeVar("Result")
+_POLL_S, _REACH_S = 0.1, 0.5
+_LAST_S = 10.0  # for a last word
+_HUSH_S = 5.0  # how long ranks wait for all of them to know of a problem
+_ALL_S = 30.0  # how long a rank that cannot join keeps the news for those that have not come yet
+_LATER_S = 1.0  # the rank that speaks ends first
+_TELL_S = 30.0  # after so long the user hears what is waited for
+_MOST_NAMED = _NEIGHBOURS = 8
+_SILENT = "something listens there that gives no answer"
+
+
+class Meeting:
+    """The ranks of a run on their store; on rank 0 this object may be what serves it.
+
+    Args:
+        place: where.
+        seconds: that all of them may take to come.
+        hint: what to do if they do not.
+        advice: what to do if hosts do not reach each other.
+    """
+
+    def __init__(self, place: Place, seconds: float, hint: str = "", advice: str = "") -> None:
+        self.place, self._seconds, self._hint, self._advice = place, seconds, hint, advice
+        # The caller gives up first: at its own end torch would write pages of C++ frames.
+        self._patience = timedelta(seconds=seconds + 60)
+        self._refusal: str | None = None
+        self._server: Any = None
+        self._store: Any = None
+        self._listener: Listener | None = None
+        self._come, self._told = 0, False
+
+    def agree(self, check: Callable[[], None], address: Callable[[], str]) -> None:
+        """Wait until all ranks have come and found nothing that keeps them from joining.
+
+        Args:
+            check: raises an AlignmentError if this rank cannot join.
+            address: at which ranks of other hosts are to reach those of this one; raises an AlignmentError if there is
+                none. Called only if there are other hosts.
+
+        Raises:
+            AlignmentError: this rank cannot join, or not all came in time.
+            ReportedElsewhere: another rank cannot join, and says so.
+        """
+
+        def meet() -> None:
+            self._serve()
+            self._arrive()
+            self._publish_failure(check)
+            self._await_all()
+            if self._has("several") and not self._has("problem"):
+                self._reach_each_other(address)
+            self._all("looked")
+            self._leave_or_begin()
+
+        try:
+            within(self._seconds, meet, every=self._tell)
+        except TimeoutError as error:
+            raise JoinError(self._too_late()) from error
+        except RuntimeError as error:
+            if not is_lost_peer(error):
+                raise
+            raise JoinError(
+                f"the ranks were meeting at {self.place} when what serves them there ended: see what rank 0 says"
+            ) from error
+
+    def fail(self, problem: str) -> None:
+        """All ranks have met, and joining has failed on this one.
+
+        Args:
+            problem: why.
+
+        Raises:
+            AlignmentError: on the rank that says so.
+            ReportedElsewhere: on the others.
+        """
+        try:
+            within(_LAST_S, lambda: self._publish(problem))
+            within(_LAST_S, self._leave_or_begin)
+        except (TimeoutError, RuntimeError) as error:  # the store has gone: rank 0 has ended, or its host is cut off
+            raise JoinError(problem) from error
+
+    def _serve(self) -> None:
+        """On rank 0, begin to serve the store, unless torchrun's agent does; torch takes the same server later on."""
+        place = self.place
+        if place.rank != 0 or place.agent:
+            return
+        from torch.distributed import DistNetworkError, TCPStore
+
+        try:
+            self._server = TCPStore(
+                place.address,
+                place.port,
+                world_size=place.world_size,
+                is_master=True,
+                wait_for_workers=False,
+                multi_tenant=True,
+                timeout=self._patience,
+            )
+        except DistNetworkError as error:
+            what = f"port {place.port} of host {place.host}, where rank 0 lets the ranks meet (MASTER_PORT),"
+            if "EADDRINUSE" not in str(error):
+                raise JoinError(f"{what} cannot be served: {reason_of(error)}") from error
+            holder = holder_of(place.port)
+            by, advice = f" by {holder}" if holder else "", "end that process, or choose another port (--master_port)"
+            raise JoinError(f"{what} is in use{by}: {advice}") from error
+
+    def _arrive(self) -> None:
+        """Come to the store; it may not be served yet."""
+        from torch.distributed import PrefixStore, TCPStore
+
+        place = self.place
+        # torch tries with ever longer pauses, and says nothing of why; a plain connection is tried more often.
+        self._refusal = place.refusal()
+        while self._refusal is not None:
+            time.sleep(_REACH_S)
+            self._refusal = place.refusal()
+        client = TCPStore(place.address, place.port, is_master=False, wait_for_workers=False, timeout=self._patience)
+        self._store = PrefixStore(f"alignment.joining/{place.attempt}", client)
+        # An agent's store outlives the workers, which may come again to the same attempt.
+        if not place.agent and (self._has("begun") or self._store.add(f"seat/{place.rank}", 1) > 1):
+            raise JoinError(
+                f"{place} belongs to a run that has a rank {place.rank} already: choose another MASTER_PORT "
+                "(--master_port), or end the other run"
+            )
+        if self._store.compare_set("network", "", place.network).decode() != place.network:
+            self._store.set("several", "1")
+        self._store.set(f"host/{place.rank}", place.host)
+        self._store.add("come", 1)
+
+    def _reach_each_other(self, own_address: Callable[[], str]) -> None:
+        """One rank of each host connects to those of some others, as the backend will."""
+        listener: Listener | None = None
+        if self.place.local_rank == 0:
+            listener = self._publish_failure(lambda: Listener(own_address()))
+        if listener is not None:
+            number = self._store.add("hosts", 1) - 1
+            self._store.set(f"at/{number}", json.dumps([self.place.host, *listener.address]))
+        self._all("listening")
+        if listener is None or self._has("problem"):
+            return
+        hosts = self._store.add("hosts", 0)
+        for step in range(1, min(_NEIGHBOURS, hosts - 1) + 1):
+            other, address, port = json.loads(self._store.get(f"at/{(number + step) % hosts}"))
+            refusal = refusal_of(address, port)
+            if refusal is not None:
+                who = f"host {self.place.host} cannot reach host {other}"
+                self._publish(f"{who} at {address} ({refusal}): {self._advice}")
+                break
+        self._listener = listener  # until all have looked
+
+    def _publish_failure(self, call: Callable[[], Result]) -> Result | None:
+        try:
+            return call()
+        except AlignmentError as error:
+            self._publish(str(error))
+            return None
+
+    def _publish(self, problem: str) -> None:
+        if self._store.add("problems", 1) == 1:
+            self._store.set("problem", json.dumps([self.place.rank, self.place.host, problem]))
+
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
+
+    def _await_all(self) -> None:
+        """Wait until all ranks have come; once one of them cannot join, not for long."""
+        known: float | None = None
+        while self._count("come") < self.place.world_size:
+            if known is None and self._has("problem"):
+                known = time.monotonic()
+            if known is not None and time.monotonic() - known > _ALL_S:
+                return
+            time.sleep(_POLL_S)
+
+    def _all(self, counter: str) -> None:
+        """Wait until all ranks have come so far, or one of them cannot join."""
+        self._store.add(counter, 1)
+        while self._count(counter) < self.place.world_size and not self._has("problem"):
+            time.sleep(_POLL_S)
+
+    def _count(self, counter: str) -> int:
+        count: int = self._store.add(counter, 0)
+        self._come = count if counter == "come" else self._come
+        return count
+
+    def _leave_or_begin(self) -> None:
+        """Part: to join, or because one rank cannot. That rank speaks, once all of them know."""
+        if not self._has("problem"):
+            if self.place.rank == 0:
+                self._store.set("begun", "1")
+            return
+        rank, host, problem = json.loads(self._store.get("problem"))
+        self._store.add("seen", 1)
+        wanted, end = self._count("come"), time.monotonic() + _HUSH_S
+        while self._count("seen") < wanted and time.monotonic() < end:
+            time.sleep(_POLL_S)
+        if rank == self.place.rank:
+            raise JoinError(problem)
+        time.sleep(_LATER_S)
+        raise ReportedElsewhere(f"rank {rank} (host {host}): {problem}")
+
+    def _tell(self, waited: float) -> None:
+        """Tell the user, once per host, what a long start waits for."""
+        if self._told or waited < _TELL_S or self.place.local_rank != 0:
+            return
+        self._told = True
+        sys.stderr.write(f"rank {self.place.rank} (host {self.place.host}): {self._waits_for()}\n")
+        sys.stderr.flush()
+
+    def _waits_for(self) -> str:
+        if self._store is None:
+            return f"waiting for rank 0 at {self.place} ({self._refusal or _SILENT})"
+        return f"waiting at {self.place} for all ranks: {self._come} of {self.place.world_size} have come"
+
+    def _too_late(self) -> str:
+        place, advice = self.place, "start all ranks, with the same MASTER_ADDR and MASTER_PORT"
+        if self._store is None:
+            return (
+                f"rank 0 could not be reached at {place} from host {place.host} within {self._seconds:g} s "
+                f"({self._refusal or _SILENT}): {self._hint or advice}"
+            )
+        try:
+            came = within(_LAST_S, lambda: [r for r in range(place.world_size) if self._has(f"host/{r}")])
+        except (TimeoutError, RuntimeError):
+            came = []
+        missing = [str(other) for other in range(place.world_size) if other not in came]
+        more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+        return (
+            f"of {place.world_size} ranks only {len(came)} came to {place} within {self._seconds:g} s, without "
+            f"{', '.join(missing[:_MOST_NAMED])}{more}: {self._hint or advice}"
+        )

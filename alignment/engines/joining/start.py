@@ -1,0 +1,93 @@
+"""Joining the process group: what is checked before, how long it may take, what is said where it fails."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+from alignment.engines.failures import JoinError, is_lost_peer, reason_of
+from alignment.engines.joining.interfaces import address_for_others, check_named, interfaces, variable
+from alignment.engines.joining.meeting import Meeting
+from alignment.engines.joining.names import is_loopback, is_own_name, look_up
+from alignment.engines.joining.place import Place
+from alignment.internals.torch import set_group_timeout
+
+_RESOLVE_S = 10.0
+_MEETING_S = 600.0  # how long ranks wait for the last one to start
+_JOINING_S = 60.0  # how long they take to connect to each other once all have; gloo waits five times as long
+_WORKING = timedelta(hours=6)
+_LOOPBACK_S = 90.0  # how long ranks wait for others where they can only come from this host
+
+
+def join(backend: str) -> None:
+    """Join the process group, through DeepSpeed. All ranks have met before, so that it takes seconds or fails.
+
+    Afterwards ranks wait for each other for hours: one tokenises, or writes a large model, while the others wait. A
+    rank that is gone is noticed by the guard or the launcher, not by this limit. DEEPSPEED_TIMEOUT, in minutes, takes
+    the place of all three limits if set.
+
+    Args:
+        backend: ``gloo`` or ``nccl``.
+
+    Raises:
+        AlignmentError: as :func:`meet`, or the ranks cannot connect to each other.
+    """
+    import deepspeed
+    import torch
+
+    own_limit = os.environ.get("DEEPSPEED_TIMEOUT")
+    limit = 60.0 * float(own_limit) if own_limit else None
+    alone = os.environ["WORLD_SIZE"] == "1" or torch.distributed.is_initialized()
+    meeting = None if alone else meet(backend, limit or _MEETING_S)
+    try:
+        deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=limit or _JOINING_S), verbose=False)
+    except RuntimeError as error:
+        if meeting is None or not is_lost_peer(error):
+            raise
+        meeting.fail(
+            f"host {socket.gethostname()} could not connect to another rank ({reason_of(error)}): {_advice(backend)}"
+        )
+    if limit is None:
+        set_group_timeout(_WORKING)
+
+
+def meet(backend: str, seconds: float) -> Meeting:
+    """Meet the other ranks; afterwards nothing that can be known before keeps them from joining.
+
+    Args:
+        backend: ``gloo`` or ``nccl``.
+        seconds: that all ranks may take to come.
+
+    Returns:
+        The meeting, to be kept until the group has been joined: on rank 0 it may be what serves the store.
+
+    Raises:
+        AlignmentError: MASTER_ADDR does not resolve, the port is in use, the other ranks do not come, or would not
+            reach this one.
+        ReportedElsewhere: another rank cannot join.
+    """
+    place = Place.of_environment()
+    several = int(os.environ["LOCAL_WORLD_SIZE"]) < place.world_size
+    try:
+        addresses = look_up(place.address, _RESOLVE_S)
+    except OSError as error:
+        raise JoinError(
+            f"MASTER_ADDR={place.address} cannot be resolved on host {socket.gethostname()} ({error}): set it to the "
+            "name or address of rank 0's host (--master_addr)"
+        ) from error
+    hint = ""
+    if several and all(map(is_loopback, addresses)) and not is_own_name(place.address):
+        seconds = min(seconds, _LOOPBACK_S)
+        hint = f"{place.address} is each host itself; set MASTER_ADDR to the name of rank 0's host (--master_addr)"
+    own = interfaces()
+    advice = (
+        f"set {variable(backend)} to the interface that connects the hosts, and see that no firewall is between them"
+    )
+    meeting = Meeting(place, seconds, hint, advice)
+    meeting.agree(lambda: check_named(backend, own), lambda: address_for_others(backend, own))
+    return meeting
+
+
+def _advice(backend: str) -> str:
+    return f"set {variable(backend)} to the interface that connects the hosts; no firewall may be between them"

@@ -1,0 +1,174 @@
+"""What ``log.jsonl`` says so far, read while a run may be writing it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from datetime import datetime
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_RECENT = 50  # entries that rates are taken from
+_CHUNK = 1 << 20
+_ANCHOR = 64  # bytes before the place where reading stopped, which show that the file is the same up to there
+_BOOKKEEPING = ("step", "epoch", "num_tokens", "num_input_tokens_seen", "tokens_per_second", "time")
+
+Record = dict[str, Any]
+
+
+class Rates(NamedTuple):
+    """Steps and tokens per second; None where the log does not tell."""
+
+    steps: float | None
+    tokens: float | None
+
+
+class LogReader:
+    """Reads a log, and on each further call what has been added since.
+
+    A log is cut back when its run is resumed; it is then read from its start. Its last line may be half written.
+
+    Args:
+        path: the file, which may be missing.
+
+    Attributes:
+        events: its lines that tell of the run itself: ``start``, ``resume`` and ``end``.
+        unreadable: number of whole lines that are no JSON objects.
+        size: bytes read so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._forget()
+
+    def _forget(self) -> None:
+        self.events: list[Record] = []
+        self.unreadable = self.size = 0
+        self._anchor, self._rest = b"", b""
+        self._recent: deque[bytes] = deque(maxlen=_RECENT)  # of the newest attempt
+        self._last = self._evaluation = self._totals = b""
+
+    def read(self) -> None:
+        """Read what is new.
+
+        Raises:
+            OSError: the file cannot be read, and is not just missing.
+        """
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            self._forget()
+            return
+        with file:
+            if not self._continues(file):
+                self._forget()
+                file.seek(0)
+            while chunk := file.read(_CHUNK):
+                *lines, self._rest = (self._rest + chunk).split(b"\n")
+                self.size += len(chunk)
+                self._anchor = (self._anchor + chunk)[-_ANCHOR:]
+                for line in lines:
+                    self._take(line.strip())
+
+    def _continues(self, file: BufferedReader) -> bool:
+        """Whether the file is as it was up to where reading stopped; what is read from it next is then new."""
+        file.seek(self.size - len(self._anchor))
+        return file.read(len(self._anchor)) == self._anchor
+
+    def _take(self, line: bytes) -> None:
+        """Keep a whole line if it may be needed. Most are never parsed, for a log may be long."""
+        if not line:
+            return
+        if not (line.startswith(b"{") and line.endswith(b"}")):
+            self.unreadable += 1
+        elif b'"event":' in line:
+            self._take_event(_parsed(line))
+        elif b'"train_runtime":' in line:
+            self._totals = line
+        elif b'"num_tokens":' in line:
+            self._recent.append(line)
+        else:
+            self._evaluation = line
+
+    def _take_event(self, event: Record) -> None:
+        if event.get("event") in ("start", "resume"):
+            self._last = self._recent[-1] if self._recent else self._last
+            self._recent.clear()
+        self.events.append(event)
+
+    @property
+    def last(self) -> Record:
+        """The newest training entry."""
+        return next((record for line in (*reversed(self._recent), self._last) if (record := _parsed(line))), {})
+
+    @property
+    def evaluation(self) -> Record:
+        """The newest evaluation."""
+        return _parsed(self._evaluation)
+
+    @property
+    def ended(self) -> Record | None:
+        """The ``end`` event, if the newest attempt came to its end."""
+        newest = self.events[-1] if self.events else {}
+        return newest if newest.get("event") == "end" else None
+
+    def newest(self, *events: str) -> Record:
+        """The newest event of one of these names; empty if there is none."""
+        return next((event for event in reversed(self.events) if event.get("event") in events), {})
+
+    def rates(self) -> Rates:
+        """Over the newest entries of the newest attempt; of a run that has ended over all of it."""
+        if self.ended is not None and (totals := _parsed(self._totals)):
+            seconds, tokens = number(totals.get("train_runtime")), number(self.last.get("num_tokens"))
+            steps = number(totals.get("train_steps_per_second"))
+            return Rates(steps, tokens / seconds if tokens and seconds else None)
+        entries = [_parsed(line) for line in self._recent]
+        if len(entries) == 1:
+            entries.insert(0, {"step": 0, "num_tokens": 0} | self.newest("start", "resume"))
+            if entries[0].get("event") == "resume":
+                entries[0]["num_tokens"] = None  # not what there were at that step
+        if len(entries) < 2:
+            return Rates(None, None)
+        return Rates(*(_rate(entries[0], entries[-1], key) for key in ("step", "num_tokens")))
+
+
+def _rate(first: Record, last: Record, key: str) -> float | None:
+    begin, end = seconds_of(first.get("time")), seconds_of(last.get("time"))
+    before, after = number(first.get(key)), number(last.get(key))
+    if begin is None or end is None or before is None or after is None:
+        return None
+    return (after - before) / (end - begin) if end > begin and after > before else None
+
+
+def metrics_of(record: Record) -> Record:
+    """What an entry measures, without its bookkeeping."""
+    return {name: value for name, value in record.items() if name not in _BOOKKEEPING}
+
+
+def number(value: Any) -> float | None:
+    """``value`` if it is a finite number."""
+    known = isinstance(value, (int, float)) and not isinstance(value, bool)
+    try:
+        return float(value) if known and math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def seconds_of(time: Any) -> float | None:
+    """A time as the log and ``status.json`` have it, in seconds since 1970; None for anything else."""
+    if not isinstance(time, str) or not time.endswith("Z"):
+        return None
+    try:
+        return datetime.fromisoformat(f"{time[:-1]}+00:00").timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+def _parsed(line: bytes) -> Record:
+    try:
+        found = json.loads(line) if line else {}
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,53 @@
+"""Returning to the last checkpoint within a process, where a run goes on from it as it would after a restart."""
+
+from __future__ import annotations
+
+from alignment.reporting.activity import ACTIVITY
+from alignment.training.checkpointing.best import BestModel
+from alignment.training.checkpointing.present import Present
+from alignment.training.checkpointing.restore import restore
+from alignment.training.checkpointing.resume import LATEST, choose
+from alignment.training.checkpointing.run_folder import RunFolder
+from alignment.training.checkpointing.writer import CheckpointWriter
+from alignment.training.context import RunContext
+from alignment.training.run_engines import RunEngines
+
+
+class Rewinder:
+    """Restores weights, optimizer and run state from the newest whole checkpoint of a run; called between two steps.
+
+    Args:
+        context: the run.
+        engines: its engines, which hold no gradient.
+        present: what it is now.
+        folder: its output folder.
+        writer: what wrote the checkpoints, or knows the one that the run went on from.
+    """
+
+    def __init__(
+        self, context: RunContext, engines: RunEngines, present: Present, folder: RunFolder, writer: CheckpointWriter
+    ) -> None:
+        self.context, self.engines, self.present = context, engines, present
+        self.folder, self.writer = folder, writer
+
+    def __call__(self) -> str | None:
+        """The name of the checkpoint that the run is at again; None where it has none. Collective.
+
+        Raises:
+            CheckpointError: there are checkpoints, and all are damaged.
+        """
+        context, identity = self.context, self.writer.identity
+        if self.writer.newest is None:
+            return None
+        with ACTIVITY("rewind"):
+            checkpoint = choose(context.output_dir, LATEST, context.args.method, lambda _: None, context.tell)
+            if checkpoint is None:
+                return None
+            # These two go on counting: it is the same attempt, and what was repeated was repeated.
+            attempt, retried = identity.attempt, context.retries.count
+            restore(checkpoint, context, self.engines, self.present)
+            identity.attempt, context.retries.count = attempt, retried
+            context.tell(BestModel(context.args, context.state).moved_to(context.output_dir))
+            self.folder.went_on(checkpoint)
+        self.writer.newest = checkpoint.step
+        return checkpoint.folder.name

@@ -1,0 +1,90 @@
+"""One optimizer step: a window's gradient, its checks, and the update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from alignment.data.batching import AnyBatch
+from alignment.data.windows import WindowCounts, WindowPlan
+from alignment.internals.torch import schedule_may_go_first
+from alignment.training.context import RunContext
+from alignment.training.data import PreparedData
+from alignment.training.interruptions.faults import BadSteps, NonFiniteGradient
+from alignment.training.run_engines import RunEngines
+from alignment.training.window import BadStep, Items
+
+_NO_ROWS = WindowCounts(0, 0, 0, 0, 0)
+
+
+class Taken(NamedTuple):
+    """A step that was taken: its metrics and counts, none where its window was left out, and the gradient's norm."""
+
+    items: Items
+    counts: WindowCounts
+    grad_norm: float
+
+
+class OptimizerStep:
+    """Takes a step.
+
+    Args:
+        context: the run.
+        engines: its engines.
+        data: the training data.
+        faults: what counts as a bad step, and which windows are left out.
+    """
+
+    def __init__(self, context: RunContext, engines: RunEngines, data: PreparedData, faults: BadSteps) -> None:
+        self.context, self.engines, self.data, self.faults = context, engines, data, faults
+
+    def __call__(self, plan: WindowPlan, batches: Sequence[AnyBatch]) -> Taken:
+        """Compute a window and make the update.
+
+        Raises:
+            BadStep: no update was made; on every rank.
+            Cut: the run was asked to stop; on every rank, before any weight has changed.
+        """
+        events, state = self.context.events, self.context.state
+        if self.faults.omits(plan, state.global_step + 1):
+            return self.left_out()
+        items, counts = self.engines.window_pass(
+            plan, batches, self.data, train=True, between=lambda: events("on_substep_end")
+        )
+        if not counts.rows:
+            return Taken(items, counts, self._pass_over())
+        self.faults.check(items["loss"][0])
+        grad_norm = self._update()
+        self.faults.good(items["loss"][0])
+        return Taken(items, counts, grad_norm)
+
+    def _update(self) -> float:
+        """Apply the gradient; return its norm."""
+        events, policy = self.context.events, self.engines.policy
+        events("on_pre_optimizer_step")
+        with self.context.phases("step"):
+            grad_norm = policy.step()
+        if not math.isfinite(grad_norm) and not policy.skips_overflow:
+            raise NonFiniteGradient(
+                f"the gradient norm is {grad_norm} although the loss is finite: no update was made. Likely causes: a "
+                "learning_rate that is too high, or a value that overflows in the backward pass"
+            )
+        events("on_optimizer_step")
+        return grad_norm
+
+    def discard(self, fault: BadStep) -> None:
+        """Leave nothing of a bad step's gradient in the engine."""
+        if not fault.discarded:
+            self.engines.policy.discard()
+            fault.discarded = True
+
+    def left_out(self) -> Taken:
+        """A step without an update, for a window that is left out."""
+        return Taken({}, _NO_ROWS, self._pass_over())
+
+    def _pass_over(self) -> float:
+        """A window that left nothing to train on: the schedule moves on and no weight does."""
+        with schedule_may_go_first():
+            self.engines.policy.scheduler.step()
+        return 0.0

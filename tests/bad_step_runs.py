@@ -1,0 +1,128 @@
+"""Combinations of the runs of ``test_bad_steps.py``, and what has to be equal of two of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from helpers import STAGES, paired_rows, unpaired_rows
+from resume_comparison import timeless
+
+Case = tuple[str, str, int, str, str, str]
+STEPS = 8
+FAULTS = (("gradient", [0, 2]), ("loss", [1, 0]), ("spike", [1, 2]))
+LEFT_OUT = [window for _, window in FAULTS]
+# Stage, dtype, ranks, method, what is trained, what is done about a bad step.
+CASES = (
+    *(("stage0", "fp32", 1, "KTO", "full", action) for action in ("skip", "rewind")),
+    *(("stage0", "bf16", 2, "CPO", "full", action) for action in ("skip", "rewind")),
+    *(("stage2", "fp32", 2, "CPO", "full", action) for action in ("skip", "rewind")),
+    *(("stage2", "bf16", 1, "SFT", "full", action) for action in ("skip", "rewind")),
+    *(("stage3", "fp32", 2, "SFT", "full", action) for action in ("skip", "rewind")),
+    *(("stage3", "bf16", 1, "KTO", "lora", action) for action in ("skip", "rewind")),
+    ("stage2", "fp32", 2, "KTO", "lora", "skip"),
+    ("stage2-offload", "fp32", 2, "CPO", "full", "skip"),
+    ("stage2-offload", "fp32", 1, "CPO", "full", "rewind"),
+    ("stage3-offload", "bf16", 2, "CPO", "full", "rewind"),
+    ("stage3-offload", "fp32", 1, "CPO", "lora", "skip"),
+    *(("stage2", "fp32", 2, "OnlineDPO", "full", action) for action in ("skip", "rewind")),
+)
+COMPILED: Case = ("stage2-offload", "fp32", 1, "CPO", "deepspeed_cpu_adam", "rewind")
+
+
+def name_of(case: Case) -> str:
+    """A name for tests and folders."""
+    return "-".join(map(str, case))
+
+
+def run_of(case: Case, model: str, **more: Any) -> dict[str, Any]:
+    """The run of a case, as ``drivers/bad_steps.py`` takes it, in which all goes well."""
+    stage, dtype, ranks, method, trained, _ = case
+    args = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4 // 2 // ranks,
+        "num_train_epochs": 2,
+        "learning_rate": 5e-3,
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "bf16": dtype == "bf16",
+        "use_peft": trained == "lora",
+        "optim": trained if trained == "deepspeed_cpu_adam" else "adamw_torch",
+        "dataloader_num_workers": int(method == "SFT" and ranks == 1),
+        "deepspeed": STAGES[stage],
+        "max_length": 64,
+        **({"max_new_tokens": 6, "log_completions": 1} if method == "OnlineDPO" else {"max_prompt_length": None}),
+        "logging_steps": 1,
+        "save_steps": 2,
+        "include_num_input_tokens_seen": True,
+        "disable_tqdm": True,
+        **more,
+    }
+    rows = unpaired_rows if method in ("KTO", "SFT") else paired_rows
+    train = rows(16, 3)
+    if method == "OnlineDPO":
+        train = [{"prompt": row["prompt"]} for row in train]
+    return {"name": name_of(case), "method": method, "model": model, "args": args, "train": train}
+
+
+def runs_of(case: Case, model: str) -> list[dict[str, Any]]:
+    """A run with three bad steps, the same from two of its checkpoints, and one that never saw the windows."""
+    action, ranks = case[-1], case[2]
+    whole = run_of(case, model, on_bad_step=action, loss_spike_factor=4, lora_dropout=0.0)
+    if case[4] != "lora":
+        del whole["args"]["lora_dropout"]
+    plain = run_of(case, model, **({"lora_dropout": 0.0} if case[4] == "lora" else {}))
+    if action == "rewind":  # random streams are those of a run that did not draw for the windows
+        for run in (whole, plain):
+            run["args"]["disable_dropout"] = False
+    # A gradient that is nan on one rank, and losses that are all ranks' in sum.
+    spoilt = [
+        {"kind": kind, "window": window, "rank": number % ranks} for number, (kind, window) in enumerate(FAULTS, 1)
+    ]
+    name = whole["name"]
+    return [
+        {**whole, "faults": spoilt},
+        {**plain, "name": f"{name}-without", "left_out": LEFT_OUT},
+        *({**whole, "name": f"{name}-from-{n}", "faults": spoilt, "from": [name, n]} for n in (4, 6)),
+    ]
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """What a run left of itself."""
+    found: dict[str, Any] = json.loads((folder / "outcome.json").read_text())
+    return found
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The lines of one kind in a run's log."""
+    lines = map(json.loads, (folder / "out" / "log.jsonl").read_text().splitlines())
+    return [line for line in lines if line.get("event") == kind]
+
+
+def state_of(folder: Path, step: int = STEPS) -> dict[str, Any]:
+    """What a checkpoint says of the parts that all ranks share."""
+    found: dict[str, Any] = json.loads((folder / "out" / f"checkpoint-{step}" / "run_state.json").read_text())
+    return found
+
+
+def compared(history: Any) -> Any:
+    """A history without times and counts of such windows, and without what a window without rows adds."""
+    counts = ("bad_steps", "windows_without_kl", "windows_without_pairs", "beta")
+    return [{name: each for name, each in line.items() if each and name not in counts} for line in timeless(history)]
+
+
+def differences(one: Path, other: Path, first: int = 1) -> list[str]:
+    """What differs of weights, optimizer and history: in checkpoints from a step on, and at the end; to the bit."""
+    found = []
+    pairs = zip(*(compared(outcome(place)["history"]) for place in (one, other)), strict=True)
+    found += [f"step {x['step']}: {k}: {x.get(k)} {y.get(k)}" for x, y in pairs for k in x | y if x.get(k) != y.get(k)]
+    names = ["final", *(f"out/checkpoint-{step}" for step in range(2, STEPS + 1, 2) if step >= first)]
+    for name in names:
+        files = {path.name for folder in (one, other) for path in (folder / name).glob("*.safetensors")}
+        for file in sorted(files):
+            pair = [folder / name / file for folder in (one, other)]
+            if not all(path.exists() for path in pair) or pair[0].read_bytes() != pair[1].read_bytes():
+                found.append(f"{name}/{file}")
+        assert files
+    return found

@@ -1,0 +1,19 @@
+"""The command ``train`` where no row can be tokenised: it finds all of them in the cache, or fails."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+from alignment.cli.train import main
+from alignment.data.row_mapper import RowMapper
+
+
+def refuse(self: RowMapper, *batch: Any) -> None:
+    """What ``Dataset.map`` would run."""
+    raise RuntimeError("a row was tokenised")
+
+
+if __name__ == "__main__":
+    with mock.patch.object(RowMapper, "__call__", refuse):
+        main()

@@ -1,0 +1,118 @@
+"""What `alignment.internals.deepspeed_step` relies on, with real engines of every kind of wrapped optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fragment_runs import LAYERS, Case, differences, engine, everything, fp16_on_cpu, train
+
+from alignment.data.batching import collate
+from alignment.engines.launch_env import init_distributed
+from alignment.engines.scoring import PolicyEngine
+from alignment.internals.deepspeed_state import counters, loss_scale_state
+from alignment.internals.deepspeed_step import discard_gradients, skip_invalid_norm
+
+# Each kind of wrapper in the precisions in which it does something of its own.
+KINDS = ["stage0/fp32", "stage0/bf16", "stage1-fp32-accumulation/bf16", "stage2/bf16", "stage3/fp32"]
+MORE = [
+    "stage1/bf16",
+    "stage2/fp32",
+    "stage2-bf16-masters/bf16",
+    "stage2-round-robin/fp32",
+    "stage2-offload/fp32",
+    "stage2-offload/bf16",
+    "stage3/bf16",
+    "stage3-sub-groups/bf16",
+    "stage3-offload/fp32",
+    "stage3-offload/bf16",
+]
+ALL = [*KINDS, *(pytest.param(text, marks=pytest.mark.ci) for text in MORE)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    init_distributed(use_cpu=True)
+    with fp16_on_cpu():
+        yield
+
+
+def accumulate(policy: PolicyEngine, factor: float = 1.0) -> None:
+    """Leave the gradient of two micro-batches in the engine, the first multiplied by ``factor``."""
+    for number in range(2):
+        batch = collate([([2, 3, 4 + number], [5, 6])], 20)
+        scores = policy.forward(batch).scores
+        policy.backward(scores.sum() * (factor if number == 0 else 1.0), last=number == 1)
+
+
+def built(text: str, out: Path) -> PolicyEngine:
+    policy = engine(Case.of(f"{text}/adamw_torch"), out)
+    skip_invalid_norm(policy.engine)  # as the engine's own class has done; asked for twice it does nothing more
+    return policy
+
+
+def check_left_alone(policy: PolicyEngine, plain: PolicyEngine) -> None:
+    """``policy`` is as ``plain`` is, whose steps were all good, and goes on as it does."""
+    assert differences(everything(policy), everything(plain)) == []
+    for number in (1, 2):
+        accumulate(policy), accumulate(plain)
+        assert policy.step() == plain.step()
+        assert train(policy, number, 1) == train(plain, number, 1)
+    assert differences(everything(policy), everything(plain)) == []
+
+
+@pytest.mark.parametrize("factor", [math.nan, pytest.param(math.inf, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("text", ALL)
+def test_a_gradient_that_is_not_finite_makes_no_update(text: str, factor: float, tmp_path: Path) -> None:
+    policy, plain = built(text, tmp_path), built(text, tmp_path)
+    train(policy, 0, 1), train(plain, 0, 1)
+    rate = policy.learning_rate
+    accumulate(policy, factor)
+    assert not math.isfinite(policy.step())
+    assert policy.learning_rate == rate
+    assert counters(policy.engine)["skipped_steps"] == 1
+    check_left_alone(policy, plain)
+    policy.close(), plain.close()
+
+
+@pytest.mark.parametrize(
+    "text", [*ALL, "stage2/fp16", *(pytest.param(f"stage{n}/fp16", marks=pytest.mark.ci) for n in (0, 1, 3))]
+)
+def test_a_gradient_that_is_discarded_leaves_nothing(text: str, tmp_path: Path) -> None:
+    policy, plain = built(text, tmp_path), built(text, tmp_path)
+    train(policy, 0, 1), train(plain, 0, 1)
+    before = loss_scale_state(policy.engine)
+    accumulate(policy)
+    discard_gradients(policy.engine)
+    assert loss_scale_state(policy.engine) == before
+    assert counters(policy.engine)["skipped_steps"] == 1
+    check_left_alone(policy, plain)
+    policy.close(), plain.close()
+
+
+def test_a_first_step_may_be_discarded(tmp_path: Path) -> None:
+    """Before the optimizer has any state."""
+    policy, plain = built("stage2/fp32", tmp_path), built("stage2/fp32", tmp_path)
+    accumulate(policy)
+    discard_gradients(policy.engine)
+    train(policy, 0, 2), train(plain, 0, 2)
+    assert differences(everything(policy), everything(plain)) == []
+    policy.close(), plain.close()
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_the_norm_alone_says_what_is_not_finite(
+    checked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients are not gone through once more, whatever the JSON asks for."""
+    monkeypatch.setitem(LAYERS["stage2"], "bf16", {"check_grad_overflow": checked})
+    policy = built("stage2/bf16", tmp_path)
+    policy.engine.optimizer.has_overflow = lambda *_: pytest.fail("the gradients were gone through")
+    train(policy, 0, 1)
+    accumulate(policy, math.nan)
+    assert not math.isfinite(policy.step())
+    assert torch.isfinite(torch.cat([w.view(-1).float() for w in everything(policy).values()])).all()
+    policy.close()

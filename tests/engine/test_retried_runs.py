@@ -1,0 +1,80 @@
+"""Runs in which reads and reward calls fail at first: their numbers are those of a run in which nothing failed."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import DRIVERS
+from helpers import make_model, options, paired_rows
+from resume_comparison import timeless
+
+from alignment import CPOConfig, CPOTrainer
+from alignment.config.errors import DataError
+from tools.ranks import RankServer
+
+pytestmark = pytest.mark.usefixtures("own_process_group")
+
+
+def log_of(folder: Path) -> list[dict[str, Any]]:
+    return list(map(json.loads, (folder / "log.jsonl").read_text().splitlines()))
+
+
+class Unread:
+    """Rows that cannot be read a number of times."""
+
+    def __init__(self, times: int, error: Exception) -> None:
+        self.times, self.error = times, error
+
+    def __call__(self) -> list[dict[str, Any]]:
+        if self.times:
+            self.times -= 1
+            raise DataError("rows.jsonl: cannot be read") from self.error
+        return paired_rows(4, 3)
+
+
+def trainer(folder: Path, rows: Unread, **more: Any) -> CPOTrainer:
+    model = make_model(folder / "model", layers=1)
+    args = CPOConfig(**options(folder, max_steps=1, retry_pause=0, **more))
+    return CPOTrainer(model, args=args, train_dataset=rows)
+
+
+def test_reads_are_repeated_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = trainer(tmp_path, Unread(2, OSError(errno.EIO, "Input/output error")))
+    assert "train_dataset: DataError: rows.jsonl: cannot be read; retry 2 of 3 in 0 s" in capsys.readouterr().out
+    made.train()
+    made.close()
+    lines = log_of(tmp_path / "out")
+    assert [line.get("event") for line in lines][:3] == ["start", "retry", "retry"]
+    assert [line["retries"] for line in lines if "retries" in line] == [2, 2]  # of the only step, and of the run
+    assert "- retries: 2 of reads of data and reward calls" in (tmp_path / "out" / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("times", "limit", "error"), [(3, 2, TimeoutError()), (1, 0, TimeoutError()), (1, 3, ValueError("torn"))]
+)
+def test_reads_fail_at_last(times: int, limit: int, error: Exception, tmp_path: Path) -> None:
+    rows = Unread(times, error)
+    with pytest.raises(DataError, match=r"rows\.jsonl: cannot be read"):
+        trainer(tmp_path, rows, retries=limit)
+    assert rows.times == max(0, times - limit - 1) if isinstance(error, TimeoutError) else rows.times == 0
+
+
+@pytest.mark.ci
+def test_two_ranks_count_the_same(tmp_path: Path, ranks: RankServer) -> None:
+    ranks.run(DRIVERS / "retried.py", tmp_path, make_model(tmp_path / "model"), timeout=120)
+    plain, own, other = (
+        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("plain-0", "retried-0", "retried-1")
+    )
+    assert [line.pop("retries") for line in own] == [line.pop("retries") for line in other] == [2, 3, 5, 5]
+    assert timeless(own) == timeless(plain)
+    weights = [(tmp_path / name / "checkpoint-3" / "model.safetensors").read_bytes() for name in ("plain", "retried")]
+    assert weights[0] == weights[1]
+    events = [line for line in log_of(tmp_path / "retried") if line.get("event") == "retry"]
+    assert [(e["rank"], e["of"], e["retry"]) for e in events] == [
+        *((0, "train_dataset", number) for number in (1, 2)),
+        *((1, "reward function 'score'", number) for number in (1, 1, 2)),
+    ]

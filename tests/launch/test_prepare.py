@@ -1,0 +1,201 @@
+"""The command ``prepare``: what it tokenises is found by the run, whatever that runs on; nothing else is left."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from conftest import DRIVERS
+from helpers import POSITIONS, make_model, paired_rows, unpaired_rows
+from run_folders import another_process, owner_of, write_lock, write_status
+
+from alignment.cli.prepare import main
+from alignment.cli.train import main as train
+from alignment.config.machine import Machine, planned, planning_for
+from alignment.data.row_mapper import RowMapper
+from alignment.engines.launch_env import world_size
+from alignment.internals.datasets import cache_folder
+from tools.ranks import RankServer
+
+pytestmark = pytest.mark.usefixtures("own_process_group", "library_bars")
+SHORT = ("--max_steps", "1", "--disable_tqdm", "--save_strategy", "no", "--max_length", str(POSITIONS))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, rows to train and to evaluate on."""
+    folder = tmp_path_factory.mktemp("prepare")
+    make_model(folder / "model")
+    for name, rows in (("kto", unpaired_rows(12)), ("cpo", paired_rows(8))):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own; and the machine says nothing about its devices."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("DS_ACCELERATOR")
+    return tmp_path / "cache"
+
+
+def arguments(folder: Path, out: Path, *more: object, method: str = "kto") -> list[str]:
+    given = ("--method", method, "--model_name_or_path", folder / "model", "--output_dir", out)
+    return list(map(str, (*given, "--dataset_name", folder / f"{method}.jsonl", *SHORT, *more)))
+
+
+@pytest.fixture
+def prepare(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """``prepare(*options, method="kto")``: exit status, stdout and stderr."""
+
+    def run(*more: object, method: str = "kto") -> tuple[int, str, str]:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as leaving:
+            main(arguments(folder, tmp_path / "out", *more, method=method))
+        told = capfd.readouterr()
+        assert planned() is None and isinstance(leaving.value.code, int)
+        return leaving.value.code, told.out, told.err
+
+    return run
+
+
+def tree(folder: Path) -> dict[str, tuple[int, int]]:
+    """Everything below a folder, with times and sizes; the library's lock files are not content."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock")
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
+
+
+def test_a_run_finds_the_rows(
+    prepare: Callable[..., Any], folder: Path, tmp_path: Path, cache: Path, ranks: RankServer
+) -> None:
+    """Planned for four GPUs; run on two CPUs with another batch: no row is tokenised, nothing is cached anew."""
+    evaluation = ("--dataset_test_split", "train[:5]", "--eval_strategy", "steps")
+    status, out, err = prepare(*evaluation, "--ranks", "4", "--per_device_train_batch_size", "2")
+    assert status == 0, err
+    assert "computing in bfloat16" in out and "rows per step: 8" in out and "offload (2 bytes" in out
+    assert f"Planned for 4 rank(s) with a GPU each that computes in bf16. Tokenised rows are in {cache}" in out
+    assert not (tmp_path / "out").exists()
+    before = tree(cache)
+    assert sum(name.endswith("report.json") for name in before) == 2
+    more = (*evaluation, "--use_cpu", "--per_device_train_batch_size", "3")
+    done = ranks.run(
+        DRIVERS / "no_tokenising.py",
+        *arguments(folder, tmp_path / "out", *more),
+        env={"HF_DATASETS_CACHE": str(cache)},
+    )
+    assert "12 of 12 rows kept" in done.stdout and (tmp_path / "out" / "model.safetensors").is_file()
+    assert tree(cache) == before
+
+
+def test_the_same_run_may_follow_in_the_same_folder(
+    prepare: Callable[..., Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert prepare("--use_cpu")[0] == 0
+    calls = []
+    tokenise = RowMapper.__call__
+    monkeypatch.setattr(RowMapper, "__call__", lambda *batch: (calls.append(batch), tokenise(*batch))[1])
+    for out, more, tokenised in (("out", (), 0), ("other", ("--max_train_samples", "5"), 1)):
+        with pytest.raises(SystemExit) as leaving:
+            train(arguments(folder, tmp_path / out, "--use_cpu", *more))
+        assert leaving.value.code == 0 and len(calls) == tokenised
+
+
+def test_a_run_that_still_has_the_folder_is_not_waited_for(prepare: Callable[..., Any], tmp_path: Path) -> None:
+    """It will have been requeued or have ended by the time that the next one begins."""
+    with another_process() as process:
+        write_lock(tmp_path / "out", owner_of(process.pid))
+        write_status(tmp_path / "out", state="running", pid=process.pid)
+        before = tree(tmp_path / "out")
+        status, out, err = prepare("--resume_from_checkpoint", "latest")
+        assert status == 0, err
+        assert tree(tmp_path / "out") == before and (tmp_path / "out" / ".lock").exists()
+
+
+def test_what_the_run_would_refuse_is_refused(prepare: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").touch()
+    status, _, err = prepare()
+    assert status == 1 and err.startswith("error: output_dir: ") and "is not empty" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--fp16", "true"), "computing in float16"),
+        (("--optim", "deepspeed_cpu_adam", "--deepspeed", "zero2_offload"), '"pin_memory": true'),
+        (("--optim", "deepspeed_fused_adam"), "Planned for 1 rank(s) with a GPU"),
+        (("--attn_implementation", "flash_attention_2"), "computing in bfloat16"),
+        (
+            ("--use_peft", "true", "--load_in_4bit", "true", "--bnb_4bit_quant_storage", "bfloat16"),
+            "4-bit base weights",
+        ),
+        (("--per_device_train_batch_size", "1", "--ranks=2"), "rows per step: 2"),
+        (("--ref_placement", "precomputed"), "log-probs are left to the run"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_it_plans_for_gpus_where_there_is_none(
+    options: tuple[str, ...], says: str, prepare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the run's own machine decides is not decided by this one; nothing is compiled, and no weight is read."""
+    from alignment.engines import optimizers
+    from alignment.references import content
+
+    load = optimizers.OptimizerKind.load
+
+    def loaded(kind: optimizers.OptimizerKind) -> Any:
+        assert kind.builder is None, "it is compiled here"
+        return load(kind)
+
+    monkeypatch.setattr(optimizers.OptimizerKind, "load", loaded)
+    monkeypatch.setattr(optimizers, "missing_to_compile", lambda builder, cuda: None)
+    monkeypatch.setattr(content, "file_hash", None)
+    status, out, err = prepare(*options)
+    assert status == 0, err
+    assert says in out
+
+
+def test_a_cpu_is_planned_for_where_the_run_will_use_one(
+    prepare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "computing in float32" in prepare("--use_cpu")[1]
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert "Planned for 1 rank(s) with CPUs" in prepare()[1]
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")  # as for the run; this machine's devices are left alone
+    assert "computing in bfloat16" in prepare()[1]
+    assert os.environ["DS_ACCELERATOR"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--ranks", "0"), "--ranks='0': expected the number of ranks of the run, 1 or more"),
+        (("--ranks", "many"), "--ranks='many'"),
+        (("--ranks", "9" * 5000), "--ranks='999"),
+        (("--ranks",), "--ranks=''"),
+        (("--ranks", "2", "--ranks=3"), "--ranks: given 2 times"),
+        (("--per_device_train_batch_size", "1"), "gradient_accumulation_steps=1"),
+        (("--rank", "2"), "rank"),
+    ],
+)
+def test_wrong_ranks(options: tuple[str, ...], says: str, prepare: Callable[..., Any]) -> None:
+    status, _, err = prepare(*options)
+    assert status == 1 and err.startswith("error: ") and err.count("\n") == 1 and says in err and len(err) < 400
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["--help"], "prepare.py")
+    out = capsys.readouterr().out
+    assert leaving.value.code == 0 and "--ranks N" in out and "usage: prepare.py" in out and "--learning_rate" in out
+
+
+def test_planning_ends_with_its_context() -> None:
+    with planning_for(Machine(64, cuda=True)):
+        assert world_size() == 64
+    assert world_size() == 1 and cache_folder().name == "cache"

@@ -1,0 +1,186 @@
+"""Ranks that are stopped, killed or hang in the middle of real runs: the others notice in time and name them.
+
+Two ranks without a launcher, which would end what is left. The faults happen at events of ``tools/chaos``, in
+``tools/signals/worker.py``. Tests are ``ci``, so that mutations can be tried on them; what adds little is ``slow``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.chaos.judge import compare, look
+from tools.ranks import Outcome, RankServer
+from tools.signals.judge import status
+from tools.signals.run import SCHEDULED, WORKER, Signals
+from tools.signals.worker import LOADING, Plan, Trail
+from tools.trial import workspace
+
+PEER_TIMEOUT = 4.0
+HOST = re.escape(socket.gethostname())
+
+
+@pytest.fixture(scope="module")
+def signals(ranks: RankServer) -> Iterator[Signals]:
+    with workspace("silent-") as folder:
+        yield Signals(ranks, folder)
+
+
+@dataclass
+class Run:
+    """A run of two ranks that have a plan."""
+
+    signals: Signals
+    place: Path
+    method: str
+    plan: dict[str, Any]
+    options: dict[str, object]
+
+    @property
+    def output_dir(self) -> Path:
+        return self.place / "out"
+
+    def trail(self, rank: int) -> Trail:
+        return Trail(self.place / "trails", rank)
+
+    def __call__(self, grace: float = 20) -> Outcome:
+        trails = self.place / "trails"
+        trails.mkdir(parents=True)
+        plan = Plan(folder=str(trails), output_dir=str(self.output_dir), **self.plan)
+        arguments = self.signals.arguments(
+            self.method, self.output_dir, **{"peer_timeout": PEER_TIMEOUT, **self.options}
+        )
+        return self.signals.server.run(WORKER, *arguments, env=plan.variable(), timeout=60, grace=grace, check=False)
+
+    def since_fault(self, rank: int) -> float:
+        """Seconds from the fault of a rank until now."""
+        return time.time() - (self.place / "trails" / f"fault-{rank}").stat().st_mtime
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def last_line(done: Outcome) -> str:
+    """The error's line; there is one, and it is the last."""
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert sum(line.startswith("error:") for line in lines) == 1, done.report()
+    assert lines[-1].startswith("error:"), done.report()
+    return lines[-1]
+
+
+PLACES = {
+    "step": ("kto", 1, "after forward in train", 30, r"phase (step|train\w*), step \d+"),
+    "rollout": ("online_dpo", 0, "after forward in rollout", 60, r"phase rollout, step \d+"),
+    "save": ("kto", 1, "before fragments in save", 1, rf"phase save, step {SCHEDULED}"),
+    "loading": ("kto", 0, LOADING, 1, r"phase \w*load\w*, step 0"),
+}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("where", PLACES)
+def test_a_rank_is_stopped(signals: Signals, place: Path, where: str) -> None:
+    """By SIGSTOP, as a debugger or an operator would. Rank 0 serves the store, so that its calls hang as well."""
+    method, rank, event, occurrence, phase = PLACES[where]
+    run = Run(signals, place, method, {"rank": rank, "event": event, "occurrence": occurrence}, {})
+    done = run()
+    assert run.since_fault(rank) < PEER_TIMEOUT + 6
+    assert [one.code for one in done.ranks] == [-signal.SIGKILL if one.rank == rank else 1 for one in done.ranks]
+    line = last_line(done)
+    assert f"rank {rank}" in line and f"(host {socket.gethostname()}" in line and "4 s" in line, line
+    assert re.search(phase, line), line
+    assert not look(run.output_dir).problems
+
+
+@pytest.mark.parametrize(
+    ("rank", "phase"),
+    [pytest.param(0, "train", marks=pytest.mark.slow), pytest.param(1, "rollout", marks=pytest.mark.ci)],
+)
+def test_the_main_thread_of_a_rank_hangs(signals: Signals, place: Path, rank: int, phase: str) -> None:
+    """Its own threads live on, so that it beats; every rank writes its stacks."""
+    plan = {"rank": rank, "event": f"after forward in {phase}", "occurrence": 40, "fault": "sleep"}
+    limits = {"hang_timeout": 3, "hang_timeout_first": 8, "peer_timeout": 25}
+    run = Run(signals, place, "online_dpo", plan, limits)
+    done = run()
+    assert run.since_fault(rank) < 8 + 6
+    assert [one.code for one in done.ranks] == [1, 1]
+    line = last_line(done)
+    assert f"rank {rank} (host {socket.gethostname()}) has made no progress for" in line, line
+    assert f"hang-{rank}.txt" in line
+    stacks = [(run.output_dir / f"hang-{each}.txt").read_text() for each in (0, 1)]
+    assert "_fail" in stacks[rank] and "_fail" not in stacks[1 - rank]
+    assert status(run.output_dir)["state"] == "failed"
+
+
+@pytest.mark.ci
+def test_a_long_rollout_is_left_alone(signals: Signals, place: Path) -> None:
+    """Rollouts take longer than every limit, but each token is progress; the other rank waits for it."""
+    plan = {"rank": 1, "event": "after forward in rollout", "fault": "slow"}
+    seldom = {"eval_strategy": "no", "load_best_model_at_end": False, "save_strategy": "no", "max_steps": 2}
+    limits = {"hang_timeout": 2.0, "hang_timeout_first": 4.0, "hang_factor": 1.0}
+    run = Run(signals, place, "online_dpo", plan, {**limits, **seldom, "max_new_tokens": 24})
+    done = run()
+    assert done.returncode == 0, done.report()
+    lines = [json.loads(line) for line in (run.output_dir / "log.jsonl").read_text().splitlines()]
+    rollouts = next(line["phases"]["rollout"] for line in lines if "phases" in line)
+    assert rollouts["seconds"] / rollouts["entries"] > 4.0
+
+
+@pytest.mark.slow
+def test_a_suspended_job_goes_on(signals: Signals, place: Path) -> None:
+    """Both ranks stopped for longer than peer_timeout, as by a scheduler that suspends jobs; then continued."""
+    run = Run(signals, place, "kto", {"slow_from": 4, "slow": (0.2, 0.2)}, {})
+
+    def suspend() -> None:
+        while any((run.trail(rank).get("step") or 0) < 5 for rank in (0, 1)):
+            time.sleep(0.05)
+        pids = [run.trail(rank).get("pid") or 0 for rank in (0, 1)]
+        for number, pause in ((signal.SIGSTOP, PEER_TIMEOUT + 3), (signal.SIGCONT, 0)):
+            for pid in pids:
+                os.kill(pid, number)
+            time.sleep(pause)
+
+    thread = threading.Thread(target=suspend)
+    thread.start()
+    done = run()
+    thread.join()
+    assert done.returncode == 0, done.report()
+    assert compare(run.output_dir, signals.reference("kto", 2), ()) == []
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.ci)])
+def test_a_rank_is_killed(signals: Signals, place: Path, rank: int) -> None:
+    """The other one waits for it in a collective, and says so within 2 s."""
+    plan = {"rank": rank, "event": "after forward in train", "occurrence": 40, "fault": "kill"}
+    run = Run(signals, place, "kto", plan, {})
+    done = run()
+    killed, other = done.ranks[rank], done.ranks[1 - rank]
+    assert (killed.code, other.code) == (-signal.SIGKILL, 1)
+    assert other.seconds - killed.seconds < 2.5
+    line = last_line(done)
+    assert re.search(
+        rf"rank {rank} \(host {HOST}.* was killed .*in phase (kl|reference|train|step), step \d+", line
+    ), line
+
+
+@pytest.mark.ci
+def test_a_rank_is_killed_after_the_other_has_finished(signals: Signals, place: Path) -> None:
+    """The other one waits in the guard, which has no limit of its own for a rank that still works."""
+    plan = {"rank": 0, "event": "after rename report.md", "fault": "kill"}
+    run = Run(signals, place, "kto", plan, {})
+    done = run()
+    assert [one.code for one in done.ranks] == [-signal.SIGKILL, 1], done.report()
+    assert done.ranks[1].seconds - done.ranks[0].seconds < 2.5
+    assert "rank 0 " in last_line(done) and "was killed" in last_line(done)

@@ -1,0 +1,153 @@
+"""The command ``status``: fast, quiet, and in place on a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from run_folders import another_process, entry, owner_of, start, write_checkpoint, write_lock, write_log, write_status
+
+from alignment.cli.status import main
+from tools.ranks.client import environment
+
+COMMAND = [sys.executable, str(ROOT / "launch" / "status.py")]
+
+
+def outcome(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as leaving:
+        main([str(argument) for argument in arguments])
+    assert isinstance(leaving.value.code, int)
+    return leaving.value.code
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A run of which nothing but its files is there, and a process that could be it."""
+    with another_process() as process:
+        write_lock(folder, owner_of(process.pid))
+        write_log(folder, [start(), entry(1, 1, 10), entry(40, 40, 400)])
+        write_status(folder, state="running", pid=process.pid)
+        yield process
+
+
+def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path, 40)
+    write_status(tmp_path, state="preempted", signal="SIGUSR1")
+    assert outcome(tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "state       preempted by SIGUSR1\n" in out and "checkpoint-40  whole" in out
+    assert outcome(tmp_path, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["checkpoints"][0]["whole"]) == ("preempted", True)
+
+
+def test_exit_statuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert outcome(tmp_path / "none") == 1
+    assert capsys.readouterr().err == f"error: {tmp_path / 'none'}: there is no such folder\n"
+    write_log(tmp_path, [start(), entry(4, 4, 4)])
+    (tmp_path / "status.json").write_text('{"state": "runn')
+    assert outcome(tmp_path) == 1
+    told = capsys.readouterr()
+    assert "step        4 of 100" in told.out, "what can be read is shown"
+    assert re.fullmatch(r"error: \S+: status.json: it cannot be read \(.*\)\n", told.err)
+    assert outcome() == 2 and outcome(tmp_path, "--interval", "0") == 2 and outcome("--help") == 0
+
+
+def test_content_is_compared_only_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_checkpoint(tmp_path, 4)
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    for arguments, whole in (((), True), (("--check",), False)):
+        assert outcome(tmp_path, "--json", *arguments) == 0
+        assert json.loads(capsys.readouterr().out)["checkpoints"][0]["whole"] is whole
+
+
+def test_it_imports_nothing_large(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 4)
+    code = (
+        "import sys\nfrom alignment.cli.commands import main\n"
+        f"try:\n    main(['status', {str(tmp_path)!r}])\nexcept SystemExit as left:\n    assert left.code == 0\n"
+        "print([name for name in ('torch', 'numpy', 'transformers', 'datasets', 'deepspeed') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.stdout.endswith("\n[]\n"), done.stdout + done.stderr
+
+
+def test_another_host_is_watched_and_that_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_lock(tmp_path, owner_of(1, host="node7", boot="of-another-kernel"))
+    write_status(tmp_path, state="running", pid=1)
+    slept = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            write_lock(tmp_path, owner_of(1, host="node7", boot="of-another-kernel"), count=9)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert outcome(tmp_path) == 0
+    told = capsys.readouterr()
+    assert "state       running: process 1 on node7" in told.out and len(slept) == 3
+    assert told.err == f"watching {tmp_path} for a sign of life, up to 20 s\n"
+
+
+def test_following_by_lines(tmp_path: Path) -> None:
+    """One for each change, until the process is gone."""
+    with running(tmp_path) as process:
+        follow = subprocess.Popen(
+            [*COMMAND, str(tmp_path), "--follow", "--interval", "0.1"], stdout=subprocess.PIPE, text=True
+        )
+        assert follow.stdout is not None
+        first = follow.stdout.readline()
+        assert "running: process" in first and "40 of 100 (40 %), about 1 min 00 s left; 1 steps/s" in first
+        write_status(tmp_path, state="running", pid=process.pid, step=41)
+        assert "41 of 100" in follow.stdout.readline()
+    try:
+        rest, _ = follow.communicate(timeout=10)
+    finally:
+        follow.kill()
+    assert rest.count("\n") == 1 and "no sign of life since" in rest and follow.returncode == 0
+
+
+def test_following_as_json(tmp_path: Path) -> None:
+    write_status(tmp_path, state="stopped", signal="SIGINT")
+    done = subprocess.run([*COMMAND, str(tmp_path), "--follow", "--json"], capture_output=True, text=True)
+    assert done.returncode == 0 and [json.loads(line)["state"] for line in done.stdout.splitlines()] == ["stopped"]
+
+
+def test_following_on_a_terminal_that_is_left_by_ctrl_c(tmp_path: Path) -> None:
+    """The lines are written over; SIGINT ends it with nothing more said, and exit status 0."""
+    ours, theirs = pty.openpty()
+    with running(tmp_path) as process:
+        restored = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+        follow = subprocess.Popen(
+            [*COMMAND, str(tmp_path), "--follow", "--interval", "0.1"],
+            stdout=theirs, stderr=theirs, env={**os.environ, "COLUMNS": "60", "LINES": "5"}, preexec_fn=restored,
+        )  # fmt: skip
+        os.close(theirs)
+        seen = ""
+        while "41 of 100" not in seen:
+            seen += os.read(ours, 10000).decode()
+            if seen.count("\x1b[J") == 1:
+                write_status(tmp_path, state="running", pid=process.pid, step=41)
+        follow.send_signal(signal.SIGINT)
+        assert follow.wait(timeout=20) == 0
+    screens = seen.split("\x1b[J")[1:]
+    assert all(screen.count("\n") == 4 and screen.endswith("\x1b[4F") for screen in screens[:-1]), "5 lines have room"
+    assert max(len(line.rstrip("\r")) for line in screens[0].split("\n")) <= 60
+    with pytest.raises(OSError):  # the terminal has nothing left to give
+        while left := os.read(ours, 10000):
+            assert b"Traceback" not in left and b"Interrupt" not in left
+    os.close(ours)

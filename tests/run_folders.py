@@ -1,0 +1,90 @@
+"""Output folders as runs leave them, written by hand: status, log, lock and checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from alignment.engines.checkpoints.lock import LOCK
+from alignment.engines.checkpoints.manifest import Manifest, files_in
+from alignment.engines.checkpoints.owner import Owner, beat, process_start
+from alignment.engines.checkpoints.records import record_of
+from alignment.reporting.status_file import STATUS, RunStatus
+
+ELSEWHERE = {"host": "node7", "boot": "of-another-kernel"}
+BEGAN = 1_790_000_000.0  # 2026-09-21 13:33:20 UTC
+
+
+def at(seconds: float) -> str:
+    """A time as the log has it, so many seconds after the run began."""
+    from datetime import datetime, timezone
+
+    time = datetime.fromtimestamp(BEGAN + seconds, timezone.utc)
+    return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def write_log(folder: Path, records: list[dict[str, Any]], torn: str = "") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + torn)
+
+
+def start(steps: int = 100) -> dict[str, Any]:
+    names = {"run": "r", "run_name": "a run", "method": "kto", "world_size": 2, "window": 8, "rows": 64}
+    return {"event": "start", **names, "steps": steps, "dropped": {}, "time": at(0)}
+
+
+def entry(step: int, seconds: float, tokens: int, **more: Any) -> dict[str, Any]:
+    return {"loss": 1 / step, **more, "num_tokens": tokens, "step": step, "epoch": step / 100, "time": at(seconds)}
+
+
+def end(phases: dict[str, float]) -> list[dict[str, Any]]:
+    """The two lines that a log closes with."""
+    records = {name: {"seconds": s, "tokens": 7, "peak_bytes": 1, "entries": 1} for name, s in phases.items()}
+    totals = {"train_runtime": 50.0, "train_steps_per_second": 2.0, "train_loss": 0.3, "step": 100, "time": at(60)}
+    return [totals, {"event": "end", "phases": records, "time": at(60)}]
+
+
+def write_status(folder: Path, **values: Any) -> RunStatus:
+    folder.mkdir(parents=True, exist_ok=True)
+    known = {"method": "kto", "run": "r", "host": "node7", "pid": 4711, "step": 40, "total_steps": 100, "time": at(41)}
+    status = RunStatus(**{**known, **values})
+    (folder / STATUS).write_text(status.text())
+    return status
+
+
+def write_lock(folder: Path, owner: Owner, count: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / LOCK).write_bytes(owner.text()[: -len(beat(0))] + beat(count))
+
+
+def write_checkpoint(folder: Path, step: int, *, resumable: bool = True, total_steps: int = 100) -> Path:
+    target = folder / f"checkpoint-{step}"
+    target.mkdir(parents=True)
+    (target / "model.safetensors").write_bytes(os.urandom(3000))
+    phases = {"records": {"train": {"seconds": step / 10, "tokens": 1, "peak_bytes": 1, "entries": step}}}
+    (target / "run_state-00000.json").write_text(json.dumps({"phases": phases}))
+    files = {name: record_of(target / name) for name in files_in(target)}
+    Manifest("r", step, "kto", 1, 0, 8, total_steps, resumable, {}, {}, {}, files).write(target)
+    return target
+
+
+def owner_of(pid: int, **changes: Any) -> Owner:
+    """As that process would name itself."""
+    return replace(Owner.this_process(), pid=pid, start=process_start(pid) or "", **changes)
+
+
+@contextmanager
+def another_process() -> Iterator[subprocess.Popen[bytes]]:
+    """One that lives until it is killed."""
+    process = subprocess.Popen(["sleep", "600"])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()

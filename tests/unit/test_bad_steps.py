@@ -1,0 +1,188 @@
+"""What counts as a bad step, what is done about it, and how many there may be."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignment import CPOConfig
+from alignment.config.errors import OptionError
+from alignment.data.windows import WindowCounts, WindowPlan
+from alignment.training.interruptions.faults import BadSteps, LossSpike, NonFiniteGradient
+from alignment.training.window import NonFiniteLoss
+
+FAULT = NonFiniteGradient("the gradient norm is nan")
+
+
+def plan(epoch: int, step: int) -> WindowPlan:
+    return WindowPlan(epoch, step, (), (), (), WindowCounts(0, 0, 0, 0, 0))
+
+
+class Steps(BadSteps):
+    """With windows of four rows, five to an epoch; what is told and recorded is kept."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.told: list[str] = []
+        self.lines: list[dict[str, Any]] = []
+        args = CPOConfig(output_dir=str(folder), **options)
+        super().__init__(args, 5, lambda window: [window.step, window.epoch], self.told.append, self.lines.append)
+
+    def after(self, losses: list[float]) -> Steps:
+        for loss in losses:
+            self.good(loss)
+        return self
+
+    def is_spike(self, loss: float) -> bool:
+        try:
+            self.check(loss)
+        except LossSpike:
+            return True
+        return False
+
+
+@pytest.mark.parametrize(
+    ("losses", "factor", "highest"),
+    [
+        ([2.0] * 10, 3, 6.0),  # so many times the median
+        ([1.9, 2.0, 2.1] * 5, 3, 6.0),
+        ([1.0, 2.0, 3.0] * 5, 1.5, 12.0),  # ten times the median absolute deviation, which is more
+        ([0.001, -0.001, 0.0] * 5, 3, 0.01),  # the median is no measure there
+        ([-2.0] * 10, 3, 2.0),  # as far above it as a positive one
+        ([0.0] * 10, 3, 0.0),
+    ],
+)
+def test_how_high_a_loss_may_be(losses: list[float], factor: float, highest: float, tmp_path: Path) -> None:
+    steps = Steps(tmp_path, loss_spike_factor=factor).after(losses)
+    assert not steps.is_spike(highest) and not steps.is_spike(-1e9)
+    assert steps.is_spike(highest + 1e-6)
+
+
+def test_noise_is_no_spike(tmp_path: Path) -> None:
+    """Whatever the losses lie around; neither is a slow rise."""
+    rng = random.Random(0)
+    for middle in (-3.0, 0.0, 0.02, 5.0):
+        steps = Steps(tmp_path, loss_spike_factor=1.2)
+        for number in range(2000):
+            loss = middle + number / 1000 + rng.gauss(0, 0.1)
+            steps.check(loss)
+            steps.good(loss)
+
+
+def test_the_median_is_of_the_newest_losses(tmp_path: Path) -> None:
+    steps = Steps(tmp_path, loss_spike_factor=3)
+    assert not steps.after([1.0] * 9).is_spike(1e9)
+    assert steps.after([1.0]).is_spike(3.1)
+    assert steps.after([10.0] * 9).is_spike(3.1)
+    steps.after([1.0] * 90 + [10.0] * 51)
+    assert len(steps.state_dict()["losses"]) == 100
+    assert steps.is_spike(30.1) and not steps.is_spike(29.9), "of the last hundred, 51"
+    assert not Steps(tmp_path).after([1.0] * 50).is_spike(1e9), "nobody asked for it"
+
+
+def test_a_spike_is_described(tmp_path: Path) -> None:
+    with pytest.raises(LossSpike) as caught:
+        Steps(tmp_path, loss_spike_factor=3).after([0.5] * 12).check(7.25)
+    assert str(caught.value).startswith(
+        "the loss of this window is 7.25 where the median of the last 12 is 0.5 (loss_spike_factor=3): no update"
+    )
+
+
+def test_a_stop_is_the_default(tmp_path: Path) -> None:
+    steps = Steps(tmp_path)
+    with pytest.raises(NonFiniteGradient) as caught:
+        steps.rewinds(FAULT, plan(0, 1), 2, lambda: "checkpoint-1")
+    assert caught.value is FAULT and steps.metrics == {} and steps.lines == []
+
+
+def test_skipped_windows_are_counted(tmp_path: Path) -> None:
+    steps = Steps(tmp_path, on_bad_step="skip", max_bad_steps=2)
+    assert not steps.rewinds(FAULT, plan(0, 1), 2, lambda: pytest.fail("it is to be skipped"))
+    assert not steps.rewinds(NonFiniteLoss("the loss is nan"), plan(1, 0), 6, lambda: "checkpoint-1")
+    assert steps.metrics == {"bad_steps": 2.0}
+    assert steps.told == [
+        "step 2: the gradient norm is nan; its window was skipped (bad step 1, at most 2)",
+        "step 6: the loss is nan; its window was skipped (bad step 2, at most 2)",
+    ]
+    assert steps.lines[1] == {
+        "event": "bad_step",
+        "step": 6,
+        "window": [1, 0],
+        "kind": "non-finite loss",
+        "message": "the loss is nan",
+        "action": "skip",
+        "bad_steps": 2,
+        "rows": [0, 1],
+    }
+    with pytest.raises(NonFiniteGradient, match=r"nan; 2 bad steps came before it \(max_bad_steps=2\)$"):
+        steps.rewinds(FAULT, plan(1, 1), 7, lambda: "checkpoint-1")
+
+
+def test_a_rewind_keeps_what_was_left_out_before(tmp_path: Path) -> None:
+    """What the checkpoint says of it is from an earlier time."""
+    steps = Steps(tmp_path, on_bad_step="rewind")
+    saved = steps.after([1.0]).state_dict()
+
+    def rewind() -> str:
+        steps.load_state_dict(saved)
+        return "checkpoint-1"
+
+    for window in ((0, 3), (1, 1)):
+        assert steps.after([2.0]).rewinds(FAULT, plan(*window), 4, rewind)
+    state = steps.state_dict()
+    assert (state["count"], state["omitted"], state["losses"]) == (2, [[0, 3], [1, 1]], [1.0])
+    assert steps.lines[1]["checkpoint"] == "checkpoint-1" and steps.lines[1]["omitted"] == [(1, 1)]
+    assert steps.told[0].endswith(
+        "the run returned to checkpoint-1 and leaves out 1 window(s) (bad step 1, at most 10)"
+    )
+    again = Steps(tmp_path)
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    assert again.omits(plan(1, 1), 7) and not again.omits(plan(1, 2), 8) and not again.omits(plan(2, 1), 9)
+    assert again.told == ["step 7: window 2 of epoch 2 is left out, no update was made"]
+    assert again.lines == [{"event": "omitted_window", "step": 7, "window": [1, 1]}]
+
+
+@pytest.mark.parametrize(
+    ("windows", "at", "omitted"),
+    [(3, (1, 1), [[0, 4], [1, 0], [1, 1]]), (9, (0, 1), [[0, 0], [0, 1]]), (1, (2, 0), [[2, 0]])],
+)
+def test_how_many_windows_a_rewind_leaves_out(
+    windows: int, at: tuple[int, int], omitted: list[list[int]], tmp_path: Path
+) -> None:
+    steps = Steps(tmp_path, on_bad_step="rewind", rewind_windows=windows)
+    assert steps.rewinds(FAULT, plan(*at), 9, lambda: "checkpoint-1")
+    assert steps.state_dict()["omitted"] == omitted
+
+
+def test_without_a_checkpoint_only_the_window_is_skipped(tmp_path: Path) -> None:
+    steps = Steps(tmp_path, on_bad_step="rewind", rewind_windows=3)
+    assert not steps.rewinds(FAULT, plan(0, 3), 4, lambda: None)
+    assert steps.state_dict()["omitted"] == [[0, 3]] and steps.lines[0]["action"] == "skip"
+    assert "its window was skipped, as there is no checkpoint to return to yet" in steps.told[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"on_bad_step": "ignore"}, "on_bad_step='ignore': not one of stop, skip, rewind"),
+        ({"loss_spike_factor": 1}, "loss_spike_factor=1.0: must be greater than 1"),
+        ({"max_bad_steps": 3}, "max_bad_steps=3: has no effect with on_bad_step='stop'"),
+        ({"max_bad_steps": 0, "on_bad_step": "skip"}, "max_bad_steps=0: must be at least 1"),
+        ({"rewind_windows": 2, "on_bad_step": "skip"}, "rewind_windows=2: has no effect with on_bad_step='skip'"),
+        ({"on_bad_step": "rewind", "save_strategy": "no"}, "with save_strategy='no' there is no checkpoint to return"),
+        ({"on_bad_step": "rewind", "save_only_model": True}, "with save_only_model=True there is no checkpoint"),
+        ({"retries": -1}, "retries=-1: must be at least 0"),
+        ({"retry_pause": -0.5}, "retry_pause=-0.5: must be at least 0"),
+        ({"hang_timeout": 0}, "hang_timeout=0.0: must be greater than 0"),
+        ({"hang_timeout_first": -1}, "hang_timeout_first=-1.0: must be greater than 0"),
+        ({"hang_factor": 0}, "hang_factor=0.0: must be greater than 0"),
+        ({"peer_timeout": 0}, "peer_timeout=0.0: must be greater than 0"),
+    ],
+)
+def test_options_that_cannot_be(given: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError) as caught:
+        CPOConfig(output_dir=str(tmp_path), **given)
+    assert said in str(caught.value) and "\n" not in str(caught.value)

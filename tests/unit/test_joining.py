@@ -1,0 +1,330 @@
+"""Ranks that meet before they join: what keeps one of them away, and what the others hear of it. Ranks are threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from alignment.config.errors import AlignmentError
+from alignment.engines.failures import JoinError, ReportedElsewhere, describe
+from alignment.engines.joining import interfaces, meeting, names, start
+from alignment.engines.joining.deadlines import within
+from alignment.engines.joining.interfaces import address_for_others, check_named
+from alignment.engines.joining.meeting import Meeting
+from alignment.engines.joining.place import Place
+from alignment.engines.joining.port import holder_of
+from tools.ranks.process import free_port
+
+OWN = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.5", "fe80::1%eth0"], "ib0": ["10.1.0.5"]}
+
+
+@pytest.fixture(autouse=True)
+def little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no launcher that would take the first rank to end for the cause."""
+    monkeypatch.setattr(meeting, "_LATER_S", 0.1)
+
+
+def fine() -> None:
+    """A check that finds nothing."""
+
+
+def loopback() -> str:
+    """Where hosts that are threads of this process reach each other."""
+    return "127.0.0.1"
+
+
+def refuse() -> Any:
+    """A check that finds something."""
+    raise AlignmentError("GLOO_SOCKET_IFNAME=ib9")
+
+
+def places(count: int, hosts: int = 1) -> list[Place]:
+    """Those of the ranks of a new run, the same number on each host."""
+    first = Place("127.0.0.1", free_port(), 0, 0, count, False, "0/0", "host0", "network0")
+    each = count // hosts
+    return [
+        dataclasses.replace(
+            first, rank=rank, local_rank=rank % each, host=f"host{rank // each}", network=f"network{rank // each}"
+        )
+        for rank in range(count)
+    ]
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """What the calls return or raise, each in a thread of its own."""
+    results: list[Any] = [None] * len(calls)
+
+    def run(number: int) -> None:
+        try:
+            results[number] = calls[number]()
+        except Exception as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return results
+
+
+def ranks(
+    all_places: list[Place], check: dict[int, Any] | None = None, address: dict[int, Any] | None = None
+) -> list[Callable[[], None]]:
+    """The meetings of all ranks, to be run together."""
+    check, address = check or {}, address or {}
+
+    def agree(place: Place) -> None:
+        made = Meeting(place, 20, advice="set GLOO_SOCKET_IFNAME")
+        made.agree(check.get(place.rank, fine), address.get(place.rank, loopback))
+        kept.append(made)
+
+    kept: list[Meeting] = []
+    return [lambda place=place: agree(place) for place in all_places]  # type: ignore[misc]
+
+
+def test_all_meet_and_a_process_of_another_run_is_turned_away() -> None:
+    asked: list[int] = []
+    run = places(3)
+    calls = ranks(run, address={rank: lambda: asked.append(1) or "" for rank in range(3)})
+    assert together(*calls) == [None] * 3
+    assert not asked, "on one host, addresses do not matter"
+    with pytest.raises(JoinError, match=r"belongs to a run that has a rank 1 already: choose another MASTER_PORT"):
+        calls[1]()
+    # Its number is not among the others', but they are about to train.
+    with pytest.raises(JoinError, match="belongs to a run"):
+        Meeting(dataclasses.replace(run[0], rank=7), 5).agree(fine, loopback)
+
+
+def test_a_second_group_of_the_same_processes_meets_anew() -> None:
+    run = places(2)
+    assert together(*ranks(run)) == [None] * 2
+    assert together(*ranks([dataclasses.replace(place, attempt="0/1") for place in run])) == [None] * 2
+
+
+def test_an_agents_store_lets_workers_come_again() -> None:
+    from torch.distributed import TCPStore
+
+    run = places(2)
+    agent = TCPStore("127.0.0.1", run[0].port, is_master=True, wait_for_workers=False)
+    served = [dataclasses.replace(place, agent=True) for place in run]
+    assert together(*ranks(served)) == [None] * 2
+    assert together(*ranks(served)) == [None] * 2
+    del agent
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_one_rank_cannot_join_and_all_of_them_know(who: int) -> None:
+    begun = time.monotonic()
+    results = together(*ranks(places(3), check={who: refuse}))
+    assert time.monotonic() - begun < 10
+    assert type(results[who]) is JoinError
+    assert str(results[who]) == "GLOO_SOCKET_IFNAME=ib9"
+    for other in {0, 1, 2} - {who}:
+        assert isinstance(results[other], ReportedElsewhere)
+        assert str(results[other]) == f"rank {who} (host host0): GLOO_SOCKET_IFNAME=ib9"
+        assert describe(results[other]) == ("", False), "it falls silent"
+
+
+def test_a_rank_that_comes_late_hears_of_it_too() -> None:
+    run = places(2)
+    calls = ranks(run, check={0: refuse})
+    results = together(calls[0], lambda: (time.sleep(1.0), calls[1]()))
+    assert isinstance(results[1], ReportedElsewhere)
+
+
+def test_hosts_have_to_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert together(*ranks(places(4, hosts=2))) == [None] * 4
+    results = together(*ranks(places(4, hosts=2), address={2: refuse}))
+    assert str(results[2]) == "GLOO_SOCKET_IFNAME=ib9"
+    assert all(isinstance(results[other], ReportedElsewhere) for other in (0, 1, 3))
+    before = meeting.refusal_of
+    monkeypatch.setattr(
+        meeting,
+        "refusal_of",
+        lambda *to: "No route to host" if threading.current_thread() in blocked else before(*to),
+    )
+    blocked: list[threading.Thread] = []
+
+    def second() -> str:
+        blocked.append(threading.current_thread())
+        return "127.0.0.1"
+
+    results = together(*ranks(places(2, hosts=2), address={1: second}))
+    line = "host host1 cannot reach host host0 at 127.0.0.1 (No route to host): set GLOO_SOCKET_IFNAME"
+    assert str(results[1]) == line
+    assert str(results[0]) == f"rank 1 (host host1): {line}"
+
+
+def test_ranks_that_do_not_come_are_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_TELL_S", 0.5)
+    with pytest.raises(JoinError, match=r"of 3 ranks only 1 came to 127\.0\.0\.1:\d+ within 1 s, without 1, 2: start"):
+        Meeting(places(3)[0], 1).agree(fine, loopback)
+    assert "rank 0 (host host0): waiting at 127.0.0.1:" in capsys.readouterr().err
+    with pytest.raises(
+        JoinError, match=r"rank 0 could not be reached at .* from host host0 within 1 s \(Connection r"
+    ):
+        Meeting(places(3)[2], 1).agree(fine, loopback)
+    assert capsys.readouterr().err == "", "the first rank of a host tells"
+
+
+def test_a_port_in_use_is_named_with_its_holder() -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        taken = [dataclasses.replace(place, port=port) for place in places(2)]
+        assert (holder_of(port) or "").startswith(f"process {os.getpid()} (")
+        with pytest.raises(JoinError) as caught:
+            Meeting(taken[0], 5).agree(fine, loopback)
+        with pytest.raises(JoinError, match=r"\(something listens there that gives no answer\)"):
+            Meeting(taken[1], 1).agree(fine, loopback)
+    assert f"port {port} of host host0, where rank 0 lets the ranks meet (MASTER_PORT), is in use by process" in str(
+        caught.value
+    )
+    assert holder_of(port) is None
+
+
+def test_a_call_that_does_not_return_is_left_behind() -> None:
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError):
+        within(0.3, lambda: time.sleep(5))
+    assert time.monotonic() - begun < 2
+    assert within(5, lambda: 7) == 7
+    with pytest.raises(KeyError):
+        within(5, lambda: {}["missing"])
+
+
+def slow(*_: object, **__: object) -> list[Any]:
+    """A resolver whose servers do not answer."""
+    time.sleep(5)
+    return []
+
+
+def unknown(*_: object, **__: object) -> list[Any]:
+    """A resolver that knows no name."""
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
+@pytest.mark.parametrize(
+    ("resolver", "reason"),
+    [(slow, "the resolver gave no answer within 0.3 s"), (unknown, "Name or service not known")],
+)
+def test_a_name_that_does_not_resolve_is_an_error_within_seconds(
+    resolver: Callable[..., list[Any]], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"MASTER_ADDR": "node-7", "MASTER_PORT": "29500", "RANK": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(start, "_RESOLVE_S", 0.3)
+    monkeypatch.setattr(socket, "getaddrinfo", resolver)
+    begun = time.monotonic()
+    with pytest.raises(JoinError) as caught:
+        start.meet("gloo", 60)
+    assert time.monotonic() - begun < 2
+    assert str(caught.value).startswith("MASTER_ADDR=node-7 cannot be resolved on host ")
+    assert f"({reason}): set it to the name or address of rank 0's host" in str(caught.value)
+
+
+def test_a_name_that_comes_a_moment_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([unknown, lambda *_, **__: [(2, 1, 6, "", ("10.0.0.1", 0)), (2, 1, 6, "", ("10.0.0.1", 0))]])
+    monkeypatch.setattr(names, "_PAUSE_S", 0.05)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: next(answers)(*a, **k))
+    assert names.look_up("node-7", 5) == ["10.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "value", "expected"),
+    [
+        ("gloo", None, None),
+        ("gloo", "eth0,ib0", None),
+        (
+            "gloo",
+            "eth0,eth1",
+            "GLOO_SOCKET_IFNAME=eth0,eth1, but host h has no interface eth1 that is up; it has lo (",
+        ),
+        ("gloo", "eth", "no interface eth that is up; it has lo (127.0.0.1, ::1), eth0 (10.0.0.5), ib0 (10.1.0.5)"),
+        ("nccl", "eth", None),
+        ("nccl", "=eth", "NCCL_SOCKET_IFNAME==eth, but host h has no interface =eth that is up"),
+        ("nccl", "^lo,eth,ib", "no interface ^lo,eth,ib that is up"),
+    ],
+)
+def test_a_variable_that_names_no_interface(
+    backend: str, value: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_interface(monkeypatch, backend, value)
+    if expected is None:
+        check_named(backend, OWN)
+        return
+    with pytest.raises(AlignmentError) as caught:
+        check_named(backend, OWN)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("backend", "value", "resolves", "expected"),
+    [
+        (
+            "gloo",
+            None,
+            ["127.0.0.1"],
+            "host h would tell the others to reach it at 127.0.0.1, which its name resolves",
+        ),
+        ("gloo", None, [], "the name of this host, h, cannot be resolved (to an address of its own), so that gloo"),
+        ("gloo", "eth0", ["127.0.0.1"], "=10.0.0.5"),
+        (
+            "gloo",
+            "lo",
+            [],
+            "GLOO_SOCKET_IFNAME=lo takes lo, by which other hosts cannot reach host h: set GLOO_SOCKET",
+        ),
+        ("nccl", None, [], "=10.0.0.5"),
+        ("nccl", "ib", [], "=10.1.0.5"),
+        ("nccl", "^eth,lo", [], "=10.1.0.5"),
+        ("nccl", "lo", [], "host h has eth0 (10.0.0.5), ib0 (10.1.0.5)"),
+    ],
+)
+def test_the_address_for_other_hosts(
+    backend: str, value: str | None, resolves: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_interface(monkeypatch, backend, value)
+    monkeypatch.setattr(interfaces, "look_up", lambda name, seconds: resolves)
+    if expected.startswith("="):
+        assert address_for_others(backend, OWN) == expected[1:]
+        return
+    with pytest.raises(AlignmentError) as caught:
+        address_for_others(backend, OWN)
+    assert expected in str(caught.value)
+
+
+def test_a_host_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_interface(monkeypatch, "nccl", None)
+    with pytest.raises(AlignmentError, match="host h has no network interface that leads to the other hosts"):
+        address_for_others("nccl", {"lo": ["127.0.0.1"]})
+
+
+def test_gloo_takes_the_first_address_that_is_this_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interfaces, "look_up", lambda name, seconds: ["192.0.2.1", "127.0.0.1"])
+    assert interfaces.gloo_address("h") == "127.0.0.1"
+
+
+def test_the_interfaces_of_this_machine() -> None:
+    assert "127.0.0.1" in interfaces.interfaces()["lo"]
+
+
+def set_interface(monkeypatch: pytest.MonkeyPatch, backend: str, value: str | None) -> None:
+    """Set or remove the backend's variable; the host is called h."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "h")
+    name = interfaces.variable(backend)
+    monkeypatch.setenv(name, value or "")
+    if value is None:
+        monkeypatch.delenv(name)

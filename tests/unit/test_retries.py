@@ -1,0 +1,281 @@
+"""What may pass is repeated, after pauses, and counted; everything else is raised at once."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import random
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import requests
+import torch
+from huggingface_hub.errors import OfflineModeIsEnabled
+
+from alignment.config.errors import DataError, RewardError
+from alignment.engines.rng import as_before
+from alignment.engines.watch.retries import Retries, is_transient
+from alignment.reporting.activity import ACTIVITY
+from alignment.rewards.functions import FunctionReward, score_all
+from alignment.rewards.judges import Judge
+from alignment.rewards.samples import Samples
+
+
+def retries(limit: int = 3, pauses: list[float] | None = None) -> Retries:
+    return Retries(limit, 4.0, (pauses if pauses is not None else []).append)
+
+
+class Failing:
+    """Raises some errors, one at each call, and then returns a value."""
+
+    def __init__(self, *errors: BaseException, result: Any = "read") -> None:
+        self.errors, self.result, self.calls = list(errors), result, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return self.result(*args, **kwargs) if callable(self.result) else self.result
+
+
+class Answered(Exception):
+    """As clients of HTTP raise it, with a status of their own."""
+
+    def __init__(self, status: int) -> None:
+        self.status_code = status
+
+
+class APITimeoutError(Exception):
+    """Known by its name, as those of clients that are not installed."""
+
+
+def with_response(status: int) -> httpx.HTTPStatusError:
+    request = httpx.Request("GET", "http://a")
+    return httpx.HTTPStatusError("failed", request=request, response=httpx.Response(status, request=request))
+
+
+def caused(error: Exception, cause: BaseException) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+TRANSIENT = [
+    OSError(errno.EIO, "Input/output error"),
+    OSError(errno.ESTALE, "Stale file handle"),
+    OSError(errno.ETIMEDOUT, "Connection timed out"),
+    ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
+    ConnectionError("Couldn't reach 'a' on the Hub"),
+    TimeoutError(),
+    asyncio.TimeoutError(),
+    socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
+    httpx.ConnectTimeout("timed out"),
+    httpx.RemoteProtocolError("peer closed connection"),
+    requests.exceptions.ConnectionError("refused"),
+    requests.exceptions.ReadTimeout("timed out"),
+    with_response(503),
+    Answered(429),
+    APITimeoutError(),
+    caused(DataError("a.jsonl: cannot be read"), OSError(errno.EIO, "Input/output error")),
+    caused(FileNotFoundError("not in the cache"), httpx.ConnectError("refused")),
+]
+PERMANENT = [
+    FileNotFoundError(errno.ENOENT, "No such file or directory"),
+    PermissionError(errno.EACCES, "Permission denied"),
+    OSError(errno.ENOSPC, "No space left on device"),
+    OSError("Couldn't deserialize thrift"),
+    socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+    ValueError("not JSON"),
+    KeyError("prompt"),
+    DataError("a.jsonl line 3: not valid JSON"),
+    with_response(404),
+    Answered(401),
+    caused(ConnectionError("Couldn't reach 'a' on the Hub"), OfflineModeIsEnabled("offline")),
+    caused(with_response(404), httpx.ConnectError("refused")),
+]
+
+
+@pytest.mark.parametrize("error", TRANSIENT, ids=repr)
+def test_what_may_pass(error: Exception) -> None:
+    assert is_transient(error)
+
+
+@pytest.mark.parametrize("error", PERMANENT, ids=repr)
+def test_what_does_not_pass(error: Exception) -> None:
+    assert not is_transient(error)
+
+
+def test_offline_mode_is_seen_where_it_is_hidden() -> None:
+    """As ``load_dataset`` reports a dataset that is not in the cache."""
+    try:
+        try:
+            raise OfflineModeIsEnabled("offline")
+        except Exception:
+            raise ConnectionError("Couldn't reach the hub") from None
+    except ConnectionError as error:
+        assert not is_transient(error)
+
+
+def test_errors_that_cause_each_other_have_an_end() -> None:
+    one, other = ValueError("one"), ValueError("other")
+    one.__cause__, other.__cause__ = other, one
+    assert not is_transient(one)
+
+
+def test_a_call_is_repeated_after_growing_pauses(capsys: pytest.CaptureFixture[str]) -> None:
+    pauses: list[float] = []
+    again, call = retries(pauses=pauses), Failing(TimeoutError("slow"), OSError(errno.EIO, "bad block"))
+    assert again("data.jsonl", call) == "read"
+    assert call.calls == 3
+    assert sum(pauses) == 4 + 8 and max(pauses) == 1  # in slices, each with a sign of life
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        "data.jsonl: TimeoutError: slow; retry 1 of 3 in 4 s",
+        "data.jsonl: OSError: [Errno 5] bad block; retry 2 of 3 in 8 s",
+    ]
+
+
+def test_a_rank_that_waits_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    signs: list[float] = []
+    slept: list[float] = []
+    monkeypatch.setattr(ACTIVITY, "progress", lambda: signs.append(sum(slept)))
+    retries(pauses=slept)("a", Failing(TimeoutError()))
+    assert signs == [0, 1, 2, 3, 4]
+
+
+def test_the_last_error_is_raised() -> None:
+    call = Failing(*(TimeoutError(str(number)) for number in range(9)))
+    with pytest.raises(TimeoutError, match="^3$"):
+        retries(3)("a", call)
+    assert call.calls == 4
+    with pytest.raises(ValueError, match="wrong"):
+        retries()("a", Failing(ValueError("wrong")))
+
+
+def test_repetitions_of_all_ranks_are_counted_and_written() -> None:
+    one, other = retries(), retries()
+    one("a", Failing(TimeoutError(), TimeoutError()))
+    other("b", Failing(TimeoutError("slow")))
+    assert one.metrics == {} and one.count == 0
+    everyone = [one.taken(), other.taken()]
+    one.counted(everyone), other.counted(everyone)
+    assert one.metrics == other.metrics == {"retries": 3.0}
+    lines: list[dict[str, Any]] = []
+    one.write(lines.append), one.write(lines.append)
+    assert [(line["event"], line["of"], line["retry"]) for line in lines] == [
+        ("retry", "a", 1),
+        ("retry", "a", 2),
+        ("retry", "b", 1),
+    ]
+    assert lines[-1]["error"] == "TimeoutError: slow"
+    assert one.taken() == []
+    again = retries()
+    again("c", Failing(TimeoutError()))
+    again.counted([again.taken()])
+    again.load_state_dict(one.state_dict())
+    assert again.count == 4  # those from before a restart, and that of its start
+
+
+def draws() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_a_repetition_draws_what_the_first_call_drew() -> None:
+    drawn: list[Any] = []
+
+    def call() -> None:
+        drawn.append(draws())
+
+    repeated = as_before(call)
+    repeated(), repeated(), repeated()
+    assert drawn[0] == drawn[1] == drawn[2] != draws()
+
+
+# Reward functions and judges ----------------------------------------------------------------------------------------
+
+
+def samples(count: int = 2) -> Samples:
+    places = [f"row {number}" for number in range(count)]
+    each: dict[str, Any] = {"ended": [True] * count, "columns": {}, "template": [{}] * count}
+    return Samples(["p"] * count, ["c"] * count, [[1]] * count, places=places, **each)
+
+
+def named(name: str, call: Callable[..., Any]) -> FunctionReward:
+    return FunctionReward(lambda completions: call(completions), name)
+
+
+def test_functions_are_called_again_with_what_they_had() -> None:
+    def score(completions: list[Any]) -> list[float]:
+        return [random.random() for _ in completions]
+
+    random.seed(0)
+    plain = score_all([named("a", score), named("b", score)], samples())
+    random.seed(0)
+
+    def spoils(completions: list[Any]) -> list[float]:
+        random.random(), completions.clear()
+        if not failed:
+            failed.append(True)
+            raise ConnectionResetError("reset")
+        return score([0, 0])
+
+    failed: list[bool] = []
+    random.seed(0)
+    first = score_all([named("a", lambda c: (random.random(), score(c))[1]), named("b", score)], samples())
+    random.seed(0)
+    again = retries()
+    assert score_all([named("a", spoils), named("b", score)], samples(), again) == first != plain
+    assert len(again.taken()) == 1
+
+
+def test_only_the_awaitables_that_failed_are_awaited_again() -> None:
+    calls = {"good": 0, "bad": 0}
+
+    async def good(completions: list[Any]) -> list[float]:
+        calls["good"] += 1
+        return [1.0] * len(completions)
+
+    async def bad(completions: list[Any]) -> list[float]:
+        calls["bad"] += 1
+        if calls["bad"] < 3:
+            raise httpx.ReadTimeout("slow")
+        return [2.0] * len(completions)
+
+    again = retries()
+    assert score_all([FunctionReward(good), FunctionReward(bad)], samples(), again) == [[1.0, 1.0], [2.0, 2.0]]
+    assert calls == {"good": 1, "bad": 3}
+    assert [line["retry"] for line in again.taken()] == [1, 2]
+
+
+@pytest.mark.parametrize("error", [ValueError("wrong"), httpx.ReadTimeout("slow")])
+def test_a_function_that_goes_on_failing_is_reported(error: Exception) -> None:
+    async def bad(completions: list[Any]) -> list[float]:
+        raise error
+
+    for function in (FunctionReward(bad), named("bad", Failing(*[error] * 9))):
+        with pytest.raises(RewardError, match=f"'bad' raised {type(error).__name__}"):
+            score_all([function], samples(), retries(2))
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_a_judge_is_asked_again(awaited: bool) -> None:
+    asked: list[int] = []
+
+    def answer(prompts: list[Any], pairs: list[Any]) -> list[int]:
+        asked.append(len(pairs))
+        pairs.clear()
+        if len(asked) == 1:
+            raise TimeoutError("slow")
+        return [0] * len(prompts)
+
+    async def judge(prompts: list[Any], pairs: list[Any]) -> list[int]:
+        return answer(prompts, pairs)
+
+    again = retries()
+    made = Judge(judge if awaited else answer, retries=again)
+    verdicts = made.verdicts(["p", "q"], [["a", "b"], ["c", "d"]], 0, ["row 1", "row 2"])
+    assert asked == [2, 2] and again.count == 1
+    assert verdicts == Judge(lambda p, c: [0, 0]).verdicts(["p", "q"], [["a", "b"], ["c", "d"]], 0, ["r", "s"])

@@ -1,0 +1,169 @@
+"""A launcher with its workers: started, hit by a signal, watched until no process of it is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tools.ranks.client import ROOT, environment
+from tools.ranks.process import free_port
+from tools.signals.worker import VARIABLE, Plan, Trail
+
+BOUND_S = 45.0  # after which a process that is left counts as a failure
+_POLL_S = 0.05
+_TWICE_S = 2.5  # between two SIGINT
+# Jobs that a shell starts in the background ignore SIGINT, and what they start does, too.
+_AS_FROM_A_TERMINAL = ["env", "--default-signal=INT,TERM,HUP,USR1"]
+_ALL_SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+def launch_command(script: str | Path, nproc: int, launcher: str) -> list[str]:
+    """The command before the script's own arguments: `launcher` is one of :data:`.plan.LAUNCHERS`."""
+    if launcher == "deepspeed":
+        options = ["--num_gpus", str(nproc), "--master_port", str(free_port())]
+        return [sys.executable, "-m", "deepspeed.launcher.runner", *options, str(script)]
+    if launcher.startswith("torchrun"):
+        options = ["--nproc_per_node", str(nproc), "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+        options += [_ALL_SIGNALS] if launcher == "torchrun+USR1" else []
+        return [sys.executable, "-m", "torch.distributed.run", *options, str(script)]
+    if launcher != "python" or nproc != 1:
+        raise ValueError(f"launcher={launcher!r}, nproc={nproc}: expected deepspeed, torchrun, or python with nproc=1")
+    return [sys.executable, str(script)]
+
+
+@dataclass(frozen=True)
+class End:
+    """How everything ended.
+
+    Attributes:
+        code: exit status of the launcher; None if it had to be killed.
+        ranks: of each rank; None where it did not choose one.
+        seconds: from the signal until the last process had gone.
+        left: what was still there after the bound, and was killed.
+    """
+
+    code: int | None
+    ranks: tuple[int | None, ...]
+    seconds: float
+    left: tuple[str, ...]
+
+
+class Launched:
+    """A run under a launcher, in a session of its own.
+
+    Args:
+        command: without the workers' plan.
+        plan: for the workers.
+        ranks: their number.
+        log: for what they print.
+        cwd: their working directory; None: that of this process.
+    """
+
+    def __init__(self, command: Sequence[str], plan: Plan, ranks: int, log: Path, cwd: Path | None = None) -> None:
+        self.plan, self.log = plan, log
+        Path(plan.folder).mkdir(parents=True)
+        self.trails = [Trail(Path(plan.folder), rank) for rank in range(ranks)]
+        variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **plan.variable()}
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                [*_AS_FROM_A_TERMINAL, *command],
+                env=environment(**variables),
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def text(self) -> str:
+        """What was printed so far."""
+        return self.log.read_text(errors="replace")
+
+    # Before the signal ----------------------------------------------------------------------------------------------
+
+    def wait_for_step(self, step: int, seconds: float = 120.0) -> None:
+        """Wait until every rank has begun a step.
+
+        Raises:
+            RuntimeError: the run ended before, or did not come so far.
+        """
+        end = time.monotonic() + seconds
+        while any((trail.get("step") or 0) < step for trail in self.trails):
+            if self.process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"step {step} was not come to:\n{self.text()[-4000:]}")
+            time.sleep(_POLL_S)
+
+    def send(self, target: str, name: str) -> None:
+        """Send a signal, or leave the file ``STOP``."""
+        if name == "STOP":
+            (Path(self.plan.output_dir) / "STOP").touch()
+        elif name == "INT2":
+            self._send(target, signal.SIGINT)
+            time.sleep(_TWICE_S)
+            self._send(target, signal.SIGINT)
+        else:
+            self._send(target, signal.Signals[f"SIG{name}"])
+
+    def _send(self, target: str, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if target == "group":
+                os.killpg(self.process.pid, number)
+            elif target == "launcher":
+                self.process.send_signal(number)
+            elif target == "launch.py":
+                self._launch_py().send_signal(number)
+            else:
+                os.kill(self.trails[int(target.removeprefix("rank"))].get("pid") or 0, number)
+
+    def _launch_py(self) -> psutil.Process:
+        for child in psutil.Process(self.process.pid).children():
+            if "deepspeed.launcher.launch" in child.cmdline():
+                return child
+        raise RuntimeError("deepspeed has no child launch.py")
+
+    # After it -------------------------------------------------------------------------------------------------------
+
+    def wait(self, bound: float = BOUND_S) -> End:
+        """Wait until no process is left; kill what is left after ``bound`` seconds."""
+        start = time.monotonic()
+        while (left := list(self.processes())) and time.monotonic() < start + bound:
+            time.sleep(_POLL_S)
+        seconds = time.monotonic() - start
+        names = tuple(" ".join(_command_of(process)[:4]) for process in left)
+        code = None if self.process.pid in [process.pid for process in left] else self.process.wait()
+        self.end()
+        return End(code, tuple(trail.get("code") for trail in self.trails), seconds, names)
+
+    def processes(self) -> Iterator[psutil.Process]:
+        """Every living process of the run, whoever its parent is by now: each has the plan in its environment."""
+        self.process.poll()  # so that it is no zombie
+        own = f"{VARIABLE}={self.plan.variable()[VARIABLE]}".encode()
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.Error):
+                if own in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+                    yield process
+
+    def end(self) -> None:
+        """Kill whatever is left."""
+        while left := list(self.processes()):
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            time.sleep(_POLL_S)
+        self.process.wait()
+
+
+def _command_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return ["?"]

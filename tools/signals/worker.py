@@ -1,0 +1,215 @@
+"""A worker of the run under test: ``launch/train.py`` with slow steps, a trail, and a fault at a chosen event.
+
+Usage: ``worker.py arguments of launch/train.py…``, with a :class:`Plan` in the environment. Nothing of the product is
+replaced: a step takes longer, and what this process does is written down.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from typing import Any, NoReturn
+
+VARIABLE = "ALIGNMENT_SIGNALS"
+LOADING = "loading"
+SLOW_EVENT_S = 0.2
+_BEATS_S = 1.2  # in which a rank has told the others what it is doing
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the workers of one start do beside training.
+
+    Attributes:
+        folder: where each leaves its process number, its steps and its exit status.
+        output_dir: of the run.
+        slow_from: the first step that is slow.
+        slow: how much longer such a step takes on each rank, in seconds.
+        rank: that has the fault.
+        event: of :mod:`tools.chaos.events`, at which the fault happens, or ``loading``, when a model is about to be
+            loaded; None: there is none.
+        occurrence: the so-manieth time that the event happens.
+        fault: ``stop`` (SIGSTOP), ``kill`` (SIGKILL), ``sleep`` (the main thread hangs) or ``slow`` (it goes on, and
+            every further event takes longer).
+    """
+
+    folder: str
+    output_dir: str
+    slow_from: int = 0
+    slow: tuple[float, ...] = ()
+    rank: int = 0
+    event: str | None = None
+    occurrence: int = 1
+    fault: str = "stop"
+
+    def variable(self) -> dict[str, str]:
+        """For the environment of a launcher."""
+        return {VARIABLE: json.dumps(dataclasses.asdict(self))}
+
+    @classmethod
+    def of_environment(cls) -> Plan:
+        """The plan that this process was started with."""
+        return cls(**json.loads(os.environ[VARIABLE]))
+
+
+class Trail:
+    """What a worker leaves for the tool: ``pid-RANK``, ``step-RANK``, ``fault-RANK`` and ``code-RANK``."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+
+    def put(self, what: str, value: int) -> None:
+        """Replace the file ``WHAT-RANK``."""
+        hidden = self.folder / f".{what}-{self.rank}"
+        hidden.write_text(str(value))
+        hidden.rename(self.folder / f"{what}-{self.rank}")
+
+    def get(self, what: str) -> int | None:
+        """What the file says; None if there is none."""
+        try:
+            return int((self.folder / f"{what}-{self.rank}").read_text())
+        except FileNotFoundError:
+            return None
+
+
+def main(plan: Plan) -> None:
+    """Prepare this process, and run the program."""
+    trail = Trail(Path(plan.folder), int(os.environ.get("RANK", "0")))
+    trail.put("pid", os.getpid())
+    _note_exit(trail)
+    if plan.slow:
+        _slow_steps(plan, trail)
+    if plan.event is not None and plan.rank == trail.rank:
+        _follow(plan, trail)
+    sys.argv[0] = str(_program())
+    code = 1
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        raise
+    finally:
+        trail.put("code", code)
+
+
+def _program() -> Path:
+    """``launch/train.py`` of the checkout that is first on the path, whichever this file belongs to."""
+    spec = importlib.util.find_spec("alignment")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parents[1] / "launch" / "train.py"
+
+
+def _note_exit(trail: Trail) -> None:
+    """Write the exit status down where the process chooses it: launchers keep it to themselves."""
+    leave = os._exit
+
+    def noted(status: int) -> NoReturn:
+        trail.put("code", status)
+        leave(status)
+
+    os._exit = noted
+
+
+def _slow_steps(plan: Plan, trail: Trail) -> None:
+    """Steps of the engine from a given one on take longer; each is written down before it begins."""
+    done = 0
+
+    def patch(deepspeed: Any) -> None:
+        step = deepspeed.DeepSpeedEngine.step
+
+        def slow(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal done
+            done += 1
+            trail.put("step", done)
+            if done >= plan.slow_from:
+                time.sleep(plan.slow[trail.rank])
+            return step(engine, *args, **kwargs)
+
+        deepspeed.DeepSpeedEngine.step = slow
+
+    _when_imported("deepspeed", patch)
+
+
+def _when_imported(name: str, change: Callable[[Any], None]) -> None:
+    """Change a module once the program imports it: signals may come before that, and imports take seconds."""
+    if name in sys.modules:
+        change(sys.modules[name])
+        return
+
+    class Finder(MetaPathFinder):
+        def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+            if fullname != name:
+                return None
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(name)
+            assert spec is not None and spec.loader is not None
+            execute = spec.loader.exec_module
+
+            def executed(module: Any) -> None:
+                execute(module)
+                change(module)
+
+            spec.loader.exec_module = executed  # type: ignore[method-assign]
+            return spec
+
+    sys.meta_path.insert(0, Finder())
+
+
+def _follow(plan: Plan, trail: Trail) -> None:
+    """Wait for the event at which the fault happens."""
+    from tools.chaos.events import Events
+
+    left = plan.occurrence
+
+    def hear(event: str, half: Callable[[], Any] | None) -> None:
+        nonlocal left
+        if event != plan.event:
+            return
+        left -= 1
+        if left == 0:
+            time.sleep(_BEATS_S)
+            trail.put("fault", os.getpid())
+            _fail(plan.fault)
+        if left < 0 and plan.fault == "slow":
+            time.sleep(SLOW_EVENT_S)
+
+    if plan.event == LOADING:
+        _follow_loading(hear)
+        return
+    events = Events(Path(plan.output_dir), hear, lambda phase: None)
+    events.follow_run()
+    events.follow_files()
+
+
+def _follow_loading(hear: Callable[[str, None], None]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    load = AutoModelForCausalLM.from_pretrained
+
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        hear(LOADING, None)
+        return load(*args, **kwargs)
+
+    AutoModelForCausalLM.from_pretrained = followed
+
+
+def _fail(fault: str) -> None:
+    if fault == "sleep":
+        time.sleep(600)
+    elif fault != "slow":
+        os.kill(os.getpid(), signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(Plan.of_environment())
