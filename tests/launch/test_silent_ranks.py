@@ -13,13 +13,14 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from alignment.cli.status import main as show
 from tools.chaos.judge import compare, look
 from tools.ranks import Outcome, RankServer
 from tools.signals.judge import status
@@ -128,14 +129,49 @@ def test_the_main_thread_of_a_rank_hangs(signals: Signals, place: Path, rank: in
 def test_a_long_rollout_is_left_alone(signals: Signals, place: Path) -> None:
     """Rollouts take longer than every limit, but each token is progress; the other rank waits for it."""
     plan = {"rank": 1, "event": "after forward in rollout", "fault": "slow"}
-    seldom = {"eval_strategy": "no", "load_best_model_at_end": False, "save_strategy": "no", "max_steps": 2}
-    limits = {"hang_timeout": 2.0, "hang_timeout_first": 4.0, "hang_factor": 1.0}
-    run = Run(signals, place, "online_dpo", plan, {**limits, **seldom, "max_new_tokens": 24})
+    once = {"eval_strategy": "no", "load_best_model_at_end": False, "save_strategy": "no", "max_steps": 1}
+    limits = {"hang_timeout": 4.0, "hang_timeout_first": 4.0, "hang_factor": 1.0}
+    run = Run(signals, place, "online_dpo", plan, {**limits, **once, "max_new_tokens": 24})
     done = run()
     assert done.returncode == 0, done.report()
     lines = [json.loads(line) for line in (run.output_dir / "log.jsonl").read_text().splitlines()]
     rollouts = next(line["phases"]["rollout"] for line in lines if "phases" in line)
-    assert rollouts["seconds"] / rollouts["entries"] > 4.0
+    assert rollouts["seconds"] > 4.0 * rollouts["entries"]
+
+
+def run_and(act: Callable[[list[int]], None], run: Run, step: int) -> Outcome:
+    """The run, to whose processes something is done in a step."""
+
+    def wait() -> None:
+        while any((run.trail(rank).get("step") or 0) < step for rank in (0, 1)):
+            time.sleep(0.05)
+        act([run.trail(rank).get("pid") or 0 for rank in (0, 1)])
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    done = run()
+    thread.join(5)
+    return done
+
+
+@pytest.mark.ci
+def test_everything_is_killed(signals: Signals, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As where a node is lost. Nobody can write that into `status.json`; the command `status` finds it out."""
+    run = Run(signals, place, "kto", {"slow_from": SCHEDULED + 2, "slow": (1.0, 1.0)}, {})
+
+    def kill(pids: list[int]) -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    done = run_and(kill, run, SCHEDULED + 3)
+    assert [one.code for one in done.ranks] == [-signal.SIGKILL, -signal.SIGKILL]
+    assert status(run.output_dir)["state"] == "running"
+    capfd.readouterr()
+    with pytest.raises(SystemExit):
+        show([str(run.output_dir)])
+    said = capfd.readouterr().out
+    assert "no sign of life since" in said and f"checkpoint-{SCHEDULED}" in said, said
+    assert signals.go_on("kto", 2, run.output_dir) == []
 
 
 @pytest.mark.slow
@@ -143,19 +179,13 @@ def test_a_suspended_job_goes_on(signals: Signals, place: Path) -> None:
     """Both ranks stopped for longer than peer_timeout, as by a scheduler that suspends jobs; then continued."""
     run = Run(signals, place, "kto", {"slow_from": 4, "slow": (0.2, 0.2)}, {})
 
-    def suspend() -> None:
-        while any((run.trail(rank).get("step") or 0) < 5 for rank in (0, 1)):
-            time.sleep(0.05)
-        pids = [run.trail(rank).get("pid") or 0 for rank in (0, 1)]
+    def suspend(pids: list[int]) -> None:
         for number, pause in ((signal.SIGSTOP, PEER_TIMEOUT + 3), (signal.SIGCONT, 0)):
             for pid in pids:
                 os.kill(pid, number)
             time.sleep(pause)
 
-    thread = threading.Thread(target=suspend)
-    thread.start()
-    done = run()
-    thread.join()
+    done = run_and(suspend, run, 5)
     assert done.returncode == 0, done.report()
     assert compare(run.output_dir, signals.reference("kto", 2), ()) == []
 
