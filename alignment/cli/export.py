@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -10,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from alignment.cli.output import print_and_leave, surviving_closed_output
-from alignment.config.errors import OptionError
+from alignment.config.errors import OptionError, setting
 from alignment.engines.guard import guarded
-from alignment.engines.launch_env import hush_libraries, world_size
+from alignment.engines.launch_env import hush_libraries
 
 _ABOUT = """\
 Write a checkpoint, a trained model, or a PEFT adapter merged into its base, as a full Hugging Face folder: safetensors
@@ -36,14 +37,18 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
     options = parser.parse_args(arguments)
     with surviving_closed_output():
         code = 1
-        if world_size() > 1:
-            print(f"error: {program}: runs in one process, and WORLD_SIZE is {world_size()}", file=sys.stderr)
+        ranks = os.environ.get("WORLD_SIZE", "1")
+        if ranks != "1":
+            print(f"error: {program}: runs in one process, and WORLD_SIZE is {ranks[:40]}", file=sys.stderr)
         else:
             code = guarded(lambda: _run(options))
     sys.exit(code)
 
 
 def _run(options: argparse.Namespace) -> None:
+    for name, value in vars(options).items():
+        if isinstance(value, str) and "\0" in value:
+            raise OptionError(f"{setting(name, value)}: it has a NUL character in it; remove that")
     if (options.load_in_4bit or options.load_in_8bit) and find_spec("bitsandbytes") is None:
         raise OptionError(
             f"--load_in_{4 if options.load_in_4bit else 8}bit: bitsandbytes is not installed; pip install bitsandbytes"

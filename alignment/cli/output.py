@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TextIO
 def print_and_leave(text: str) -> NoReturn:
     """Print ``text`` and exit with 0, also if the pipe is closed; exit with 1 on any other error of stdout."""
     try:
-        print(text, flush=True)
+        print(_encodable(text, sys.stdout), flush=True)
     except BrokenPipeError:
         _to_nowhere(sys.stdout)
     except OSError as error:
@@ -43,9 +43,9 @@ class _Surviving:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """As the stream's, but for a broken pipe."""
+        """As the stream's, but for a broken pipe, and for characters that the terminal's encoding lacks."""
         try:
-            return self._stream.write(text)
+            return self._stream.write(_encodable(text, self._stream))
         except BrokenPipeError:
             _to_nowhere(self._stream)
             return len(text)
@@ -56,6 +56,12 @@ class _Surviving:
             self._stream.flush()
         except BrokenPipeError:
             _to_nowhere(self._stream)
+
+
+def _encodable(text: str, stream: TextIO) -> str:
+    """The text, with escapes in the place of what the encoding of ``stream`` does not have."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text if text.isascii() else text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _to_nowhere(stream: TextIO) -> None:

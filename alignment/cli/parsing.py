@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 from alignment.cli.output import print_and_leave
 from alignment.cli.recipes import read_recipe
 from alignment.config import checks
-from alignment.config.errors import OptionError
+from alignment.config.errors import OptionError, setting
 from alignment.config.fields import hints, members
 from alignment.config.lookup import packaged_names
 from alignment.config.options import AlignmentConfig
@@ -147,6 +147,8 @@ def _recipe_name(rest: list[str]) -> str | None:
     for index, token in enumerate(rest):
         if token.startswith("-"):
             name, _, value = token.lstrip("-").partition("=")
+            if not name:
+                raise OptionError(f"command line: {token!r} is no option; write --key value, the recipe first")
             following = rest[index + 1 :]
             if not value and following and not following[0].startswith("-"):
                 value = following[0]
@@ -169,6 +171,8 @@ def _value(name: str, values: list[str], owners: Iterable[type]) -> Any:
 
 def _method(given: Any, in_recipe: Any, recipe_name: str | None) -> str:
     method = given if given is not None else in_recipe
+    if isinstance(method, (list, dict)):
+        raise OptionError(f"{recipe_name}: {setting('method', method)}: expected one of {', '.join(METHODS)}")
     if method is None:
         where = f"{recipe_name}: method is missing" if recipe_name else "method=None: no recipe and no --method given"
         raise OptionError(f"{where}; set method to one of {', '.join(METHODS)}")

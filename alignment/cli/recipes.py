@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from alignment.config.errors import OptionError, one_line, setting
+from alignment.config.errors import OptionError, one_line, setting, show
 from alignment.config.fields import words
 from alignment.config.lookup import packaged
 from alignment.config.registry import METHODS, option_names
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from alignment.config.options import AlignmentConfig
 
 
+_MOST_BYTES = 1_000_000
+_MOST_NESTED = 100
 _MOST_VALUES = 100_000
 _USUAL_SECTIONS = frozenset(words("model reference data rollout rewards training memory logging evaluation saving"))
 
@@ -29,8 +32,10 @@ def _mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dic
     seen: set[Any] = set()
     for key_node, _ in node.value:
         key = loader.construct_object(key_node, deep=True)
+        line = key_node.start_mark.line + 1
+        if isinstance(key, (list, dict, set)):
+            raise OptionError(f"{loader.name} line {line}: {show(key)} as a key: an option's name must be a text")
         if key in seen:
-            line = key_node.start_mark.line + 1
             raise OptionError(f"{loader.name} line {line}: {key}: the key is there twice; remove one")
         seen.add(key)
     return loader.construct_mapping(node, deep=True)
@@ -49,11 +54,11 @@ def read_recipe(name: str, outside: Iterable[type[AlignmentConfig]] = ()) -> dic
     Raises:
         OptionError: no such file, not valid YAML (with the line), or a key given twice.
     """
-    path = Path(name).expanduser()
-    if not path.is_file():
-        path = packaged("recipes", name)
+    path = _path(name)
     try:
-        loader = _Loader(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        _check_nesting(text, path)
+        loader = _Loader(text)
         loader.name = str(path)
         node = loader.get_single_node()
         _check_size(node, path)
@@ -64,18 +69,50 @@ def read_recipe(name: str, outside: Iterable[type[AlignmentConfig]] = ()) -> dic
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark is not None else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
-        raise OptionError(f"{path}{line}: not valid YAML: {problem}; correct that line") from None
+        advice = "indent with spaces" if "'\\t'" in problem else "correct that line"
+        raise OptionError(f"{path}{line}: not valid YAML: {problem}; {advice}") from None
     except (OSError, ValueError) as error:  # what YAML reads as a number or a date, and Python cannot, is a ValueError
         raise OptionError(f"{path}: cannot be read ({one_line(error)}); give a YAML text file") from None
     except RecursionError:
-        raise OptionError(
-            f"{path}: it is nested too deeply; write key: value, with at most one section around"
-        ) from None
+        raise _nested_too_deeply(path) from None
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise OptionError(f"{path}: expected keys with values, found {type(content).__name__}; write key: value")
     return _flattened(content, str(path), {"method"}.union(*map(option_names, (*METHODS.values(), *outside))))
+
+
+def _path(name: str) -> Path:
+    """The file of a recipe.
+
+    Raises:
+        OptionError: there is none, or one that cannot be a recipe.
+    """
+    path = Path(name).expanduser()
+    if not path.is_file():
+        if name and path.exists():
+            kind = "it is a folder" if path.is_dir() else "it is not a regular file"
+            raise OptionError(f"{path}: {kind}; give a recipe, which is a YAML file")
+        return packaged("recipes", name)
+    size = path.stat().st_size
+    if size > _MOST_BYTES:
+        raise OptionError(
+            f"{path}: it has {size / 1e6:.1f} MB, more than any recipe; is it a data file? Set dataset_name to that"
+        )
+    return path
+
+
+def _check_nesting(text: str, path: Path) -> None:
+    """Refuse brackets within brackets that YAML would read for minutes and then fail on."""
+    depth = 0
+    for bracket in re.findall(r"[\[\]{}]", text):
+        depth = max(0, depth + (1 if bracket in "[{" else -1))
+        if depth > _MOST_NESTED:
+            raise _nested_too_deeply(path)
+
+
+def _nested_too_deeply(path: Path) -> OptionError:
+    return OptionError(f"{path}: it is nested too deeply; write key: value, with at most one section around")
 
 
 def _check_size(node: yaml.Node | None, path: Path) -> None:

@@ -47,6 +47,7 @@ _DECIDED = {
 _REFERENCE_OPTIONS = (
     "ref_model_name_or_path", "ref_model_init_kwargs", "ref_deepspeed", "ref_load_in_4bit", "ref_adapter_name",
 )  # fmt: skip
+_LARGEST_SEED = 2**32 - 1  # of NumPy's generator
 _ADAM_DEFAULTS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
 # transformers' reporting integrations, except trackio, whose callback reads options of its own; a test compares.
 INTEGRATIONS = words(
@@ -174,6 +175,8 @@ def _check_ranges(options: Any) -> None:
     at_least(options, 1, "max_train_samples", "max_eval_samples")
     at_least(options, 0, "dataloader_num_workers", "learning_rate", "weight_decay", "max_grad_norm")
     at_least(options, 0, "router_aux_loss_coef", "seed", "data_seed")
+    if options.seed > _LARGEST_SEED:
+        raise OptionError(f"{setting('seed', options.seed)}: must be at most {_LARGEST_SEED}; set a smaller one")
     below_one(options, "adam_beta1", "adam_beta2")
     positive(options, "adam_epsilon")
     at_least(options, 1, "max_bad_steps", "rewind_windows")

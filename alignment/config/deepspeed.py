@@ -16,8 +16,8 @@ from typing import Any
 from alignment.config.deepspeed_keys import check_keys, check_values, set_at, value_at, with_full_names
 from alignment.config.dtypes import DtypePlan, uses_cuda
 from alignment.config.errors import OptionError, did_you_mean
-from alignment.config.fields import unique_keys
 from alignment.config.lookup import packaged
+from alignment.config.strict_json import parse_json
 
 _MOST_BUCKET = 50_000_000  # elements: 100 MB in bf16
 _LEAST_BUCKET = 1_000_000
@@ -125,13 +125,13 @@ def load_deepspeed_config(value: str | Path | dict[str, Any] | None, default: st
     if not path.is_file():
         path = packaged("ds_configs", str(path))
     try:
-        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
+        config = parse_json(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
         raise OptionError(f"{path} line {error.lineno}: not valid JSON: {error.msg}; correct that line") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"{path}: cannot be read ({error}); give a JSON text file") from None
     except OptionError as error:
         raise OptionError(f"{path}: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"{path}: cannot be read ({error}); give a JSON text file") from None
     if not isinstance(config, dict):
         raise OptionError(f"{path}: expected a JSON object of DeepSpeed keys, found {type(config).__name__}")
     return LoadedConfig(config, str(path))
@@ -206,7 +206,7 @@ def source_of(base: dict[str, Any]) -> str:
 
 def checked_copy(base: dict[str, Any], where: str) -> tuple[dict[str, Any], int]:
     """A copy with only keys that can be used, and its ZeRO stage."""
-    config = copy.deepcopy(dict(base))
+    config = {key: value for key, value in copy.deepcopy(dict(base)).items() if value is not None}
     check_keys(config, where)
     with_full_names(config, where)
     stage = config.setdefault("zero_optimization", {}).setdefault("stage", 0)

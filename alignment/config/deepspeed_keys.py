@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from alignment.config.errors import OptionError, did_you_mean
+from alignment.config.errors import OptionError, did_you_mean, setting, type_name
 from alignment.config.fields import words
 from alignment.internals.deepspeed import section_models
 
@@ -41,6 +41,17 @@ STAGE3_SHORT = {
         "use_all_reduce_for_fetch_params",
         "allgather_sequential",
     )
+}
+
+# Of the top-level keys that no model of DeepSpeed's reads; it would fail on another type within a step, or not at all.
+_TOP_LEVEL_TYPES: dict[type, tuple[str, ...]] = {
+    bool: words(
+        "disable_python_gc dump_state memory_breakdown wall_clock_breakdown zero_allow_untested_optimizer "
+        "zero_force_ds_cpu_optimizer"
+    ),
+    int: words("steps_per_print vocabulary_size"),
+    str: words("log_level"),
+    dict: words("checkpoint comms_logger compile datastates_ckpt flops_profiler timers"),
 }
 
 SECTIONS: dict[str, frozenset[str]] = {
@@ -229,6 +240,11 @@ def check_values(config: dict[str, Any], where: str) -> None:
             path = ".".join(map(str, (section, *first["loc"])))
             reason = " ".join(first["msg"].split())
             raise OptionError(f"{where}: {path}={first['input']!r}: {reason}; correct or remove it") from None
+    for kind, names in _TOP_LEVEL_TYPES.items():
+        for name in names:
+            if name in config and type(config[name]) is not kind:
+                wanted = type_name(kind())
+                raise OptionError(f"{where}: {setting(name, config[name])}: expected {wanted}; correct or remove it")
     for key in ("communication_data_type", "seq_parallel_communication_data_type"):
         if config.get(key) not in (None, "fp32", "fp16", "bf16"):
             raise OptionError(f'{where}: {key}={config[key]!r}: set "fp32", "fp16" or "bf16"')

@@ -55,6 +55,7 @@ class RewardError(AlignmentError):
 def setting(name: str, value: Any) -> str:
     """``name=value`` for a message: on one line, shortened, and without secrets."""
     text = "<hidden>" if name in SECRETS else repr(value.value if isinstance(value, Enum) else value)
+    name = name if len(name) <= 100 else name[:97] + "…"
     return f"{name}={text if len(text) <= 100 else text[:97] + '…'}"
 
 

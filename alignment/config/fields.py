@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from alignment.config.errors import OptionError, did_you_mean, setting
+from alignment.config.strict_json import parse_json
 
 
 class Strategy(str, Enum):
@@ -84,20 +85,6 @@ def expected(hint: Any) -> str:
     return words.replace("texts", "numbers") if "list[float]" in str(hint) else words
 
 
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object's pairs as a mapping; of two equal keys the first would be lost without a word.
-
-    Raises:
-        OptionError: two are equal.
-    """
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise OptionError(f"{key}={value!r}: the key is there twice; remove one")
-        result[key] = value
-    return result
-
-
 def _prepared(value: Any, kinds: tuple[type, ...]) -> Any:
     """The value with the notations undone that pydantic would misread."""
     if isinstance(value, os.PathLike) and str in kinds:
@@ -113,7 +100,7 @@ def _prepared(value: Any, kinds: tuple[type, ...]) -> Any:
             return value.strip().lower() == "true"  # a text would do as well, and nobody means that
         opening = value.lstrip()[:1]
         if (dict in kinds and (opening == "{" or str not in kinds)) or (list in kinds and opening == "["):
-            return json.loads(value, object_pairs_hook=unique_keys)
+            return parse_json(value)
     return value
 
 
@@ -142,8 +129,11 @@ def convert(name: str, value: Any, hint: Any, default: Any = None) -> Any:
     """
     kinds = members(hint)
     numeric_only = (int in kinds or float in kinds) and bool not in kinds
-    if isinstance(value, bool) and numeric_only:
+    # Of these pydantic would make numbers, texts and lists.
+    if (isinstance(value, bool) and numeric_only) or isinstance(value, (bytes, set)):
         raise _refusal(name, value, hint, default)
+    if isinstance(value, str) and "\0" in value:
+        raise OptionError(f"{setting(name, value)}: it has a NUL character in it; remove that")
     try:
         result = _adapter(hint).validate_python(_prepared(value, kinds))
     except (ValidationError, json.JSONDecodeError):

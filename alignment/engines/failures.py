@@ -69,6 +69,9 @@ def describe(error: BaseException) -> tuple[str, bool]:
         return f"the GPU is out of memory: set {advice} that offloads ({_shorten(text)})", False
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
         return f"the host is out of memory: use less offload, a smaller model or more ranks ({_shorten(text)})", False
+    if any(kind.startswith("wandb.") for kind in kinds):
+        advice = "run `wandb login`, set WANDB_MODE=offline in the environment, or report_to: none"
+        return f"report_to: wandb could not be used ({_shorten(text)}): {advice}", False
     if _NCCL in kinds:
         return f"NCCL failed; NCCL_DEBUG=INFO in the environment shows why ({reason_of(error)})", False
     full = _disk_full_in(error)

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 
-from alignment.config.errors import AlignmentError, OptionError
+from alignment.config.errors import AlignmentError, OptionError, setting
 from alignment.config.machine import planned
 from alignment.engines.joining.start import join
 from alignment.internals.bitsandbytes import hush_missing_kernel
@@ -28,6 +28,9 @@ _RANKS = VARIABLES[:4]
 _SINGLE = "ALIGNMENT_SINGLE_PROCESS"
 # SLURM numbers the steps that no `srun` made (batch, interactive, extern, pending) from the top of 32 bits.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
+_LAST_PORT = 65535
+_NOTICE = "ALIGNMENT_STOP_NOTICE"  # what watch/launchers.py makes of it comes too late to say so
+_MOST_DIGITS = 18
 
 
 def rank() -> int:
@@ -109,14 +112,21 @@ def _refuse_mpi() -> None:
 
 
 def _check_numbers() -> None:
-    values = {}
-    for name in (*_RANKS, "MASTER_PORT"):
-        text = os.environ[name]
-        if not text.isdecimal():
-            raise AlignmentError(
-                f"the environment variable {name}={text!r} is not a number: set a whole number from 0 up"
-            )
-        values[name] = int(text)
+    values = {name: _number(name) for name in _RANKS}
+    if not 1 <= _number("MASTER_PORT") <= _LAST_PORT:
+        raise AlignmentError(
+            f"the environment has MASTER_PORT={os.environ['MASTER_PORT']}: set a free port of rank 0's host, 1 to "
+            f"{_LAST_PORT}"
+        )
+    if not os.environ["MASTER_ADDR"].strip():
+        raise AlignmentError("the environment has an empty MASTER_ADDR: set the name or address of rank 0's host")
+    if _number("DEEPSPEED_TIMEOUT", 1) < 1:  # DeepSpeed reads it as it is imported
+        raise AlignmentError("the environment has DEEPSPEED_TIMEOUT=0: set minutes, 1 or more, or unset it")
+    notice = os.environ.get(_NOTICE, "")
+    if notice and not (notice.isascii() and re.fullmatch(r"\d{1,9}(\.\d*)?", notice)):
+        raise AlignmentError(
+            f"the environment variable {setting(_NOTICE, notice)} is not a number of seconds: set one"
+        )
     for place, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if values[place] >= values[size]:
             raise AlignmentError(
@@ -125,10 +135,29 @@ def _check_numbers() -> None:
             )
 
 
+def _number(name: str, default: int | None = None) -> int:
+    """A variable that has to be a whole number.
+
+    Args:
+        name: of the variable.
+        default: where it is not set.
+
+    Raises:
+        AlignmentError: it is none.
+    """
+    text = os.environ.get(name, "" if default is None else str(default))
+    if not (text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
+        raise AlignmentError(
+            f"the environment variable {setting(name, text)} is not a number: set a whole number from 0 up"
+        )
+    return int(text)
+
+
 def _in_slurm_step() -> bool:
     """Whether `srun` started this process. A bare `sbatch` or `salloc` shell has job variables, but is one process."""
     step = os.environ.get("SLURM_STEP_ID", "")
-    return step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP and "SLURM_PROCID" in os.environ
+    numbered = step.isascii() and step.isdecimal() and len(step) <= _MOST_DIGITS
+    return numbered and int(step) < _FIRST_SPECIAL_STEP and "SLURM_PROCID" in os.environ
 
 
 def _from_slurm() -> None:
@@ -141,29 +170,31 @@ def _from_slurm() -> None:
     size = need("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     found = {"RANK": need("SLURM_PROCID"), "WORLD_SIZE": size, "LOCAL_RANK": need("SLURM_LOCALID")}
     per_node = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE") or size
-    found["LOCAL_WORLD_SIZE"] = str(tasks_on_node(per_node, int(os.environ.get("SLURM_NODEID", "0"))))
+    found["LOCAL_WORLD_SIZE"] = str(tasks_on_node(per_node, _number("SLURM_NODEID", 0)))
     for name, value in found.items():
         if os.environ.setdefault(name, value) != value:
             raise AlignmentError(f"the environment has {name}={os.environ[name]}, srun says {value}: unset {name}")
     os.environ.setdefault(
         "MASTER_ADDR", first_host(need("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"))
     )
-    job = int(os.environ.get("SLURM_JOB_ID") or os.environ.get("SLURM_JOBID") or 0)
+    job = _number("SLURM_JOB_ID" if os.environ.get("SLURM_JOB_ID") else "SLURM_JOBID", 0)
     # Below Linux's ephemeral ports; two steps of one job, or two neighbouring jobs on a node, get different ones.
     os.environ.setdefault("MASTER_PORT", str(15000 + (job + 101 * int(os.environ["SLURM_STEP_ID"])) % 15000))
 
 
 def tasks_on_node(spec: str, node: int) -> int:
     """Tasks on the `node`-th node of a SLURM list such as `2(x3),1` (two on each of three nodes, then one)."""
-    counts: list[int] = []
+    nodes = 0
     for part in spec.split(","):
-        matched = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        matched = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part, re.ASCII)
         if matched is None:
-            raise AlignmentError(f"SLURM_STEP_TASKS_PER_NODE={spec!r} cannot be read: expected a list such as 2(x3),1")
-        counts += [int(matched[1])] * int(matched[2] or 1)
-    if node >= len(counts):
-        raise AlignmentError(f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE={spec} lists {len(counts)} nodes")
-    return counts[node]
+            raise AlignmentError(
+                f"{setting('SLURM_STEP_TASKS_PER_NODE', spec)} cannot be read: expected a list such as 2(x3),1"
+            )
+        nodes += int(matched[2] or 1)
+        if node < nodes:
+            return int(matched[1])
+    raise AlignmentError(f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE={spec} lists {nodes} nodes")
 
 
 def first_host(nodelist: str) -> str:

@@ -73,6 +73,8 @@ def load_model(
         raise
     except (OSError, SafetensorError, ValueError, TypeError, RuntimeError, ImportError) as error:
         raise ModelError(f"model {path!r} could not be loaded: {first_line(error)}") from error
+    except (LookupError, AttributeError, ArithmeticError) as error:  # of a configuration that names what is not there
+        raise ModelError(f"model {path!r} could not be loaded: {type(error).__name__}: {first_line(error)}") from error
     missing = sorted(name for name in report["missing_keys"] if not task.is_new(name))
     if missing:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""

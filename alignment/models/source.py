@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from alignment.models.loading import load_model
 from alignment.models.quantization import Quantization, prepare_quantized
 from alignment.models.tasks import CAUSAL_LM, Task
 
+_LFS = b"version https://git-lfs"
 _FOR_TOKENIZERS = ("revision", "token", "cache_dir", "subfolder")
 
 
@@ -53,6 +55,11 @@ def read_config(
             raise ModelError(
                 f"{key}: {path!r} comes with Python code of its own, which is not run; set trust_remote_code: true if "
                 "you trust it"
+            ) from error
+        if (Path(path) / "adapter_config.json").is_file() and not (Path(path) / "config.json").exists():
+            raise ModelError(
+                f"{key}: {path!r} holds adapters and no model; set {key} to their base model, and "
+                "adapter_name_or_path to them"
             ) from error
         raise ModelError(f"{key}: {path!r} has no usable configuration: {first_line(error)}") from error
     if config.is_encoder_decoder:
@@ -95,13 +102,27 @@ def check_weights(folder: Path, key: str) -> None:
 def _indexed(index: Path, key: str) -> list[str]:
     """The files that an index names."""
     try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return sorted(os.fspath(name) for name in names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _torn(key, index, error) from error
 
 
 def _torn(key: str, file: Path, reason: object) -> ModelError:
+    if _is_pointer(file):
+        return ModelError(
+            f"{key}: {file} is a pointer of Git LFS, not the file itself; run `git lfs pull` in its folder"
+        )
     return ModelError(f"{key}: {file} is torn ({reason}); copy or download the file again")
+
+
+def _is_pointer(file: Path) -> bool:
+    """Whether a file is what a clone without Git LFS has in its place."""
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(_LFS)) == _LFS
+    except OSError:
+        return False
 
 
 def check_positions(config: PretrainedConfig, max_length: int | None) -> None:
@@ -183,6 +204,10 @@ class ModelSource:
                 ) from error
         if not isinstance(given, PreTrainedTokenizerBase):
             raise ModelError(f"{key}: {type(given).__name__} is not a transformers tokenizer")
+        try:
+            given("a")
+        except Exception as error:  # such as a setting of another type, which nothing has read so far
+            raise ModelError(f"{key}: the tokenizer of {self.name!r} does not work: {first_line(error)}") from error
         return given
 
 

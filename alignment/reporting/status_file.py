@@ -88,7 +88,10 @@ class RunStatus:
         Raises:
             ValueError: it is no status: torn, no JSON, or with a value that is none.
         """
-        found = json.loads(text)
+        try:
+            found = json.loads(text)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
         if not isinstance(found, dict) or found.get("state") not in STATES:
             raise ValueError("it is no status of a run")
         known: dict[str, Any] = {}

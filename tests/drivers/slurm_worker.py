@@ -2,7 +2,7 @@
 
 The batch script calls it in the place of Python: ``-m alignment COMMAND RECIPE --output_dir FOLDER …``. The variable
 ``WORKER`` says what to do: ``wait`` for a signal; ``stall``, which asks for a requeue without a new checkpoint; or
-``requeue``, which does so once and then finishes.
+``requeue``, which does so once and then finishes. ``prepare`` is the real command.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ def main() -> None:
     with (folder / "attempts.jsonl").open("a") as file:
         file.write(json.dumps(seen) + "\n")
     if command == "prepare":
-        time.sleep(1)
-        (folder / "prepared").touch()
-        return
+        os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
     before = read_status(folder)
     stalled = 1 + (before.stalled if before is not None else 0)
     status = StatusFile(folder, RunStatus(job=os.environ["SLURM_JOB_ID"], restarts=restarts, stalled=stalled))

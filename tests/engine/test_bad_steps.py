@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from bad_step_runs import (
     CASES,
-    COMPILED,
     FAULTS,
     LEFT_OUT,
+    MORE,
+    RESUMED,
     STEPS,
     Case,
     differences,
@@ -59,7 +60,7 @@ def trained(
 
 @pytest.mark.parametrize(
     "case",
-    [*(pytest.param(case, marks=pytest.mark.ci) for case in CASES), pytest.param(COMPILED, marks=pytest.mark.slow)],
+    [pytest.param(case, marks=pytest.mark.ci if case in CASES else pytest.mark.slow) for case in (*CASES, *MORE)],
     ids=name_of,
 )
 def test_the_window_is_left_out_to_the_bit(case: Case, trained: Path) -> None:
@@ -78,10 +79,9 @@ def test_the_window_is_left_out_to_the_bit(case: Case, trained: Path) -> None:
     state = state_of(whole)["bad_steps"]
     assert (state["count"], state["omitted"], len(state["losses"])) == (3, LEFT_OUT, STEPS - 3)
     assert differences(whole, trained / f"{name_of(case)}-without") == []
-    for step in (4, 6):
-        again = trained / f"{name_of(case)}-from-{step}"
-        assert differences(whole, again, step + 1) == []
-        assert [e["window"] for e in events(again, "bad_step")] == LEFT_OUT
+    again = trained / f"{name_of(case)}-again"
+    assert differences(whole, again, RESUMED + 1) == []
+    assert [e["window"] for e in events(again, "bad_step")] == LEFT_OUT
 
 
 # What ends a run, and what it goes on from --------------------------------------------------------------------------

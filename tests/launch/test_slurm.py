@@ -1,6 +1,6 @@
-"""A real SLURM of three nodes on this machine: requeues, lost nodes, arrays and dependencies, by the rendered script.
+"""A real SLURM on this machine: requeues, lost nodes, preemption, arrays and dependencies, by the rendered script.
 
-Two-node runs train on ``n1`` and ``n2`` while jobs of a stand-in (``slurm_worker.py``) wait for SLURM on ``n3``.
+A run trains on two nodes, while jobs of a stand-in (``slurm_worker.py``) wait for SLURM on others.
 """
 
 from __future__ import annotations
@@ -121,12 +121,12 @@ class Here:
 
     def stand_in(self, name: str, todo: str, *options: str) -> Job:
         """A job of the stand-in on the node without GPUs."""
-        arguments = ["kto", "--dataset_name", "rows.jsonl", "--output_dir", str(self.folder / name)]
+        arguments = self.arguments(self.folder / name)
         worker = self.folder / "worker"
         if not worker.exists():
             worker.write_text(f'#!/bin/sh\nexec {sys.executable} {DRIVERS / "slurm_worker.py"} "$@"\n')
             worker.chmod(0o755)
-        where = ["--partition", "cpu", "--gpus", "0", "--cpus-per-task", "1"]
+        where = ["--gpus", "0", "--cpus-per-task", "1", *(() if "--partition" in options else ("--partition", "cpu"))]
         return self.submit(name, [*arguments, *where, *options], ALIGNMENT_PYTHON=str(worker), WORKER=todo)
 
 
@@ -134,13 +134,14 @@ class Here:
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Here]:
     """The cluster. Its folder has a short name: that of a socket may have 107 characters."""
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
-    cluster = Cluster(folder)
+    cluster, place = Cluster(folder), tmp_path_factory.mktemp("slurm jobs")  # a space, to see that it is quoted
     try:
         print(f"SLURM was up in {cluster.start():.1f} s")
-        place = tmp_path_factory.mktemp("slurm jobs")  # a space, to see that it is quoted everywhere
         yield Here(cluster, place, World.made(place / "world"))
     finally:
         cluster.stop()
+        for log in folder.glob("*.log"):
+            shutil.copy(log, place)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -153,7 +154,10 @@ def waiting(here: Here) -> dict[str, Job]:
         "stalled": here.stand_in("stalled", "stall"),
         "array": here.stand_in("array", "requeue", "--seeds", "3-4"),
         "prepared": here.stand_in("prepared", "", "--prepare", "--prepare-partition", "cpu", "--prepare-time", "10"),
+        "preempted": here.stand_in("preempted", "wait", "--partition", "low", "--sbatch=--exclusive"),
     }
+    until(lambda: jobs["preempted"].status().state == "running", 30, jobs["preempted"].report)
+    here.cluster.run("sbatch", "--partition", "high", "--exclusive", "--output", "/dev/null", "--wrap", "sleep 1")
     until(lambda: jobs["cancelled"].status().state == "running", 30, jobs["cancelled"].report)
     assert here.cluster.run("scancel", jobs["cancelled"].number).returncode == 0
     return jobs
@@ -201,11 +205,11 @@ def test_a_run_of_two_nodes_that_is_disturbed_in_every_way(here: Here, undisturb
             assert status.restarts < attempt or status.state in ("starting", "running"), job.report()
             return status.restarts == attempt - 1 and (max(look(job.folder).steps, default=0) > checkpoints[-1])
 
-        until(further, 90, job.report)
+        until(further, 180, job.report)
 
     def requeued() -> None:
         """The job has left its nodes, and waits to be started again."""
-        until(lambda: job.has_restarts(len(ends) + 1) and job.is_state("PENDING"), 60, job.report)
+        until(lambda: job.has_restarts(len(ends) + 1) and job.is_state("PENDING"), 120, job.report)
         status = job.status()
         ends.append((status.state, status.signal))
         found = look(job.folder)
@@ -219,12 +223,12 @@ def test_a_run_of_two_nodes_that_is_disturbed_in_every_way(here: Here, undisturb
     here.cluster.run("scontrol", "requeue", job.number)
     requeued()
     trained(3)
-    here.cluster.lose("n2")
+    here.cluster.lose("n2")  # SLURM finds out by itself
     requeued()
-    here.cluster.revive("n2")
     trained(4)
-    here.cluster.lose("n1")
-    here.cluster.revive("n1")
+    batch_host = job.state()["BatchHost"]
+    here.cluster.lose(batch_host)
+    here.cluster.run("scontrol", "update", f"NodeName={batch_host}", "State=DOWN", "Reason=lost")  # as a health check
     requeued()
     assert job.ended(120) == "COMPLETED", job.report()
     assert ends[:2] == [("preempted", "SIGUSR1"), ("preempted", "SIGTERM")], job.report()
@@ -233,7 +237,7 @@ def test_a_run_of_two_nodes_that_is_disturbed_in_every_way(here: Here, undisturb
     assert (status.state, status.step, status.attempt, status.restarts) == ("finished", STEPS, 5, 4)
     assert differences(job.folder, undisturbed) == [], job.report()
     log = (here.folder / f"out-{job.number}.out").read_text()
-    assert [log.count(f"attempt {number} on n[1-2]: train") for number in range(1, 6)] == [1] * 5
+    assert re.findall(r"attempt (\d) on n\[[\d,-]+\]: train", log) == list("12345")
     assert log.count("requeued, to go on from the newest checkpoint") == 1  # the others were SLURM's
 
 
@@ -278,6 +282,12 @@ def test_a_cancelled_job_stays_cancelled(waiting: dict[str, Job]) -> None:
     assert "requeued, to go on" not in log and job.state()["Restarts"] == "0"
 
 
+def test_a_job_that_another_one_preempts_is_requeued_at_the_end_of_its_grace_time(waiting: dict[str, Job]) -> None:
+    job = waiting["preempted"]
+    until(lambda: len(job.attempts()) == 2, 90, job.report)
+    assert "status.json: preempted SIGTERM" in job.report() and job.state()["Restarts"] == "1"
+
+
 def test_five_attempts_without_a_new_checkpoint_end_the_job(waiting: dict[str, Job]) -> None:
     job = waiting["stalled"]
     assert job.ended(120) == "FAILED"
@@ -298,19 +308,31 @@ def test_each_task_of_an_array_is_requeued_by_itself(waiting: dict[str, Job]) ->
         assert (job.folder.parent / f"array-{job.number}_{seed}.out").exists()
 
 
-def test_training_waits_for_the_job_that_prepares_it(waiting: dict[str, Job]) -> None:
+def test_training_waits_for_the_job_that_prepares_it(here: Here, waiting: dict[str, Job]) -> None:
     job = waiting["prepared"]
     assert job.ended(60) == "COMPLETED"
     first, second = job.attempts()
     assert (first["command"], second["command"]) == ("prepare", "train")
-    assert (job.folder / "prepared").exists() and second["time"] > first["time"] + 1  # type: ignore[operator]
+    (log,) = job.folder.parent.glob("prepared-prepare-*.out")
+    assert f"{here.world.folder}/kto.jsonl: 24 of 24 rows kept" in log.read_text()
+    assert log.stat().st_mtime <= second["time"], job.report()  # type: ignore[operator]
+
+
+def test_the_documented_calls_of_sbatch(here: Here) -> None:
+    """SLURM says when the job would start, and starts nothing."""
+    lines = [line for line in DOCS.read_text().replace("\\\n", " ").splitlines() if line.startswith("sbatch ")]
+    assert len(lines) == 3
+    for line in lines:
+        command = re.sub(r"(--[a-z-]+-per-node) 8", r"\1 1", line).split()
+        done = here.cluster.run(command[0], "--test-only", *command[1:])
+        assert done.returncode == 0 and re.match(r"sbatch: Job \d+ to start at ", done.stderr), done.stderr
 
 
 def test_more_than_the_cluster_has_is_refused(here: Here) -> None:
     for options, message in {
-        "--nodes 3": "--nodes=3: the partition gpu has 2 for a job; set --nodes 2",
+        "--nodes 5": "--nodes=5: the partition gpu has 4 for a job; set --nodes 4",
         "--gpus 3": "--gpus=3: the nodes of partition gpu have at most 2; set --gpus for one node",
-        "--partition gpus": "--partition='gpus': no such partition; did you mean 'gpu'?; there are: gpu, cpu",
+        "--partition gpus": "--partition='gpus': no such partition; did you mean 'gpu'?; there are: gpu, cpu, low",
         "--time 3-0": "--time=3-00:00:00: the partition gpu allows 2-00:00:00",
         "--account nobody;": "--account='nobody;': expected a name",
     }.items():

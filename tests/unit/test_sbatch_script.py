@@ -27,6 +27,11 @@ SCONTROL = """#!/bin/bash
 echo "$@" >>"$CALLS/scontrol"
 exit "${REQUEUED:-0}"
 """
+# Preempted, as long as the file is there; it takes itself away.
+SQUEUE = """#!/bin/bash
+echo "$@" >>"$CALLS/squeue"
+rm "$CALLS/grace" 2>/dev/null && echo 2026-11-22T19:28:27 || echo N/A
+"""
 PYXIS = ["--container-workdir=CWD"]
 PREEMPTED = {"state": "preempted", "signal": "SIGUSR1", "job": "12", "restarts": 0, "stalled": 0}
 
@@ -58,7 +63,7 @@ class Script:
         self.folder, self.calls = folder, folder / "calls"
         (folder / "bin").mkdir()
         self.calls.mkdir()
-        for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
+        for name, text in {"srun": SRUN, "scontrol": SCONTROL, "squeue": SQUEUE}.items():
             (folder / "bin" / name).write_text(text)
             (folder / "bin" / name).chmod(0o755)
         shutil.copy(SCRIPT, folder / "slurm_script")
@@ -279,6 +284,20 @@ def test_a_job_that_slurm_requeues_is_limited_as_well(script: Script) -> None:
     ) and "error: 5 attempts in a row have not come to a new checkpoint" in ran.out
     assert script.run().srun  # submitted again by a person
     assert script.run(SLURM_RESTART_COUNT="1", SLURM_JOB_ID="13").srun
+
+
+@pytest.mark.parametrize("status", [PREEMPTED | {"signal": "SIGTERM"}, None], ids=["while training", "in its start"])
+def test_a_job_that_is_preempted_with_a_grace_time_waits_for_its_end(
+    script: Script, status: dict[str, object] | None
+) -> None:
+    """SLURM requeues it then; a job that ends before would have failed."""
+    (script.calls / "grace").touch()
+    ran = script.run(status=status, code=85)
+    assert (ran.code, ran.scontrol) == (85, "")
+    assert (script.calls / "squeue").read_text().count("--job 12") == 2
+    (script.calls / "squeue").unlink()
+    script.run(code=0)
+    assert not (script.calls / "squeue").exists()
 
 
 # Signals ------------------------------------------------------------------------------------------------------------

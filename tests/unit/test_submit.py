@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -307,9 +309,12 @@ def test_prepare_comes_first(slurm: Path, tmp_path: Path, capsys: pytest.Capture
     ).items()
     assert not {"array", "gpus-per-node", "signal"} & set(header(first))
     assert header(first)["output"] == f"{tmp_path}/out/kto-prepare-%j.out"
+    assert " --ranks 32\n" in first and "--ranks" not in second and "DS_ACCELERATOR" not in first + second
     assert "export ALIGNMENT_COMMAND=prepare\n" in first and "export ALIGNMENT_COMMAND=train\n" in second
     called = (slurm / "sbatch.called").read_text().splitlines()
     assert called == ["--parsable", "--parsable --dependency=afterok:40 --kill-on-invalid-dep=yes"]
+    _, out, _ = submitted(capsys, *more, "--gpus", "0", "--print")
+    assert out.count("export DS_ACCELERATOR=cpu\n") == 2 and " --ranks 4\n" in out
     code, out, _ = submitted(capsys, *more, "--print")
     assert code == 0 and out.count("#!/bin/bash") == 2 and "--dependency=afterok:NUMBER_OF_THE_FIRST" in out
 
@@ -367,6 +372,36 @@ def test_sbatch_refuses(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None
     code, out, err = submitted(capsys, "--cpus-per-task", "1")
     assert (code, out) == (1, "")
     assert err == "error: sbatch --parsable: sbatch: error: Batch job submission failed: Invalid account\n"
+
+
+# The documentation --------------------------------------------------------------------------------------------------
+
+
+def documented() -> list[str]:
+    """The commands of docs/slurm.md, each on one line."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "slurm.md").read_text(), re.DOTALL)
+    for block in blocks:
+        assert subprocess.run(["bash", "-n"], input=block, text=True, capture_output=True, check=True).stderr == ""
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+
+
+def test_the_documented_commands_give_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    start = "deepspeed-alignment submit "
+    commands = [shlex.split(line, comments=True)[2:] for line in documented() if line.startswith(start)]
+    assert len(commands) == 4
+    for arguments in commands:
+        with pytest.raises(SystemExit) as leaving:
+            main([*arguments, "--print"])
+        out, err = capsys.readouterr()
+        assert (leaving.value.code, err) == (0, "") and out.count("#!/bin/bash") == 1 + ("--prepare" in arguments)
+
+
+def test_every_variable_of_the_script_is_documented_at_its_head() -> None:
+    text = (ROOT / "launch" / "slurm" / "train.sbatch").read_text()
+    head = text[: text.index("\nsay()")]
+    used = set(re.findall(r"ALIGNMENT_[A-Z_]+", text))
+    assert used == set(re.findall(r"^# (ALIGNMENT_[A-Z_]+) ", head, re.MULTILINE))
+    assert set(re.findall(r"ALIGNMENT_[A-Z_]+", (ROOT / "docs" / "slurm.md").read_text())) <= used
 
 
 def test_it_answers_without_torch(tmp_path: Path) -> None:

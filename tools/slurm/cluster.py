@@ -1,4 +1,4 @@
-"""Starts, loses, revives and stops the daemons of a private cluster."""
+"""Starts and stops the daemons of a private cluster, and loses nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "unshare")
 _UNSHARE = ("unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
 # The first process of a node is a shell, which reaps what daemons leave behind; when it ends, all others do.
-_NODE = 'hostname "$1" && mount --bind "$2" /etc/hosts && { slurmd -D -b -N "$1" & wait "$!"; }'
+_NODE = 'hostname "$1" && mount --bind "$2" /etc/hosts && { slurmd -D -N "$1" & wait "$!"; }'
 
 
 def why_not() -> str | None:
@@ -69,7 +69,7 @@ class Cluster:
         _until(lambda: (self.folder / "munge.socket").exists(), 10, "munged does not listen")
         self._daemon("slurmctld", ["slurmctld", "-D"])
         for node in NODES:
-            self.revive(node)
+            self._daemon(node, [*_UNSHARE, "bash", "-c", _NODE, "node", node, str(self.folder / "hosts")])
         _until(lambda: self.ready(*NODES), 30, f"the nodes do not come up; see {self.folder}/*.log")
         return time.monotonic() - begun
 
@@ -84,20 +84,20 @@ class Cluster:
         (self.folder / "pids.json").unlink(missing_ok=True)
 
     def lose(self, node: str) -> None:
-        """Kill everything on a node at once, as when its power fails."""
+        """Kill everything on a node at once, as when its power fails.
+
+        It stays lost. What SLURM could not tell it is sent again after a minute, when it would hit a job that was
+        requeued and has the same number; with SLURM's own times no job is started again as early as that.
+        """
         process = self._pids()[node]
         process.kill()
         process.wait(10)
 
-    def revive(self, node: str) -> None:
-        """Start a node that does not run."""
-        hosts = str(self.folder / "hosts")
-        self._daemon(node, [*_UNSHARE, "bash", "-c", _NODE, "node", node, hosts])
-
     def ready(self, *nodes: str) -> bool:
         """Whether jobs can start on these nodes."""
-        shown = self.run("sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format", "%T").stdout.split()
-        return len(shown) == len(nodes) and set(shown) <= {"idle", "mixed", "allocated", "completing"}
+        shown = self.run("sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format", "%N %T").stdout
+        states = dict(line.split() for line in shown.splitlines())
+        return len(states) == len(nodes) and set(states.values()) <= {"idle", "mixed", "allocated", "completing"}
 
     def run(self, *command: str, timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run a command outside of the nodes, as on a login node."""

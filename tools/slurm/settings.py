@@ -6,8 +6,15 @@ import os
 import socket
 from pathlib import Path
 
-WITH_GPUS = "gpu"
-NODES = {"n1": WITH_GPUS, "n2": WITH_GPUS, "n3": "cpu"}  # partition of each node
+NODES = ("n1", "n2", "n3", "n4", "n5", "n6")
+WITH_GPUS = NODES[:4]  # a job takes two of them, and others once those are lost
+# Jobs of the partition high take the place of those in low, after a time of grace.
+PARTITIONS = {
+    "gpu": "Nodes=n[1-4] Default=YES",
+    "cpu": "Nodes=n5",
+    "low": "Nodes=n6 PriorityTier=1 GraceTime=8",
+    "high": "Nodes=n6 PriorityTier=2",
+}
 CPUS, GPUS = 8, 2  # that a node claims to have; no process is bound to either
 
 # Short times: a lost node is noticed after 15 s (6 minutes by default), and a requeued job waits for 5 s (2 minutes).
@@ -30,7 +37,7 @@ SlurmctldTimeout=30
 SlurmdTimeout=10
 MessageTimeout=5
 TCPTimeout=1
-KillWait=5
+KillWait=10
 CompleteWait=0
 ReturnToService=2
 MinJobAge=3600
@@ -47,6 +54,8 @@ SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=0
 GresTypes=gpu
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 """
 
 
@@ -78,15 +87,13 @@ def write_settings(folder: Path) -> None:
     own, (controller, *ports) = address(), free_ports(1 + len(NODES))
     host = socket.gethostname()
     lines = [_CONF.format(host=host, address=own, port=controller, folder=folder)]
-    for (name, partition), port in zip(NODES.items(), ports):
-        gres = f" Gres=gpu:{GPUS}" if partition == WITH_GPUS else ""
+    for name, port in zip(NODES, ports):
+        gres = f" Gres=gpu:{GPUS}" if name in WITH_GPUS else ""
         where = f"NodeHostname={name} NodeAddr={own} Port={port}"
         lines.append(f"NodeName={name} {where} CPUs={CPUS} RealMemory=1000{gres} State=UNKNOWN\n")
-    for partition in dict.fromkeys(NODES.values()):
-        default = "YES" if partition == WITH_GPUS else "NO"
-        lines.append(f"PartitionName={partition} Nodes={members(partition)} Default={default} MaxTime=2-0 State=UP\n")
+    lines += [f"PartitionName={name} {rest} MaxTime=2-0 State=UP\n" for name, rest in PARTITIONS.items()]
     (folder / "slurm.conf").write_text("".join(lines))
-    (folder / "gres.conf").write_text(f"NodeName={members(WITH_GPUS)} Name=gpu File={folder}/gpu[1-{GPUS}]\n")
+    (folder / "gres.conf").write_text(f"NodeName={','.join(WITH_GPUS)} Name=gpu File={folder}/gpu[1-{GPUS}]\n")
     for number in range(1, GPUS + 1):
         (folder / f"gpu{number}").touch()
     (folder / "cgroup.conf").write_text("")
@@ -96,8 +103,3 @@ def write_settings(folder: Path) -> None:
     key.unlink(missing_ok=True)
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
-
-
-def members(partition: str) -> str:
-    """The nodes of a partition."""
-    return ",".join(name for name, of in NODES.items() if of == partition)

@@ -81,7 +81,7 @@ class Request:
         container: ``apptainer:IMAGE`` or ``pyxis:IMAGE``.
         mounts: folders that the container sees.
         sbatch: further options of sbatch.
-        command: what runs: ``train`` or ``prepare``.
+        run: the job that this one prepares; None if it trains.
     """
 
     name: str = "alignment"
@@ -99,7 +99,12 @@ class Request:
     container: str = ""
     mounts: str = ""
     sbatch: tuple[str, ...] = ()
-    command: str = "train"
+    run: Request | None = None
+
+    @property
+    def command(self) -> str:
+        """What it runs."""
+        return "train" if self.run is None else "prepare"
 
     @property
     def tasks(self) -> int:
@@ -116,7 +121,7 @@ class Request:
             partition=partition or self.partition,
             time=time or self.time,
             seeds="",
-            command="prepare",
+            run=self,
         )
 
 

@@ -71,6 +71,11 @@ def _settings(request: Request, arguments: Sequence[str]) -> list[str]:
         "ALIGNMENT_COMMAND": request.command,
         "ALIGNMENT_STOP_NOTICE": str(request.notice) if request.command == "train" else "",
     }
+    run = request.run or request
+    if not run.gpus.number:
+        given["DS_ACCELERATOR"] = "cpu"
+    if request.run is not None:
+        arguments = [*arguments, "--ranks", str(run.nodes * run.tasks)]
     lines = [f"export {name}={shlex.quote(value)}" for name, value in given.items() if value]
     unused = [name for name, value in given.items() if not value]
     checkout = Path(alignment.__file__).resolve().parent.parent

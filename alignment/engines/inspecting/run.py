@@ -195,7 +195,7 @@ def _read(folder: Path) -> tuple[RunStatus | None, str]:
         if status is not None and max(status.step, status.total_steps, status.attempt) > _LARGEST_COUNT:
             raise ValueError("a number of steps or attempts that cannot be")
         return status, ""
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return None, f"{STATUS}: it cannot be read ({one_line(error)})"
     except OSError as error:
         return None, f"{STATUS}: it cannot be read ({error.strerror or error})"

@@ -38,8 +38,12 @@ def join(backend: str) -> None:
 
     own_limit = os.environ.get("DEEPSPEED_TIMEOUT")
     limit = 60.0 * float(own_limit) if own_limit else None
-    alone = os.environ["WORLD_SIZE"] == "1" or torch.distributed.is_initialized()
-    meeting = None if alone else meet(backend, limit or _MEETING_S)
+    meeting: Meeting | None = None
+    if not torch.distributed.is_initialized():
+        if os.environ["WORLD_SIZE"] != "1":
+            meeting = meet(backend, limit or _MEETING_S)
+        else:
+            _addresses(os.environ["MASTER_ADDR"])  # torch would look it up for 10 minutes
     try:
         deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=limit or _JOINING_S), verbose=False)
     except RuntimeError as error:
@@ -69,13 +73,7 @@ def meet(backend: str, seconds: float) -> Meeting:
     """
     place = Place.of_environment()
     several = int(os.environ["LOCAL_WORLD_SIZE"]) < place.world_size
-    try:
-        addresses = look_up(place.address, _RESOLVE_S)
-    except OSError as error:
-        raise JoinError(
-            f"MASTER_ADDR={place.address} cannot be resolved on host {socket.gethostname()} ({error}): set it to the "
-            "name or address of rank 0's host (--master_addr)"
-        ) from error
+    addresses = _addresses(place.address)
     hint = ""
     if several and all(map(is_loopback, addresses)) and not is_own_name(place.address):
         seconds = min(seconds, _LOOPBACK_S)
@@ -87,6 +85,17 @@ def meet(backend: str, seconds: float) -> Meeting:
     meeting = Meeting(place, seconds, hint, advice)
     meeting.agree(lambda: check_named(backend, own), lambda: address_for_others(backend, own))
     return meeting
+
+
+def _addresses(name: str) -> list[str]:
+    """Of rank 0's host."""
+    try:
+        return look_up(name, _RESOLVE_S)
+    except OSError as error:
+        raise JoinError(
+            f"MASTER_ADDR={name} cannot be resolved on host {socket.gethostname()} ({error}): set it to the name or "
+            "address of rank 0's host (--master_addr)"
+        ) from error
 
 
 def _advice(backend: str) -> str:

@@ -25,7 +25,8 @@ _CLASSES = {
     *("ConnectionError", "ClientConnectionError", "APIConnectionError", "TransportError", "ProtocolError"),
     *("Timeout", "TimeoutError", "TimeoutException", "APITimeoutError", "ChunkedEncodingError", "IncompleteRead"),
 }
-_OFFLINE = "OfflineModeIsEnabled"  # of the hub's client: a ConnectionError that no time mends
+# Of the hub's client: a ConnectionError that no time mends. The datasets library raises its own, which only names it.
+_OFFLINE = "OfflineModeIsEnabled"
 _BUSY = {408, 425, 429, 500, 502, 503, 504}  # of HTTP: too early, too many, or the server's own failure
 _SLICE = 1.0  # seconds of a pause between two signs of life
 
@@ -39,7 +40,7 @@ def is_transient(error: BaseException) -> bool:
     passes = False
     for each in _chain(error):
         names, status = {kind.__name__ for kind in type(each).__mro__}, _status(each)
-        if _OFFLINE in names or (status is not None and status not in _BUSY):
+        if _OFFLINE in names or _OFFLINE in str(each) or (status is not None and status not in _BUSY):
             return False
         number = each.errno if isinstance(each, OSError) else None
         passes |= number in _ERRNOS or status is not None or (number is None and not names.isdisjoint(_CLASSES))

@@ -17,6 +17,7 @@ from alignment.engines.collectives import on_first_rank
 from alignment.engines.launch_env import rank
 from alignment.engines.watch.requests import STOP_FILE
 from alignment.reporting.activity import ACTIVITY
+from alignment.reporting.status_file import STATUS
 from alignment.training.checkpointing.output_folder import COMPLETIONS, LOG, check_output_folder, in_use
 from alignment.training.checkpointing.present import Present
 from alignment.training.checkpointing.resume import Checkpoint, check_same_run, choose, find
@@ -138,6 +139,10 @@ class RunFolder:
         for probe in self.path.glob(f"{PROBE}*"):
             probe.unlink(missing_ok=True)
         self._clear_stop_file()
+        if (self.path / STATUS).is_dir():
+            raise OutputError(
+                f"output_dir: {self.path / STATUS} is a folder, in the place of the run's status; remove it"
+            )
         if checkpoint is None and self.args.overwrite_output_dir:
             place = set_aside(self.path)
             if place is not None:
