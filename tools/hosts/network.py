@@ -8,6 +8,7 @@ shared disk, but for /etc/hosts, where the hosts find each other, and /run.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -17,11 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 from tools.ranks.process import die_with_parent
 
 PROGRAMS = ("ip", "unshare", "nsenter", "mount")
 NAMES = ("host-a", "host-b")
 LINK = "eth0"
+_NEW_MOUNTS, _BIND, _RECURSIVE, _PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000  # of unshare(2) and mount(2)
 _CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21
 # Arguments: name, folder with the files that take the place of the machine's.
 _FIRST_PROCESS = """
@@ -33,7 +37,8 @@ mount -t tmpfs tmpfs /run
 mkdir /run/sshd
 ip link set lo up
 echo ready
-exec sleep infinity
+sleep infinity &
+wait  # and so reap what has lost its parent
 """
 
 
@@ -63,9 +68,9 @@ class Host:
     address: str
     pid: int
 
-    def command(self, arguments: Sequence[str]) -> list[str]:
-        """The command line that runs a command on this host, in the present folder."""
-        spaces = ["--net", "--mount", "--uts", "--ipc", "--pid", f"--wd={os.getcwd()}"]
+    def command(self, arguments: Sequence[str], folder: Path | None = None) -> list[str]:
+        """The command line that runs a command on this host, by default in the present folder."""
+        spaces = ["--net", "--mount", "--uts", "--ipc", "--pid", f"--wd={folder or os.getcwd()}"]
         return ["nsenter", f"--target={self.pid}", *spaces, "--", *arguments]
 
     def run(self, *arguments: str) -> str:
@@ -80,13 +85,30 @@ class Host:
     def start(
         self, arguments: Sequence[str], log: IO[str], env: Mapping[str, str], folder: Path | None = None
     ) -> subprocess.Popen[str]:
-        """Start a command; what it prints goes to a file."""
-        wrapped = self.command(arguments)
-        if folder is not None:
-            wrapped = [part if not part.startswith("--wd=") else f"--wd={folder}" for part in wrapped]
+        """Start a command, by default in the present folder; what it prints goes to a file."""
         return subprocess.Popen(
-            wrapped, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=dict(env), text=True
+            self.command(arguments, folder),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=dict(env),
+            text=True,
         )
+
+    def enter(self, hosts: Path) -> None:
+        """Move this process to its network and name, and have it find the hosts by a file; /proc stays as it is."""
+        library = ctypes.CDLL(None, use_errno=True)
+
+        def call(name: str, *arguments: object) -> None:
+            if getattr(library, name)(*arguments):
+                raise OSError(ctypes.get_errno(), f"{name} on {self.name}: {os.strerror(ctypes.get_errno())}")
+
+        for space in ("net", "uts"):
+            with open(f"/proc/{self.pid}/ns/{space}", "rb") as file:
+                call("setns", file.fileno(), 0)
+        call("unshare", _NEW_MOUNTS)
+        call("mount", b"none", b"/", None, _RECURSIVE | _PRIVATE, None)
+        call("mount", os.fsencode(hosts), b"/etc/hosts", None, _BIND, None)
 
     def cut(self) -> None:
         """Take the link down at this end: nothing arrives any more, and nobody is told."""
@@ -97,9 +119,10 @@ class Host:
         self.run("ip", "link", "set", LINK, "up")
 
     def processes(self) -> list[str]:
-        """The command lines of what runs there, but for its first process and the one that looks."""
+        """The command lines of what runs there, but for its first process, daemons of ssh and what looks."""
         listing = self.run("ps", "-e", "-o", "pid=,args=").splitlines()
-        return [line.strip() for line in listing if line.split()[0] != "1" and " ps -e -o" not in line]
+        own = (" ps -e -o", " sshd: ", " sleep infinity")
+        return [line.strip() for line in listing if line.split()[0] != "1" and not any(part in line for part in own)]
 
     def switch_off(self) -> None:
         """End everything on it at once."""
@@ -142,8 +165,8 @@ def _host(name: str, address: str, folder: Path) -> Iterator[Host]:
         assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
             raise RuntimeError(f"{name} did not start: unshare ended with status {process.wait()}")
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="ascii").split()
-        yield Host(name, address, int(children[0]))
+        (first,) = psutil.Process(process.pid).children()
+        yield Host(name, address, first.pid)
     finally:
         process.kill()  # takes the first process of the host along, and the kernel the others
         process.wait()

@@ -16,12 +16,16 @@ Interfaces = Mapping[str, list[str]]
 
 
 def interfaces() -> dict[str, list[str]]:
-    """The addresses of each interface that is up."""
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    """The addresses of each interface that is up, or of all where that cannot be known."""
+    known = psutil.net_if_addrs()
+    try:
+        up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    except OSError:  # it reads /proc, which a container may lack
+        up = set(known)
     families = (socket.AF_INET, socket.AF_INET6)
     found = {
         name: [address.address for address in addresses if address.family in families]
-        for name, addresses in psutil.net_if_addrs().items()
+        for name, addresses in known.items()
     }
     return {name: addresses for name, addresses in found.items() if addresses and name in up}
 

@@ -1,0 +1,29 @@
+"""A rank that moves to a host of its own and joins the others: on_hosts.py HOSTS_FILE PID_OF_A PID_OF_B.
+
+Ranks are forked from a server that has imported the libraries, which takes a third of a start by a launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from alignment.engines.guard import guarded
+from tools.hosts.network import NAMES, Host
+
+
+def main() -> None:
+    """Add up the ranks' numbers."""
+    import torch
+
+    total = torch.tensor([float(os.environ["RANK"]) + 1])
+    torch.distributed.all_reduce(total)
+    print(f"rank {os.environ['RANK']} on {os.uname().nodename}: sum {total.item():g}")
+
+
+if __name__ == "__main__":
+    rank = int(os.environ["RANK"])
+    Host(NAMES[rank], "", int(sys.argv[2:][rank])).enter(Path(sys.argv[1]))
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR=os.environ.get("MEET_AT", NAMES[0]))
+    sys.exit(guarded(main, use_cpu=True))
