@@ -28,16 +28,16 @@ def end(status: StatusFile, reason: StopReason) -> None:
 
 def main() -> None:
     """One attempt."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     command, folder = sys.argv[3], Path(sys.argv[sys.argv.index("--output_dir") + 1])
+    if command == "prepare":
+        os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
     folder.mkdir(parents=True, exist_ok=True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    seen = {"command": command, "arguments": sys.argv[4:], "restarts": restarts, "time": time.time()}
+    seen = {"arguments": sys.argv[4:], "restarts": restarts, "time": time.time()}
     seen |= {"notice": os.environ.get("ALIGNMENT_STOP_NOTICE"), "host": os.uname().nodename}
     with (folder / "attempts.jsonl").open("a") as file:
         file.write(json.dumps(seen) + "\n")
-    if command == "prepare":
-        os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
     before = read_status(folder)
     stalled = 1 + (before.stalled if before is not None else 0)
     status = StatusFile(folder, RunStatus(job=os.environ["SLURM_JOB_ID"], restarts=restarts, stalled=stalled))

@@ -16,9 +16,11 @@ from alignment.engines.scoring import PolicyEngine
 from alignment.internals.deepspeed_state import counters, loss_scale_state
 from alignment.internals.deepspeed_step import discard_gradients, skip_invalid_norm
 
-# Each kind of wrapper in the precisions in which it does something of its own.
-KINDS = ["stage0/fp32", "stage0/bf16", "stage1-fp32-accumulation/bf16", "stage2/bf16", "stage3/fp32"]
+# Each kind of wrapper in the precisions in which it does something of its own, the most usual ones first.
+KINDS = ["stage0/fp32", "stage2/bf16", "stage3/fp32"]
 MORE = [
+    "stage0/bf16",
+    "stage1-fp32-accumulation/bf16",
     "stage1/bf16",
     "stage2/fp32",
     "stage2-bf16-masters/bf16",

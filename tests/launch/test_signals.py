@@ -37,13 +37,12 @@ def signals(ranks: RankServer) -> Iterator[Signals]:
         yield Signals(ranks, folder)
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize(
     "name",
     [
-        "torchrun launcher TERM kto",  # a scheduler's end, passed on
-        "deepspeed launcher KILL online_dpo",  # workers without a launcher
-        "deepspeed group INT kto",  # Ctrl-C
+        pytest.param("torchrun launcher TERM kto", marks=pytest.mark.faults),  # a scheduler's end, passed on
+        pytest.param("deepspeed launcher KILL online_dpo", marks=pytest.mark.faults),  # workers without a launcher
+        pytest.param("deepspeed group INT kto", marks=pytest.mark.slow),  # Ctrl-C
     ],
 )
 def test_a_signal(signals: Signals, name: str) -> None:
@@ -52,7 +51,7 @@ def test_a_signal(signals: Signals, name: str) -> None:
     assert not seen.problems, f"{seen.problems}\n{seen.output}"
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_second_start_does_not_meet_the_first(signals: Signals, tmp_path: Path) -> None:
     """The runner is killed while its workers are in a long step; the same command is started at once."""
     output_dir = tmp_path / "out"

@@ -21,7 +21,7 @@ import pytest
 from conftest import DRIVERS, ROOT
 
 from alignment.reporting.status_file import RunStatus, read_status
-from tools.chaos.judge import look, without_times
+from tools.chaos.judge import look, step_of, without_times
 from tools.chaos.world import World
 from tools.ranks.client import environment
 from tools.slurm import Cluster, why_not
@@ -32,7 +32,12 @@ pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=MISSING or ""),
     pytest.mark.usefixtures("launch"),  # so that it runs among the tests that start processes
 ]
-STEPS, SAVE_STEPS = 60, 5
+STEPS, SAVE_STEPS = 45, 5
+# The script gives the first; evaluations would only take time.
+LEFT_OUT = (
+    *("--resume_from_checkpoint", "--load_best_model_at_end", "--eval_strategy", "--eval_steps"),
+    *("--dataset_test_split", "--max_eval_samples"),
+)
 DOCS = ROOT / "docs" / "slurm.md"
 
 
@@ -94,10 +99,9 @@ class Here:
     def arguments(self, output_dir: Path) -> list[str]:
         """Of a short run that saves often."""
         given = self.world.arguments("kto", output_dir)
-        options = dict(zip(given[1::2], given[2::2])) | {
-            "--max_steps": str(STEPS), "--save_steps": str(SAVE_STEPS), "--eval_steps": str(SAVE_STEPS),
-        }  # fmt: skip
-        del options["--resume_from_checkpoint"]  # the script's
+        options = dict(zip(given[1::2], given[2::2])) | {"--max_steps": str(STEPS), "--save_steps": str(SAVE_STEPS)}
+        for name in LEFT_OUT:
+            del options[name]
         return [given[0], *(part for pair in options.items() for part in pair)]
 
     def run_submit(self, arguments: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
@@ -203,7 +207,8 @@ def test_a_run_of_two_nodes_that_is_disturbed_in_every_way(here: Here, undisturb
         def further() -> bool:
             status = job.status()
             assert status.restarts < attempt or status.state in ("starting", "running"), job.report()
-            return status.restarts == attempt - 1 and (max(look(job.folder).steps, default=0) > checkpoints[-1])
+            written = max(map(step_of, job.folder.glob("checkpoint-*")), default=0)
+            return status.restarts == attempt - 1 and written > checkpoints[-1]
 
         until(further, 180, job.report)
 
@@ -311,11 +316,10 @@ def test_each_task_of_an_array_is_requeued_by_itself(waiting: dict[str, Job]) ->
 def test_training_waits_for_the_job_that_prepares_it(here: Here, waiting: dict[str, Job]) -> None:
     job = waiting["prepared"]
     assert job.ended(60) == "COMPLETED"
-    first, second = job.attempts()
-    assert (first["command"], second["command"]) == ("prepare", "train")
+    (attempt,) = job.attempts()
     (log,) = job.folder.parent.glob("prepared-prepare-*.out")
     assert f"{here.world.folder}/kto.jsonl: 24 of 24 rows kept" in log.read_text()
-    assert log.stat().st_mtime <= second["time"], job.report()  # type: ignore[operator]
+    assert log.stat().st_mtime <= attempt["time"], job.report()  # type: ignore[operator]
 
 
 def test_the_documented_calls_of_sbatch(here: Here) -> None:
@@ -323,7 +327,7 @@ def test_the_documented_calls_of_sbatch(here: Here) -> None:
     lines = [line for line in DOCS.read_text().replace("\\\n", " ").splitlines() if line.startswith("sbatch ")]
     assert len(lines) == 3
     for line in lines:
-        command = re.sub(r"(--[a-z-]+-per-node) 8", r"\1 1", line).split()
+        command = re.sub(r"(--[a-z-]+-per-node) 8", r"\1 1", line.replace("--nodes 4", "--nodes 2")).split()
         done = here.cluster.run(command[0], "--test-only", *command[1:])
         assert done.returncode == 0 and re.match(r"sbatch: Job \d+ to start at ", done.stderr), done.stderr
 

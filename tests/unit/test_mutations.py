@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,11 @@ ENTRY = """\
 
 @pytest.mark.parametrize("mutation", load(), ids=lambda mutation: mutation.name)
 def test_a_mutation_applies_and_names_its_tests(mutation: Mutation) -> None:
-    compile(mutation.mutated(), mutation.file, "exec")
+    mutated = mutation.mutated()
+    if mutation.file.endswith(".py"):
+        compile(mutated, mutation.file, "exec")
+    else:
+        subprocess.run(["bash", "-n"], input=mutated, text=True, check=True)  # a script for SLURM
     assert mutation.tests
     for tests in mutation.tests:
         file, _, name = tests.partition(" ")[0].partition("::")

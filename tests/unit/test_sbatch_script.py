@@ -81,6 +81,8 @@ class Script:
             "SLURM_CPUS_PER_TASK": "3",
             **variables,
         }
+        for name in ("srun", "environment"):  # of the run before
+            (self.calls / name).unlink(missing_ok=True)
         command = ["bash", str(self.folder / "slurm_script"), *arguments]
         return subprocess.Popen(
             command, env=env, cwd=self.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -159,7 +161,6 @@ def test_variables_choose_another_python_command_cache_and_notice(script: Script
 def test_setup_runs_first_and_its_failure_ends_the_job(script: Script) -> None:
     ran = script.run(ALIGNMENT_SETUP="export FOUND='a module'; MASTER_ADDR=n1-ib")
     assert (ran.environment["FOUND"], ran.environment["MASTER_ADDR"]) == ("a module", "n1-ib")
-    (script.calls / "srun").unlink()
     ran = script.run(ALIGNMENT_SETUP="module load nothing")
     assert (ran.code, ran.srun) == (1, []) and "error: ALIGNMENT_SETUP failed: module load nothing" in ran.out
 
@@ -168,11 +169,11 @@ def test_setup_runs_first_and_its_failure_ends_the_job(script: Script) -> None:
     ("container", "mounts", "before"),
     [
         ("apptainer:/a b.sif", "", ["apptainer", "exec", "--nv", "--bind", "CWD", "--pwd", "CWD", "/a b.sif"]),
-        ("apptainer:a.sif", "/data", ["apptainer", "exec", "--nv", "--bind", "/data", "--pwd", "CWD", "a.sif"]),
+        ("apptainer:a.sif", "/data", ["apptainer", "exec", "--nv", "--bind", "CWD,/data", "--pwd", "CWD", "a.sif"]),
         ("pyxis:nvcr.io#nvidia/pytorch:25.01-py3", "",
          ["--container-image=nvcr.io#nvidia/pytorch:25.01-py3", *PYXIS, "--container-mounts=CWD:CWD"]),
         ("pyxis:a.sqsh", "/data:/d,/home",
-         ["--container-image=a.sqsh", *PYXIS, "--container-mounts=/data:/d,/home:/home"]),
+         ["--container-image=a.sqsh", *PYXIS, "--container-mounts=CWD:CWD,/data:/d,/home:/home"]),
     ],
 )  # fmt: skip
 def test_containers(script: Script, container: str, mounts: str, before: list[str]) -> None:
@@ -276,7 +277,6 @@ def test_attempts_in_a_row_without_a_new_checkpoint_are_limited(script: Script) 
 def test_a_job_that_slurm_requeues_is_limited_as_well(script: Script) -> None:
     """Its nodes fail again and again: no attempt lives to look at its end."""
     script.run(status=PREEMPTED | {"state": "running", "signal": None, "stalled": 5}, code=1)
-    (script.calls / "srun").unlink()
     ran = script.run(SLURM_RESTART_COUNT="5")
     assert (ran.code, ran.srun) == (
         1,
@@ -302,7 +302,12 @@ def test_a_job_that_is_preempted_with_a_grace_time_waits_for_its_end(
 
 # Signals ------------------------------------------------------------------------------------------------------------
 
-WAITING = "trap 'echo heard USR1; sent=1' USR1; touch $CALLS/ready; while [[ -z $sent ]]; do sleep 0.05; done; exit 85"
+WAITING = """
+trap 'echo heard USR1; sent=1' USR1
+touch $CALLS/ready
+for _ in {1..160}; do [[ -z $sent ]] && sleep 0.05; done
+exit 85
+"""
 
 
 def wait_for(reached: Callable[[], bool]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from tools.ranks.process import die_with_parent
-from tools.slurm.settings import NODES, write_settings
+from tools.slurm.settings import LOOPBACK, NODES, address, write_settings
 
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "unshare")
@@ -49,7 +49,9 @@ class Cluster:
     @property
     def variables(self) -> dict[str, str]:
         """What a process needs in its environment to use the cluster."""
-        return {"SLURM_CONF": str(self.folder / "slurm.conf")}
+        found = {"SLURM_CONF": str(self.folder / "slurm.conf")}
+        # Where the machine has no address but loopback, its nodes can meet there, and a run has to be told so.
+        return found | {"GLOO_SOCKET_IFNAME": "lo"} if address() == LOOPBACK else found
 
     def start(self) -> float:
         """Start the daemons and wait until every node is ready.

@@ -6,6 +6,7 @@ import os
 import socket
 from pathlib import Path
 
+LOOPBACK = "127.0.0.1"
 NODES = ("n1", "n2", "n3", "n4", "n5", "n6")
 WITH_GPUS = NODES[:4]  # a job takes two of them, and others once those are lost
 # Jobs of the partition high take the place of those in low, after a time of grace.
@@ -78,7 +79,7 @@ def address() -> str:
             probe.connect(("198.51.100.1", 9))  # sends nothing: the kernel only chooses a route
             found: str = probe.getsockname()[0]
         except OSError:
-            return "127.0.0.1"
+            return LOOPBACK
         return found
 
 

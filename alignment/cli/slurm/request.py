@@ -49,7 +49,7 @@ _JOB = (
 _PLACE = (
     ("setup", "COMMANDS", "bash to run first, such as 'module load cuda/12.4'"),
     ("container", "IMAGE", "apptainer:IMAGE or pyxis:IMAGE; without one, the Python that runs this command is used"),
-    ("mounts", "FOLDER[:THERE],…", "what the container sees; the working directory by default"),
+    ("mounts", "FOLDER[:THERE],…", "what the container sees beside the working directory"),
 )
 
 
