@@ -10,6 +10,7 @@
 # make chaos     kill training runs 1000 times and judge every restart (CHAOS_ARGS="--kills 50 --seed 3"); about an hour, an
 #                interrupted call goes on with the next one
 # make slurm     install SLURM (Debian, as root; no service is started) and train under it, on nodes of this machine
+# make hosts     install pdsh and sshd (Debian, as root; no service is started) and train on two hosts of this machine
 # make signals   send every signal to every launcher and worker of real runs, judge what is left and resume; a table, half an
 #                hour; an interrupted call goes on with the next one (SIGNALS_ARGS="--only 'torchrun TERM'")
 # make demo      a small model from nothing, aligned with KTO (LoRA too), CPO and Online DPO, in minutes (DEMO_ARGS="--fresh --seed 1")
@@ -42,7 +43,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 SOURCES := alignment benchmarks examples launch tests tools setup.py
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
 
-.PHONY: install test test-ci test-slow resume-matrix chaos signals slurm test-newest mutations mutants renames demo quality style docs \
+.PHONY: install test test-ci test-slow resume-matrix chaos signals slurm hosts test-newest mutations mutants renames demo quality style docs \
 	clean
 
 install: $(READY)
@@ -105,6 +106,10 @@ chaos: $(READY)
 slurm: $(READY)
 	@tools/slurm/install.sh
 	@$(PYTEST) -m "faults or not faults" tests/launch/test_slurm.py tests/unit/test_sbatch_script.py --durations=20 $(PYTEST_ARGS)
+
+hosts: $(READY)
+	@tools/hosts/install.sh
+	@$(PYTEST) -m "faults or not faults" tests/launch/test_hosts.py tests/unit/test_joining.py --durations=20 $(PYTEST_ARGS)
 
 signals: $(READY)
 	@$(CPU) OMP_NUM_THREADS=1 $(BIN)/python -m tools.signals $(SIGNALS_ARGS)

@@ -22,7 +22,7 @@ import psutil
 
 from tools.ranks.process import die_with_parent
 
-PROGRAMS = ("ip", "unshare", "nsenter", "mount")
+PROGRAMS = ("ip", "unshare", "nsenter", "mount", "ps")
 NAMES = ("host-a", "host-b")
 LINK = "eth0"
 _NEW_MOUNTS, _BIND, _RECURSIVE, _PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000  # of unshare(2) and mount(2)
