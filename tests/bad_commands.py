@@ -311,6 +311,8 @@ def write_models(folder: Path) -> Path:
 
 def command(case: Case, folder: Path, models: Path) -> list[str]:
     """Write the case's files into ``folder``; the arguments of its command."""
+    if case.arguments is not None:
+        return [in_folder(argument, folder) for argument in case.arguments]
     rows = case.data if case.data is not None else (unpaired_rows if case.method == "kto" else paired_rows)(8)
     data = rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows)
     for name, content in {"data.jsonl": data, **case.files}.items():

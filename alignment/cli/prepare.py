@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from alignment.cli.output import surviving_closed_output
 from alignment.cli.parsing import glimpse, parse
+from alignment.config.dtypes import Machine, planning_for
 from alignment.config.errors import OptionError, setting
-from alignment.config.machine import Machine, planning_for
 from alignment.config.registry import METHODS
 from alignment.engines.garbage import old_objects_spared, uncollected
 from alignment.engines.guard import guarded

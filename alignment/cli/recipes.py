@@ -90,10 +90,13 @@ def _path(name: str) -> Path:
     """
     path = Path(name).expanduser()
     if not path.is_file():
-        if name and path.exists():
+        try:
+            return packaged("recipes", name)
+        except OptionError:
+            if not name or not path.exists():
+                raise
             kind = "it is a folder" if path.is_dir() else "it is not a regular file"
-            raise OptionError(f"{path}: {kind}; give a recipe, which is a YAML file")
-        return packaged("recipes", name)
+            raise OptionError(f"{path}: {kind}; give a recipe, which is a YAML file") from None
     size = path.stat().st_size
     if size > _MOST_BYTES:
         raise OptionError(

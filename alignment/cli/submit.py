@@ -14,6 +14,7 @@ from alignment.cli.parsing import parse, read_arguments
 from alignment.cli.slurm.cluster import check_cluster, submit
 from alignment.cli.slurm.request import Request, add_options, request, seconds
 from alignment.cli.slurm.script import log_pattern, render
+from alignment.config.dtypes import Machine, planning_for
 from alignment.config.errors import AlignmentError, OptionError, OutputError
 from alignment.config.options import AlignmentConfig
 
@@ -111,7 +112,8 @@ def _arguments(rest: list[str], job: Request) -> tuple[list[str], AlignmentConfi
     # As the script does: a run goes on from its newest checkpoint.
     resumed = [] if "resume_from_checkpoint" in named else ["--resume_from_checkpoint", "latest"]
     try:
-        options = parse([*rest, *resumed])
+        with planning_for(Machine(job.nodes * job.tasks, cuda=bool(job.gpus.number))):
+            options = parse([*rest, *resumed])
     except OptionError as error:
         if resumed and str(error).startswith("resume_from_checkpoint="):
             raise OptionError(

@@ -9,8 +9,8 @@ from transformers.utils import logging as transformers_logging
 
 from alignment.cli.dry_run import dry_run_lines, print_dry_run
 from alignment.config.checks import check_command_line
+from alignment.config.dtypes import Machine
 from alignment.config.errors import LastCheckpointError
-from alignment.config.machine import Machine
 from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
 from alignment.engines.launch_env import rank

@@ -16,8 +16,8 @@ from typing import Any
 from alignment.config.deepspeed_keys import check_keys, check_values, set_at, value_at, with_full_names
 from alignment.config.dtypes import DtypePlan, uses_cuda
 from alignment.config.errors import OptionError, did_you_mean
+from alignment.config.fields import parse_json
 from alignment.config.lookup import packaged
-from alignment.config.strict_json import parse_json
 
 _MOST_BUCKET = 50_000_000  # elements: 100 MB in bf16
 _LEAST_BUCKET = 1_000_000

@@ -1,13 +1,17 @@
-"""The dtype plan: compute, master and accumulation formats, decided once and checked before any engine exists."""
+"""The dtype plan: compute, master and accumulation formats, decided once and checked before any engine exists.
+
+It depends on the machine of the run, which may be another than the one that plans it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from alignment.config.errors import OptionError, setting
-from alignment.config.machine import planned
 
 BF16, FP16, FP32 = "bfloat16", "float16", "float32"
 _SECTION = {BF16: "bf16", FP16: "fp16"}
@@ -29,6 +33,41 @@ class DtypePlan:
     master: str
     accumulate: str
     ds: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a plan depends on beside its options.
+
+    Attributes:
+        ranks: number of processes.
+        cuda: whether each of them has a GPU, which computes in bf16.
+    """
+
+    ranks: int
+    cuda: bool
+
+    def __str__(self) -> str:
+        device = "a GPU each that computes in bf16" if self.cuda else "CPUs"
+        return f"{self.ranks} rank(s) with {device}"
+
+
+_planned: list[Machine] = []
+
+
+def planned() -> Machine | None:
+    """The machine to plan for; None: the one that this process runs on."""
+    return _planned[-1] if _planned else None
+
+
+@contextlib.contextmanager
+def planning_for(machine: Machine) -> Iterator[None]:
+    """Within this context options are checked, and engines planned, for ``machine``; nothing can be trained."""
+    _planned.append(machine)
+    try:
+        yield
+    finally:
+        _planned.pop()
 
 
 def uses_cuda(options: Any) -> bool:

@@ -15,12 +15,11 @@ import re
 import types
 import typing
 from enum import Enum
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import TypeAdapter, ValidationError
 
-from alignment.config.errors import OptionError, did_you_mean, setting
-from alignment.config.strict_json import parse_json
+from alignment.config.errors import OptionError, did_you_mean, one_line, setting
 
 
 class Strategy(str, Enum):
@@ -83,6 +82,37 @@ def expected(hint: Any) -> str:
     """A type in words."""
     words = " or ".join(_EXPECTED[part] for part in members(hint) if part in _EXPECTED)
     return words.replace("texts", "numbers") if "list[float]" in str(hint) else words
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        json.JSONDecodeError: it is not JSON.
+        OptionError: a key is there twice, a number cannot be one, or values are nested too deeply.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+    except (json.JSONDecodeError, OptionError):
+        raise
+    except ValueError as error:
+        raise OptionError(one_line(error)) from None
+    except RecursionError:
+        raise OptionError("it is nested too deeply; write out what is meant") from None
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object's pairs as a mapping; of two equal keys the first would be lost without a word."""
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise OptionError(f"{setting(key, value)}: the key is there twice; remove one")
+        result[key] = value
+    return result
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise OptionError(f"{name} is not a JSON value; write a number, or leave the key out")
 
 
 def _prepared(value: Any, kinds: tuple[type, ...]) -> Any:

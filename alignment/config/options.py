@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from alignment.config import checks, dtypes, refusals
+from alignment.config.dtypes import planned
 from alignment.config.errors import SECRETS, OptionError
 from alignment.config.fields import Strategy, convert_options
-from alignment.config.machine import planned
 from alignment.config.options_data import DataOptions
 from alignment.config.options_faults import FaultOptions
 from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions

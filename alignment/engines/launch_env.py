@@ -14,8 +14,8 @@ import socket
 import subprocess
 import sys
 
+from alignment.config.dtypes import planned
 from alignment.config.errors import AlignmentError, OptionError, setting
-from alignment.config.machine import planned
 from alignment.engines.joining.start import join
 from alignment.internals.bitsandbytes import hush_missing_kernel
 from alignment.internals.deepspeed import skip_shared_memory_op

@@ -16,10 +16,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import cpp_extension
 from transformers import get_scheduler
 
-from alignment.config.dtypes import uses_cuda
+from alignment.config.dtypes import planned, uses_cuda
 from alignment.config.errors import OptionError
 from alignment.config.fields import parse_optim_args
-from alignment.config.machine import planned
 from alignment.engines.compile_lock import abandoned_locks_removed
 from alignment.internals.deepspeed import is_prebuilt
 from alignment.internals.torch import cuda_toolkit

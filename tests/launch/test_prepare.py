@@ -16,7 +16,7 @@ from run_folders import another_process, owner_of, write_lock, write_status
 
 from alignment.cli.prepare import main
 from alignment.cli.train import main as train
-from alignment.config.machine import Machine, planned, planning_for
+from alignment.config.dtypes import Machine, planned, planning_for
 from alignment.data.row_mapper import RowMapper
 from alignment.engines.launch_env import world_size
 from alignment.internals.datasets import cache_folder

@@ -147,7 +147,7 @@ def test_an_overridden_fault_of_the_recipe_is_not_blamed_on_it(tmp_path: Path) -
 
 def test_missing_and_unreadable_recipes(tmp_path: Path) -> None:
     assert "ktoo.yaml" in refused(["ktoo.yaml", *NEEDED]) and "kto" in refused(["ktoo.yaml", *NEEDED])
-    assert "no such file" in refused([str(tmp_path), *NEEDED])
+    assert "it is a folder; give a recipe" in refused([str(tmp_path), *NEEDED])
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert "binary.yaml" in refused([str(tmp_path / "binary.yaml"), *NEEDED])
     assert "no recipe" in refused(NEEDED)

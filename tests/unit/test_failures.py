@@ -77,6 +77,13 @@ def test_other_connections_are_no_ranks() -> None:
         assert not is_lost_peer(error)
 
 
+def test_what_wandb_lacks_is_one_line() -> None:
+    """Most often nobody has logged in."""
+    error = type("UsageError", (Exception,), {"__module__": "wandb.errors"})("No API key configured.")
+    line, is_defect = describe(error)
+    assert line.startswith("report_to: wandb could not be used (No API key configured.)") and not is_defect
+
+
 def test_what_nccl_refuses_is_one_line() -> None:
     error = raised("DistBackendError", "NCCL error in: /pytorch/NCCLUtils.hpp:268, invalid usage, NCCL version 2.21.5")
     expected = "NCCL failed; NCCL_DEBUG=INFO in the environment shows why (invalid usage, NCCL version 2.21.5)"

@@ -94,6 +94,7 @@ PERMANENT = [
     with_response(404),
     Answered(401),
     caused(ConnectionError("Couldn't reach 'a' on the Hub"), OfflineModeIsEnabled("offline")),
+    ConnectionError("Couldn't reach 'a' on the Hub (OfflineModeIsEnabled)"),  # as load_dataset raises it
     caused(with_response(404), httpx.ConnectError("refused")),
 ]
 

@@ -339,6 +339,14 @@ def test_what_is_wrong_is_found_before_submitting(
     assert not (slurm / "sbatch.called").exists()
 
 
+def test_a_step_is_counted_over_all_ranks_of_the_job(capsys: pytest.CaptureFixture[str]) -> None:
+    """One row per rank is too few for KTO on one rank alone."""
+    least = ("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1")
+    assert submitted(capsys, "--print", "--nodes", "2", *least)[0] == 0
+    code, _, err = submitted(capsys, "--print", *least)
+    assert code == 1 and "at least two rows" in err
+
+
 def test_a_recipe_that_is_wrong(slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "own.yaml").write_text("method: kto\nbeta: [\n")
     with pytest.raises(SystemExit) as leaving:

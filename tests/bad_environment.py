@@ -1,0 +1,136 @@
+"""Faulty environments and folders for ``test_bad_input``."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from bad_case import Case, file_of, folder_of
+
+TORCHRUN: dict[str, str | None] = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29501",
+}
+SRUN: dict[str, str | None] = {
+    "SLURM_JOB_ID": "40123",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+    "SLURM_STEP_NODELIST": "n1",
+}
+LATEST = {"resume_from_checkpoint": "latest"}
+
+
+def torchrun(says: str, **variables: str | None) -> Case:
+    """A launcher's environment with these variables in the place of good ones."""
+    name = f"environment: {' '.join(f'{key}={value}'[:40] for key, value in variables.items())}"
+    return Case(name, (says,), environment={**TORCHRUN, **variables})
+
+
+def srun(says: str, **variables: str | None) -> Case:
+    """The same of ``srun``."""
+    name = f"environment: {' '.join(f'{key}={value}'[:40] for key, value in variables.items())}"
+    return Case(name, (says,), environment={**SRUN, **variables})
+
+
+def folder(name: str, make: Any, *says: str, **options: str) -> Case:
+    """Something in the output folder, or in its place."""
+    return Case(f"folder: {name}", says, {**options}, make=make)
+
+
+def manifest(name: str, content: str | bytes, *says: str) -> Case:
+    """A checkpoint with that manifest."""
+    make = file_of("out/checkpoint-4/manifest.json", content)
+    return Case(f"manifest: {name}", ("none to go on from: @out/checkpoint-4", *says), dict(LATEST), make=make)
+
+
+ENVIRONMENT = [
+    torchrun("RANK='first' is not a number", RANK="first"),
+    torchrun("RANK='-1' is not a number", RANK="-1"),
+    torchrun("RANK=1 with WORLD_SIZE=1", RANK="1"),
+    torchrun("WORLD_SIZE='two' is not a number", WORLD_SIZE="two"),
+    torchrun("RANK=0 with WORLD_SIZE=0", WORLD_SIZE="0"),
+    torchrun("WORLD_SIZE='1.0' is not a number", WORLD_SIZE="1.0"),
+    torchrun("WORLD_SIZE='١' is not a number", WORLD_SIZE="١"),
+    torchrun("WORLD_SIZE='999", WORLD_SIZE="9" * 5000),
+    torchrun("LOCAL_RANK='' is not a number", LOCAL_RANK=""),
+    torchrun("LOCAL_RANK=0 with LOCAL_WORLD_SIZE=0", LOCAL_WORLD_SIZE="0"),
+    torchrun("MASTER_PORT='http' is not a number", MASTER_PORT="http"),
+    torchrun("MASTER_PORT=99999: set a free port of rank 0's host, 1 to 65535", MASTER_PORT="99999"),
+    torchrun("MASTER_PORT=0: set a free port", MASTER_PORT="0"),
+    torchrun("an empty MASTER_ADDR", MASTER_ADDR=""),
+    torchrun("but not MASTER_ADDR", MASTER_ADDR=None),
+    torchrun("ALIGNMENT_STOP_NOTICE='soon' is not a number", ALIGNMENT_STOP_NOTICE="soon"),
+    torchrun("DEEPSPEED_TIMEOUT='soon' is not a number", DEEPSPEED_TIMEOUT="soon"),
+    torchrun("DEEPSPEED_TIMEOUT=0: set minutes", DEEPSPEED_TIMEOUT="0"),
+    torchrun("DS_ACCELERATOR=gpu is not supported", DS_ACCELERATOR="gpu"),
+    torchrun("DS_ACCELERATOR=CPU is not supported", DS_ACCELERATOR="CPU"),
+    torchrun("DS_ACCELERATOR= is not supported", DS_ACCELERATOR=""),
+    srun("RANK='first' is not a number", SLURM_PROCID="first"),
+    srun("RANK=4 with WORLD_SIZE=1", SLURM_PROCID="4"),
+    srun("WORLD_SIZE='many' is not a number", SLURM_STEP_NUM_TASKS="many"),
+    srun("sets no SLURM_LOCALID", SLURM_LOCALID=None),
+    srun("SLURM_NODEID='n1' is not a number", SLURM_NODEID="n1"),
+    srun("SLURM_NODEID=5, but SLURM_STEP_TASKS_PER_NODE=1 lists 1 nodes", SLURM_NODEID="5"),
+    srun("SLURM_JOB_ID='mine' is not a number", SLURM_JOB_ID="mine"),
+    srun("SLURM_STEP_TASKS_PER_NODE='2(y3)' cannot be read", SLURM_STEP_TASKS_PER_NODE="2(y3)"),
+    srun("lists 999999999 nodes", SLURM_STEP_TASKS_PER_NODE="1(x999999999)", SLURM_NODEID="999999999"),
+    Case("environment: mpirun", ("mpirun is not supported",), environment={"OMPI_COMM_WORLD_SIZE": "4"}),
+    Case(
+        "environment: export",
+        ("runs in one process, and WORLD_SIZE is two",),
+        arguments=("@a", "@b"),
+        environment={**TORCHRUN, "WORLD_SIZE": "two"},
+        command="alignment.cli.export",
+    ),
+]
+
+FOLDERS = [
+    folder("a link to itself", lambda at, models: (at / "out").symlink_to("out"), "@out is not a folder"),
+    folder("a link to nothing", lambda at, models: (at / "out").symlink_to("gone"), "@out is not a folder"),
+    folder("a pipe", lambda at, models: os.mkfifo(at / "out"), "@out is not a folder"),
+    folder("a device", None, "/dev/null is not a folder", output_dir="/dev/null"),
+    folder("a name too long", None, "File name too long", output_dir="@" + "a" * 300),
+    folder("its lock a folder", folder_of("out/.lock"), "cannot be locked: Is a directory", **LATEST),
+    folder("its log a folder", folder_of("out/log.jsonl"), "@out/log.jsonl: Is a directory", **LATEST),
+    folder("its status a folder", folder_of("out/status.json"), "@out/status.json is a folder", **LATEST),
+    folder("STOP a folder", folder_of("out/STOP"), "@out/STOP: cannot be removed (Is a directory)", **LATEST),
+    folder("a checkpoint that is a file", file_of("out/checkpoint-4", ""), "@out is not empty", **LATEST),
+    folder("an empty checkpoint", folder_of("out/checkpoint-4"), "it has no manifest.json", **LATEST),
+    folder("no such checkpoint", None, "there is no such folder", resume_from_checkpoint="5"),
+    folder("a checkpoint's name too long", None, "File name too long", resume_from_checkpoint="a" * 300),
+    Case(
+        "folder: export to NUL",
+        ("out='", "it has a NUL character"),
+        arguments=("@data.jsonl", "@a\0b"),
+        command="alignment.cli.export",
+    ),
+    Case("folder: status of nothing", ("there is no such folder",), arguments=("@x",), command="alignment.cli.status"),
+    Case("folder: status of a device", ("is not a folder",), arguments=("/dev/null",), command="alignment.cli.status"),
+    Case("folder: ranks to prepare", ("--ranks='x'",), arguments=("--ranks", "x"), command="alignment.cli.prepare"),
+]
+
+MANIFESTS = [
+    manifest("null", "null", "it cannot be read"),
+    manifest("list", "[]", "it cannot be read"),
+    manifest("empty", "", "it cannot be read"),
+    manifest("binary", bytes(range(256)), "it cannot be read"),
+    manifest("nested", "[" * 9000, "it cannot be read"),
+    manifest("without a format", "{}", "it cannot be read"),
+    manifest("NaN", '{"format": NaN}', "it is not as it was written"),
+    manifest("format a word", '{"format": "1"}', "it is not as it was written"),
+    manifest("of 5000 digits", '{"format": %s}' % ("9" * 5000), "it cannot be read"),
+    Case(
+        "manifest: a folder",
+        ("it has no manifest.json",),
+        dict(LATEST),
+        make=folder_of("out/checkpoint-4/manifest.json"),
+    ),
+]

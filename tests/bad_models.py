@@ -1,0 +1,135 @@
+"""Faulty models and tokenizers for ``test_bad_input``: a good one with a file that is not as it should be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bad_case import CHAT, Case
+from bad_json import NESTED
+
+Edit = Callable[[Path], object]
+
+
+def model(name: str, edit: Edit, *says: str, kind: str = "model", data: Any = None, **options: str) -> Case:
+    """A copy of the good model after ``edit``."""
+
+    def make(folder: Path, models: Path) -> None:
+        shutil.copytree(models / "good", folder / "m")
+        edit(folder / "m")
+
+    return Case(f"{kind}: {name}", says, {"model_name_or_path": "@m", **options}, data=data, make=make)
+
+
+def tokenizer(name: str, edit: Edit, *says: str, data: Any = None) -> Case:
+    """The same, with a fault in the tokenizer."""
+    return model(name, edit, *says, kind="tokenizer", data=data)
+
+
+def template(name: str, text: str | bytes, *says: str) -> Case:
+    """The same, with a chat template and a conversation."""
+    return tokenizer(f"template {name}", written("chat_template.jinja", text), *says, data=[CHAT])
+
+
+def written(name: str, content: str | bytes) -> Edit:
+    """Puts a file in the place of one that is there."""
+    return lambda folder: (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def folder_instead(name: str) -> Edit:
+    """Puts a folder in the place of a file."""
+
+    def edit(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return edit
+
+
+def changed(name: str, **values: Any) -> Edit:
+    """Changes values of a JSON file."""
+    return lambda folder: (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), **values}))
+
+
+def config(**values: Any) -> Edit:
+    """Changes the configuration."""
+    return changed("config.json", **values)
+
+
+def own(**values: Any) -> Edit:
+    """Changes the tokenizer's configuration."""
+    return changed("tokenizer_config.json", **values)
+
+
+def adapter(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+
+
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
+UNUSABLE, TORN, NO_TOKENIZER = "has no usable configuration", "is torn", "no tokenizer could be loaded from"
+
+MODELS = [
+    model("configuration a list", written("config.json", "[]"), UNUSABLE),
+    model("configuration null", written("config.json", "null"), UNUSABLE),
+    model("configuration empty", written("config.json", ""), UNUSABLE),
+    model("configuration binary", written("config.json", bytes(range(256))), UNUSABLE),
+    model("configuration nested", written("config.json", NESTED), UNUSABLE),
+    model("configuration a folder", folder_instead("config.json"), UNUSABLE),
+    model("of an unknown type", config(model_type="zebra"), UNUSABLE, "zebra"),
+    model("of a type that is a number", config(model_type=5), UNUSABLE),
+    model("without width", config(hidden_size=0), "hidden_size=0"),
+    model("without words", config(vocab_size=0), "vocab_size is 0"),
+    model("words null", config(vocab_size=None), UNUSABLE, "vocab_size"),
+    model("no heads", config(num_attention_heads=0), UNUSABLE),
+    model("heads that do not divide it", config(num_attention_heads=5), UNUSABLE, "attention heads (5)"),
+    model("positions a word", config(max_position_embeddings="long"), UNUSABLE, "max_position_embeddings"),
+    model("of another quantisation", config(quantization_config={"quant_method": "gptq"}), "quantised by gptq"),
+    model("with code of its own", config(auto_map={"AutoConfig": "a.B"}, model_type="z"), "trust_remote_code"),
+    model("weights a pointer", written(WEIGHTS, POINTER), "is a pointer of Git LFS", "git lfs pull"),
+    model("weights empty", written(WEIGHTS, b""), TORN),
+    model("weights with a huge header", written(WEIGHTS, (2**62).to_bytes(8, "little") + b"{}"), TORN),
+    model("weights without a header", written(WEIGHTS, (9).to_bytes(8, "little") + b"x" * 9), TORN),
+    model("weights a folder", folder_instead(WEIGHTS), TORN),
+    model("index a list", written(INDEX, '{"weight_map": ["a"]}'), INDEX, TORN),
+    model("index null", written(INDEX, "null"), INDEX, TORN),
+    model("index nested", written(INDEX, NESTED), INDEX, TORN),
+    model("index of numbers", written(INDEX, '{"weight_map": {"a": 5}}'), INDEX, TORN),
+    model("index of nothing", written(INDEX, '{"weight_map": {}}'), "holds no weights"),
+    model("index of another place", written(INDEX, '{"weight_map": {"a": "../../b"}}'), "but missing"),
+    Case("model: a file", (UNUSABLE,), {"model_name_or_path": "@data.jsonl"}),
+    model("adapters", adapter, "holds adapters and no model", "adapter_name_or_path"),
+    Case("model: no name of the hub's", (UNUSABLE, "Repo id"), {"model_name_or_path": "what is this?"}),
+    Case("model: an address", (UNUSABLE, "Repo id"), {"model_name_or_path": "https://huggingface.co/gpt2"}),
+    Case("model: offline", (UNUSABLE, "couldn't"), {"model_name_or_path": "gpt2"}),
+    Case("model: no such subfolder", (UNUSABLE,), {"model_init_kwargs": '{"subfolder": "nope"}'}),
+]
+
+TOKENIZERS = [
+    tokenizer("empty", written("tokenizer.json", ""), NO_TOKENIZER),
+    tokenizer("a list", written("tokenizer.json", "[]"), NO_TOKENIZER),
+    tokenizer("binary", written("tokenizer.json", bytes(range(256))), NO_TOKENIZER),
+    tokenizer("nested", written("tokenizer.json", NESTED), NO_TOKENIZER),
+    tokenizer("a folder", folder_instead("tokenizer.json"), NO_TOKENIZER),
+    tokenizer("without its model", changed("tokenizer.json", model=None), NO_TOKENIZER),
+    tokenizer("configuration a list", written("tokenizer_config.json", "[]"), NO_TOKENIZER),
+    tokenizer("configuration empty", written("tokenizer_config.json", ""), NO_TOKENIZER),
+    tokenizer("length a word", own(model_max_length="long"), "does not work"),
+    tokenizer("class a number", own(tokenizer_class=5), NO_TOKENIZER),
+    tokenizer("an EOS token that it lacks", own(eos_token="<|end|>"), "tokens but", "vocab_size is"),
+    tokenizer("EOS a number", own(eos_token=5), NO_TOKENIZER, "eos_token"),
+    tokenizer("EOS a list", own(eos_token=["a"]), NO_TOKENIZER, "eos_token"),
+    template("empty", "", "no chat template"),
+    template("binary", bytes(range(256)), NO_TOKENIZER),
+    template("half written", "{% for %}", "@data.jsonl row 1: the chat template", "Expected an expression"),
+    template("that refuses", "{{ raise_exception('no') }}", "the chat template", "fails on it: no;"),
+    template("without its filter", "{{ messages | zebra }}", "the chat template", "No filter named 'zebra'"),
+    template("that divides by zero", "{{ 1 / 0 }}", "the chat template", "division by zero"),
+    template(
+        "that calls itself", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "the chat template", "recursion depth"
+    ),
+]

@@ -1,0 +1,33 @@
+"""Every malformed input of the tests, by kind: one line, exit status 1, a bounded time, and nothing changed."""
+
+from __future__ import annotations
+
+from bad_case import Case
+from bad_commands import DATA, DEEPSPEED, MODEL, OPTIONS, OUTPUT
+from bad_environment import ENVIRONMENT, FOLDERS, MANIFESTS
+from bad_json import JSON
+from bad_models import MODELS, TOKENIZERS
+from bad_online_commands import ONLINE
+from bad_recipes import COMMAND_LINES, YAML
+from bad_rows import ROWS
+
+# Those that ``test_bad_input`` runs.
+EARLIER = {
+    "options": [*OPTIONS, *ONLINE],
+    "JSON": DEEPSPEED,
+    "rows": DATA,
+    "models": MODEL,
+    "folders": OUTPUT,
+}
+# Those that ``test_malformed`` runs.
+TABLE: dict[str, list[Case]] = {
+    "options": COMMAND_LINES,
+    "YAML": YAML,
+    "JSON": JSON,
+    "rows": ROWS,
+    "models": MODELS,
+    "tokenizers": TOKENIZERS,
+    "checkpoints": MANIFESTS,
+    "environment": ENVIRONMENT,
+    "folders": FOLDERS,
+}
