@@ -185,7 +185,7 @@ def test_ranks_that_do_not_come_are_named(capsys: pytest.CaptureFixture[str], mo
     assert capsys.readouterr().err == "", "the first rank of a host tells"
 
 
-def test_a_port_in_use_is_named_with_its_holder() -> None:
+def test_a_port_in_use_is_named_with_its_holder(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
@@ -194,8 +194,13 @@ def test_a_port_in_use_is_named_with_its_holder() -> None:
         assert (holder_of(port) or "").startswith(f"process {os.getpid()} (")
         with pytest.raises(JoinError) as caught:
             Meeting(taken[0], 5).agree(fine, loopback)
-        with pytest.raises(JoinError, match=r"\(something listens there that gives no answer\)"):
+        with pytest.raises(JoinError, match=r"within 1 s \(something listens that gives no answer\): start all ranks"):
             Meeting(taken[1], 1).agree(fine, loopback)
+        monkeypatch.setattr(meeting, "_ANSWER_S", 0.5)
+        with pytest.raises(
+            JoinError, match=r"gives no answer at 127\.0\.0\.1:\d+, where rank 0 should: choose another M"
+        ):
+            Meeting(taken[1], 10).agree(fine, loopback)
     assert f"port {port} of host host0, where rank 0 lets the ranks meet (MASTER_PORT), is in use by process" in str(
         caught.value
     )
@@ -296,7 +301,8 @@ def test_a_variable_that_names_no_interface(
             [],
             "GLOO_SOCKET_IFNAME=lo takes lo, by which other hosts cannot reach host h: set GLOO_SOCKET",
         ),
-        ("nccl", None, [], "=10.0.0.5"),
+        ("nccl", None, [], "=10.1.0.5"),  # InfiniBand first
+        ("nccl", "eth,ib", [], "=10.0.0.5"),
         ("nccl", "ib", [], "=10.1.0.5"),
         ("nccl", "^eth,lo", [], "=10.1.0.5"),
         ("nccl", "lo", [], "host h has eth0 (10.0.0.5), ib0 (10.1.0.5)"),
@@ -319,6 +325,12 @@ def test_a_host_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     set_interface(monkeypatch, "nccl", None)
     with pytest.raises(AlignmentError, match="host h has no network interface that leads to the other hosts"):
         address_for_others("nccl", {"lo": ["127.0.0.1"]})
+
+
+def test_nccl_leaves_containers_and_the_link_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_interface(monkeypatch, "nccl", None)
+    own = {"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"], "virbr0": ["192.168.122.1"], "en0": ["fe80::1", "10.2.0.5"]}
+    assert address_for_others("nccl", own) == "10.2.0.5"
 
 
 def test_gloo_takes_the_first_address_that_is_this_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def address_for_others(backend: str, own: Interfaces) -> str:
         taken = chosen(backend, own)
         found = [address for each in taken if each in others for address in others[each] if not is_loopback(address)]
         if found:
-            return found[0]
+            return min(found, key=lambda address: address.startswith("fe80"))  # of the link alone
         by = f"{name}={os.environ[name]}" if os.environ.get(name) else "NCCL"
         raise AlignmentError(f"{by} takes {', '.join(taken)}, by which other hosts cannot reach host {host}: {advice}")
     try:
@@ -114,14 +114,16 @@ def chosen(backend: str, own: Interfaces) -> list[str]:
     """The interfaces that a backend takes, of those of this host; for gloo by GLOO_SOCKET_IFNAME alone.
 
     NCCL takes interfaces whose names begin as NCCL_SOCKET_IFNAME says, are equal to it after ``=``, or are none of
-    those after ``^``; without it all but loopback and Docker's, and these only where there is no other.
+    those after ``^``. Without it InfiniBand's come first, then all but loopback and those of containers and virtual
+    machines, and these only where there is no other.
     """
     text = os.environ.get(variable(backend), "")
     if backend == "gloo":
         return [name for name in text.split(",") if name in own]
     if not text:
-        physical = [name for name in own if not name.startswith(("lo", "docker"))]
-        return physical or [name for name in own if name.startswith("docker")] or list(own)
+        fast = [name for name in own if name.startswith("ib")]
+        physical = [name for name in own if not name.startswith(("lo", "docker", "virbr"))]
+        return fast or physical or [name for name in own if name.startswith("docker")] or list(own)
     inverted = text.startswith("^")
     text = text.removeprefix("^")
     exact = text.startswith("=")

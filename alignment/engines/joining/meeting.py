@@ -26,9 +26,10 @@ _LAST_S = 10.0  # for a last word
 _HUSH_S = 5.0  # how long ranks wait for all of them to know of a problem
 _ALL_S = 30.0  # how long a rank that cannot join keeps the news for those that have not come yet
 _LATER_S = 1.0  # the rank that speaks ends first
+_ANSWER_S = 60.0  # how long rank 0 takes to answer once something listens at its port
 _TELL_S = 30.0  # after so long the user hears what is waited for
 _MOST_NAMED = _NEIGHBOURS = 8
-_SILENT = "something listens there that gives no answer"
+_SILENT = "something listens that gives no answer"
 
 
 class Meeting:
@@ -46,6 +47,7 @@ class Meeting:
         # The caller gives up first: at its own end torch would write pages of C++ frames.
         self._patience = timedelta(seconds=seconds + 60)
         self._refusal: str | None = None
+        self._reached: float | None = None
         self._server: Any = None
         self._store: Any = None
         self._listener: Listener | None = None
@@ -136,6 +138,7 @@ class Meeting:
         while self._refusal is not None:
             time.sleep(_REACH_S)
             self._refusal = place.refusal()
+        self._reached = time.monotonic()
         client = TCPStore(place.address, place.port, is_master=False, wait_for_workers=False, timeout=self._patience)
         self._store = PrefixStore(f"alignment.joining/{place.attempt}", client)
         # An agent's store outlives the workers, which may come again to the same attempt.
@@ -223,7 +226,11 @@ class Meeting:
         raise ReportedElsewhere(f"rank {rank} (host {host}): {problem}")
 
     def _tell(self, waited: float) -> None:
-        """Tell the user, once per host, what a long start waits for."""
+        """Tell the user, once per host, what a long start waits for; give up where it can be known to be in vain."""
+        if self._store is None and self._reached is not None and time.monotonic() - self._reached > _ANSWER_S:
+            raise JoinError(
+                f"{_SILENT} at {self.place}, where rank 0 should: choose another MASTER_PORT (--master_port)"
+            )
         if self._told or waited < _TELL_S or self.place.local_rank != 0:
             return
         self._told = True

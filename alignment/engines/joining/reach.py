@@ -34,7 +34,7 @@ class Listener:
                 f"host {socket.gethostname()} cannot listen at {address}: {error.strerror}"
             ) from error
         self._socket.listen(64)
-        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self.address: tuple[str, int] = (address, self._socket.getsockname()[1])
 
 
 def refusal_of(address: str, port: int) -> str | None:

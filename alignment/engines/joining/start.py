@@ -47,8 +47,10 @@ def join(backend: str) -> None:
     try:
         deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=limit or _JOINING_S), verbose=False)
     except RuntimeError as error:
-        if meeting is None or not is_lost_peer(error):
+        if not is_lost_peer(error):
             raise
+        if meeting is None:
+            raise JoinError(f"the process group could not be started ({reason_of(error)})") from error
         meeting.fail(
             f"host {socket.gethostname()} could not connect to another rank ({reason_of(error)}): {_advice(backend)}"
         )
