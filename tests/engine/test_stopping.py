@@ -123,7 +123,10 @@ PLACES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch, AlignmentTrainer], An
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+BRIEF = ("after-a-step", "in-an-evaluation")
+
+
+@pytest.mark.parametrize("place", [pytest.param(p, marks=() if p in BRIEF else pytest.mark.ci) for p in PLACES])
 def test_wherever_the_request_comes(
     place: str,
     models: dict[str, str],
@@ -173,6 +176,7 @@ class Counts(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"saves": self.saves}}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("step", [3, 4])
 def test_callbacks_hear_of_saves_as_in_an_undisturbed_run(step: int, models: dict[str, str], tmp_path: Path) -> None:
     """A checkpoint that is written because the run was asked to stop is none of these."""
@@ -190,6 +194,7 @@ def test_callbacks_hear_of_saves_as_in_an_undisturbed_run(step: int, models: dic
     assert counts.saves == 3
 
 
+@pytest.mark.ci
 def test_a_request_at_the_last_step_changes_nothing(models: dict[str, str], tmp_path: Path) -> None:
     """Without an evaluation still to come, the run is done."""
     trainer = make("KTO", models, tmp_path, **{**RUN, "eval_strategy": "no"})
@@ -215,6 +220,7 @@ def test_the_file_stop(models: dict[str, str], tmp_path: Path, capsys: pytest.Ca
     assert status is not None and (status.state, status.signal, status.step) == ("stopped", "STOP", 3)
 
 
+@pytest.mark.ci
 def test_a_run_that_saves_nothing(models: dict[str, str], tmp_path: Path) -> None:
     trainer = make("KTO", models, tmp_path, save_strategy="no")
     trainer.add_callback(Asks("on_step_end", 2, terminate))
@@ -222,6 +228,7 @@ def test_a_run_that_saves_nothing(models: dict[str, str], tmp_path: Path) -> Non
     assert not checkpoints(trainer.output_dir)
 
 
+@pytest.mark.ci
 def test_a_request_before_the_first_step(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +253,7 @@ def test_signals_have_their_meanings_back(models: dict[str, str], tmp_path: Path
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+@pytest.mark.ci
 def test_attempts_without_progress_are_counted(models: dict[str, str], tmp_path: Path) -> None:
     """A run that fails before it saves anything beyond the checkpoint that it started from."""
 

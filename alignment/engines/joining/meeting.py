@@ -213,9 +213,10 @@ class Meeting:
             return
         rank, host, problem = json.loads(self._store.get("problem"))
         self._store.add("seen", 1)
-        wanted, end = self._count("come"), time.monotonic() + _HUSH_S
-        while self._count("seen") < wanted and time.monotonic() < end:
-            time.sleep(_POLL_S)
+        if self.place.rank in (0, rank):  # the others ask no more: rank 0, and with it the store, may be gone
+            wanted, end = self._count("come"), time.monotonic() + _HUSH_S
+            while self._count("seen") < wanted and time.monotonic() < end:
+                time.sleep(_POLL_S)
         if rank == self.place.rank:
             raise JoinError(problem)
         time.sleep(_LATER_S)

@@ -73,7 +73,7 @@ class SignalWatch:
         self._taken = set(taken)
         for each in taken:
             signal.signal(each, self._handle)
-        os.register_at_fork(after_in_child=lambda: self._forget_in_child(writer))
+        _listening.append(self)
         self._watch_launchers()
         over = threading.Event()
         thread = threading.Thread(target=self._run, args=(reader, over), name="alignment-signals", daemon=True)
@@ -81,6 +81,7 @@ class SignalWatch:
         try:
             yield
         finally:
+            _listening.remove(self)
             # The thread first: what it hears from now on must not meet the handlers of before.
             over.set()
             os.write(writer, _WAKE)
@@ -184,18 +185,28 @@ class SignalWatch:
         if self._deadline is not None and self._clock() >= self._deadline and not self._raised:
             self._end(self.requests.reason or StopReason.SIGTERM)
 
-    def _forget_in_child(self, writer: int) -> None:
+    def forget_in_child(self) -> None:
         """A forked worker must not write its signals into its parent's pipe, nor raise at the parent's.
 
         A Ctrl-C, a logout or a notice of SLURM reaches every process of a group; what becomes of a worker is its
         parent's decision.
         """
-        with contextlib.suppress(ValueError):
-            if signal.set_wakeup_fd(-1) != writer:
-                return
+        with contextlib.suppress(ValueError):  # the thread that has forked is the child's main thread, as a rule
+            signal.set_wakeup_fd(-1)
         for each in STOP_SIGNALS:
             if signal.getsignal(each) == self._handle:
                 signal.signal(each, signal.SIG_DFL if each == signal.SIGTERM else signal.SIG_IGN)
+
+
+_listening: list[SignalWatch] = []  # a registration for forks is for ever, and must not keep what has ended
+
+
+def _after_fork() -> None:
+    for watch in _listening:
+        watch.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def ignore_stop_signals(worker: int = 0) -> None:
