@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -149,6 +150,23 @@ def prepare(
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return target
+
+
+def check_cache(folder: Path) -> None:
+    """Refuse a cache folder that cannot be written; the datasets library would blame the data.
+
+    Raises:
+        OutputError: naming the folder, and what sets it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OutputError(
+            f"{folder}: the cache for datasets cannot be written: {error.strerror or error}; set HF_DATASETS_CACHE to "
+            "another folder"
+        ) from error
 
 
 def load_prepared(path: Path) -> Prepared:

@@ -10,7 +10,6 @@ import functools
 import hashlib
 import itertools
 import math
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +17,12 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from alignment.config.errors import DataError, OptionError, OutputError
+from alignment.config.errors import DataError, OptionError
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import HasLengths, mixture_parts, tested_parts
 from alignment.data.columns import stream_columns
 from alignment.data.mixture import Mixture, Part, mixed
-from alignment.data.prepare import load_prepared, prepare
+from alignment.data.prepare import check_cache, load_prepared, prepare
 from alignment.data.report import DataReport, joined
 from alignment.data.sources import dataset_from_python, from_stream, load_split, take
 from alignment.data.truncation import Limits
@@ -178,7 +177,7 @@ def prepare_data(
     """
     made = None
     if local_rank() == 0:
-        _check_cache()
+        check_cache(cache_folder())
         given = retries(where, load)
         parts = given if isinstance(given, tuple) else (Part(where, lambda: given),)
         made = [
@@ -195,24 +194,6 @@ def prepare_data(
     chosen = [(path.name, weight) for _, path, weight in made]
     key = hashlib.blake2b(repr((chosen, limit, order_seed(options))).encode(), digest_size=16).hexdigest()
     return PreparedData(where, key, dataset, table, joined(reports), datasets_used)
-
-
-def _check_cache() -> None:
-    """Refuse a cache folder that cannot be written; the datasets library would blame the data.
-
-    Raises:
-        OutputError: naming the folder, and what sets it.
-    """
-    folder = cache_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise OutputError(
-            f"{folder}: the cache for datasets cannot be written: {error.strerror or error}; set HF_DATASETS_CACHE to "
-            "another folder"
-        ) from error
 
 
 def tokenised_folder() -> Path:
