@@ -20,7 +20,7 @@ from conftest import ROOT
 from tools.chaos.judge import look
 from tools.ranks import RankServer
 from tools.ranks.client import LAUNCHER_VARIABLES
-from tools.signals.command import Launched, launch_command
+from tools.signals.command import Launched, end_processes, launch_command
 from tools.signals.judge import status
 from tools.signals.plan import table
 from tools.signals.run import SCHEDULED, STEPS, WORKER, Signals
@@ -81,13 +81,14 @@ def test_a_closed_terminal(signals: Signals, tmp_path: Path) -> None:
     if shell == 0:
         environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
         os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], environment)
-    runs = {name: tmp_path / name for name in ("nohup", "plain")}
+    runs: dict[str, Path] = {name: tmp_path / name for name in ("nohup", "plain")}
+    plans: list[Plan] = []
     for name, folder in runs.items():
         (folder / "trails").mkdir(parents=True)
-        plan = Plan(str(folder / "trails"), str(folder / "out"), slow_from=SCHEDULED + 2, slow=(0.4,))
+        plans.append(Plan(str(folder / "trails"), str(folder / "out"), slow_from=SCHEDULED + 2, slow=(0.4,)))
         script = folder / "start.sh"
         arguments = [sys.executable, str(WORKER), *signals.arguments("kto", folder / "out")]
-        variables = {"PYTHONPATH": str(ROOT), VARIABLE: plan.variable()[VARIABLE]}
+        variables = {"PYTHONPATH": str(ROOT), VARIABLE: plans[-1].variable()[VARIABLE]}
         settings = " ".join(f"{key}={shlex.quote(value)}" for key, value in variables.items())
         script.write_text(f"exec env {settings} {shlex.join(arguments)}\n")
         before = "nohup " if name == "nohup" else ""
@@ -99,7 +100,8 @@ def test_a_closed_terminal(signals: Signals, tmp_path: Path) -> None:
         wait_for_end(runs["plain"])
         wait_for_end(runs["nohup"])
     finally:
-        end_runs(list(runs.values()))
+        for plan in plans:
+            end_processes(plan)
     told = {name: status(folder / "out") for name, folder in runs.items()}
     logs = "\n".join((folder / "log").read_text() for folder in runs.values())
     assert (told["plain"]["state"], told["plain"]["signal"]) == ("preempted", "SIGHUP"), logs
@@ -121,12 +123,3 @@ def wait_for_end(folder: Path, seconds: float = 45.0) -> None:
     while Trail(folder / "trails", 0).get("code") is None:
         assert time.monotonic() < end, json.dumps(status(folder / "out"))
         time.sleep(0.05)
-
-
-def end_runs(folders: list[Path]) -> None:
-    """End what is left of runs that have failed the test."""
-    for folder in folders:
-        trail = Trail(folder / "trails", 0)
-        pid = trail.get("pid")
-        if pid is not None and trail.get("code") is None:
-            os.kill(pid, 9)

@@ -145,7 +145,7 @@ def run_and(act: Callable[[list[int]], None], run: Run, step: int) -> Outcome:
     def wait() -> None:
         while any((run.trail(rank).get("step") or 0) < step for rank in (0, 1)):
             time.sleep(0.05)
-        act([run.trail(rank).get("pid") or 0 for rank in (0, 1)])
+        act([run.trail(rank).pid for rank in (0, 1)])
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()

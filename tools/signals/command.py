@@ -122,7 +122,7 @@ class Launched:
             elif target == "launch.py":
                 self._launch_py().send_signal(number)
             else:
-                os.kill(self.trails[int(target.removeprefix("rank"))].get("pid") or 0, number)
+                os.kill(self.trails[int(target.removeprefix("rank"))].pid, number)
 
     def _launch_py(self) -> psutil.Process:
         for child in psutil.Process(self.process.pid).children():
@@ -144,22 +144,32 @@ class Launched:
         return End(code, tuple(trail.get("code") for trail in self.trails), seconds, names)
 
     def processes(self) -> Iterator[psutil.Process]:
-        """Every living process of the run, whoever its parent is by now: each has the plan in its environment."""
+        """Every living process of the run."""
         self.process.poll()  # so that it is no zombie
-        own = f"{VARIABLE}={self.plan.variable()[VARIABLE]}".encode()
-        for process in psutil.process_iter():
-            with contextlib.suppress(OSError, psutil.Error):
-                if own in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
-                    yield process
+        return processes_of(self.plan)
 
     def end(self) -> None:
         """Kill whatever is left."""
-        while left := list(self.processes()):
-            for process in left:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            time.sleep(_POLL_S)
+        end_processes(self.plan)
         self.process.wait()
+
+
+def processes_of(plan: Plan) -> Iterator[psutil.Process]:
+    """Every living process that was started with a plan, whoever its parent is by now: it is in its environment."""
+    own = f"{VARIABLE}={plan.variable()[VARIABLE]}".encode()
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):
+            if own in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+                yield process
+
+
+def end_processes(plan: Plan) -> None:
+    """Kill every process of a plan."""
+    while left := list(processes_of(plan)):
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        time.sleep(_POLL_S)
 
 
 def _command_of(process: psutil.Process) -> list[str]:

@@ -81,6 +81,18 @@ class Trail:
         except FileNotFoundError:
             return None
 
+    @property
+    def pid(self) -> int:
+        """The process of the rank.
+
+        Raises:
+            RuntimeError: it has not begun.
+        """
+        found = self.get("pid")
+        if found is None:
+            raise RuntimeError(f"rank {self.rank} has not begun")
+        return found
+
 
 def main(plan: Plan) -> None:
     """Prepare this process, and run the program."""
