@@ -9,6 +9,7 @@ import json
 import os
 import pty
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -74,6 +75,28 @@ def test_a_second_start_does_not_meet_the_first(signals: Signals, tmp_path: Path
     assert signals.go_on("kto", 2, output_dir) == []
 
 
+@pytest.mark.slow
+def test_a_launcher_that_stands_still(signals: Signals, tmp_path: Path) -> None:
+    """Ctrl-Z under torchrun stops the agent, which keeps the ranks in touch, and none of them."""
+    output_dir = tmp_path / "out"
+    plan = Plan(str(tmp_path / "trails"), str(output_dir), slow_from=SCHEDULED + 2, slow=(0.5, 0.5))
+    options = {"peer_timeout": 3, "max_steps": 4 * SCHEDULED}
+    command = [*launch_command(WORKER, 2, "torchrun"), *signals.arguments("kto", output_dir, **options)]
+    run = Launched(command, plan, 2, tmp_path / "log")
+    try:
+        run.wait_for_step(SCHEDULED + 3)
+        run.process.send_signal(signal.SIGSTOP)
+        wait_for_end(tmp_path)
+        wait_for_end(tmp_path, rank=1)
+        run.process.send_signal(signal.SIGCONT)
+        end = run.wait()
+    finally:
+        run.end()
+    assert (end.code, end.ranks, end.left) == (1, (85, 85), ())
+    assert (status(output_dir)["state"], status(output_dir)["signal"]) == ("preempted", "SIGTERM")
+    assert SCHEDULED + 2 < max(look(output_dir).steps) < 4 * SCHEDULED
+
+
 @pytest.mark.faults
 def test_a_closed_terminal(signals: Signals, tmp_path: Path) -> None:
     """Two runs in the background of a shell whose terminal is closed: the one with `nohup` goes on to its end."""
@@ -118,8 +141,8 @@ def wait_for_steps(trails: list[Trail], step: int, seconds: float = 90.0) -> Non
         time.sleep(0.05)
 
 
-def wait_for_end(folder: Path, seconds: float = 45.0) -> None:
+def wait_for_end(folder: Path, rank: int = 0, seconds: float = 45.0) -> None:
     end = time.monotonic() + seconds
-    while Trail(folder / "trails", 0).get("code") is None:
+    while Trail(folder / "trails", rank).get("code") is None:
         assert time.monotonic() < end, json.dumps(status(folder / "out"))
         time.sleep(0.05)

@@ -73,14 +73,16 @@ class Peers:
     def finish(self) -> None:
         """Wait until every rank has finished. Rank 0, which may hold the store, goes last."""
         self._pulse.finished = True
-        count = self._call("add", "finished", 1)
+        count = self._count("finished", 1)
         while count < self.world_size and not self.alone:
             time.sleep(0.1)
-            count = self._call("add", "finished", 0)
+            count = self._count("finished", 0)
         self._own_end = True
         # A thread that is in the store's C++ when the interpreter ends takes the process down with it.
         self._over.set()
         self._thread.join(ASK_S)
+        if self.alone:
+            return
         if self.rank != 0:
             self._call("add", "left", 1)
             return
@@ -261,6 +263,15 @@ class Peers:
                 self._store_is_gone()
             self._go_on_alone("the launcher that keeps the ranks in touch has ended")
             return _NOTHING[method]
+
+    def _count(self, name: str, more: int) -> int:
+        """A counter on the store, raised; 0 once this rank is alone: a store that was stopped answers nobody."""
+        found: list[int] = []
+        thread = threading.Thread(target=lambda: found.append(self._call("add", name, more)), daemon=True)
+        thread.start()
+        while thread.is_alive() and not self.alone:
+            thread.join(0.1)
+        return found[0] if found else 0
 
     def _store_is_gone(self) -> NoReturn:
         self._own_end = True
