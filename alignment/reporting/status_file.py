@@ -22,6 +22,7 @@ from alignment.reporting.durable import replace_text
 STATUS = "status.json"
 STATES = ("starting", "running", "preempted", "stopped", "failed", "finished")
 ENDED = STATES[2:]
+_LAST_S = 5.0  # how long a write that is under way may take when the file is closed
 
 
 def now() -> str:
@@ -148,6 +149,8 @@ class StatusFile:
     def __init__(self, folder: Path, status: RunStatus, clock: Callable[[], float] = time.monotonic) -> None:
         self.path, self.status = folder / STATUS, status
         self._clock, self._lock, self._written = clock, threading.Lock(), float("-inf")
+        self._closed = threading.Event()
+        self._keeper: threading.Thread | None = None
 
     def update(self, *, within: float = 0.0, **changes: Any) -> None:
         """Change fields of the status and write it.
@@ -175,8 +178,14 @@ class StatusFile:
         """
 
         def run() -> None:
-            while self.status.state not in ENDED:
-                time.sleep(every)
+            while self.status.state not in ENDED and not self._closed.wait(every):
                 self.update(within=every, **doing())
 
-        threading.Thread(target=run, name="status", daemon=True).start()
+        self._keeper = threading.Thread(target=run, name="status", daemon=True)
+        self._keeper.start()
+
+    def close(self) -> None:
+        """Write no more by itself; how the run ends can still be written."""
+        self._closed.set()
+        if self._keeper is not None:
+            self._keeper.join(_LAST_S)

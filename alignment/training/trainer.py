@@ -177,6 +177,8 @@ class AlignmentTrainer:
         checkpointing, and a head that also answers with log-probs.
         """
         self.engines.close()
+        if ACTIVITY.status is not None and ACTIVITY.status.path.parent == self.output_dir:
+            ACTIVITY.status.close()
         self.folder.release()
 
     def _prepare_models(

@@ -403,6 +403,22 @@ def test_a_status_is_written_when_something_has_changed_or_time_has_passed(tmp_p
     tmp_path.chmod(0o700)
 
 
+def test_a_closed_status_is_not_written_by_itself(tmp_path: Path) -> None:
+    file = StatusFile(tmp_path, RunStatus())
+    file.keep(0.01, lambda: {"step": file.status.step + 1})
+    deadline = time.monotonic() + 10
+    while file.status.step < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    file.close()
+    last = file.status.step
+    assert last >= 3
+    time.sleep(0.1)
+    assert file.status.step == last
+    file.update(state="finished")
+    found = read_status(tmp_path)
+    assert found is not None and found.state == "finished"
+
+
 def test_a_status_is_written_for_a_rank_that_was_killed(tmp_path: Path) -> None:
     StatusFile(tmp_path, RunStatus(host="n1", pid=17)).update(state="running", step=4)
     fail_in_place_of(tmp_path, "n1", 18, "rank 0 was killed")

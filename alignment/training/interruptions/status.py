@@ -78,4 +78,5 @@ def ending_in_status() -> Iterator[None]:
     finally:
         if ACTIVITY.status is not None:
             ACTIVITY.status.update(**end)  # of a run that was stopped, it is there already
+            ACTIVITY.status.close()
         ACTIVITY.status = ACTIVITY.folder = None
