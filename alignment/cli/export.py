@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from alignment.cli.output import print_and_leave, surviving_closed_output
+from alignment.cli.output import leave_with_help, surviving_closed_output
 from alignment.config.errors import OptionError, setting
 from alignment.engines.guard import guarded
 from alignment.engines.launch_env import hush_libraries
@@ -32,8 +32,7 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser(program)
-    if any(argument in ("-h", "--help") for argument in arguments):
-        print_and_leave(parser.format_help().rstrip())
+    leave_with_help(parser, arguments)
     options = parser.parse_args(arguments)
     with surviving_closed_output():
         code = 1

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, TextIO
 
 
@@ -20,6 +21,12 @@ def print_and_leave(text: str) -> NoReturn:
         print(f"error: standard output cannot be written: {error.strerror or error}", file=sys.stderr)
         sys.exit(1)
     sys.exit(0)
+
+
+def leave_with_help(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """Where ``arguments`` ask for help: print that of ``parser`` and exit, with 0 also if the pipe is closed."""
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print_and_leave(parser.format_help().rstrip())
 
 
 @contextlib.contextmanager

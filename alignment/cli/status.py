@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from alignment.cli.output import print_and_leave, surviving_closed_output
+from alignment.cli.output import leave_with_help, surviving_closed_output
 from alignment.cli.status_text import status_line, status_lines
 from alignment.config.errors import AlignmentError
 from alignment.engines.inspecting.life import SILENT_S
@@ -36,8 +36,7 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser(program)
-    if any(argument in ("-h", "--help") for argument in arguments):
-        print_and_leave(parser.format_help().rstrip())
+    leave_with_help(parser, arguments)
     options = parser.parse_args(arguments)
     code = 0
     with surviving_closed_output(), contextlib.suppress(KeyboardInterrupt):

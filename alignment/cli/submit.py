@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from alignment.cli.output import print_and_leave, surviving_closed_output
+from alignment.cli.output import leave_with_help, surviving_closed_output
 from alignment.cli.parsing import parse, read_arguments
 from alignment.cli.slurm.cluster import check_cluster, submit
 from alignment.cli.slurm.request import Request, add_options, request, seconds
@@ -40,8 +40,7 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser(program)
-    if any(argument in ("-h", "--help") for argument in arguments):
-        print_and_leave(parser.format_help().rstrip())
+    leave_with_help(parser, arguments)
     with surviving_closed_output():
         try:
             lines = _run(*parser.parse_known_args(arguments), program)

@@ -119,7 +119,7 @@ def check_message(stderr: str, what: str) -> None:
 @pytest.mark.parametrize("what", MESSAGES)
 def test_rank_1_fails(arguments: list[str], tmp_path: Path, ranks: RankServer, what: str) -> None:
     """Without a launcher that would end the other rank."""
-    done = ranks.run(DRIVER, what, *arguments, "--output_dir", tmp_path / "out", timeout=60, check=False)
+    done = ranks.run(DRIVER, what, *arguments, "--output_dir", tmp_path / "out", timeout=120, check=False)
     assert [rank.code for rank in done.ranks] == [1, 1]
     check_message(done.stderr, what)
 
@@ -127,7 +127,7 @@ def test_rank_1_fails(arguments: list[str], tmp_path: Path, ranks: RankServer, w
 @pytest.mark.faults
 def test_rank_1_is_killed_while_the_model_loads(arguments: list[str], tmp_path: Path, ranks: RankServer) -> None:
     """What loads models must not take the broken connection for a fault of the model."""
-    done = ranks.run(DRIVER, "killed", *arguments, "--output_dir", tmp_path / "out", timeout=60, check=False)
+    done = ranks.run(DRIVER, "killed", *arguments, "--output_dir", tmp_path / "out", timeout=120, check=False)
     assert [rank.code for rank in done.ranks] == [1, -9]
     (spoken,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert re.search(r"error: rank 1 \(host .*, process \d+\) was killed .*in phase \w+, step 0", spoken)
@@ -140,6 +140,6 @@ def test_rank_1_is_killed_while_the_model_loads(arguments: list[str], tmp_path: 
 def test_rank_1_fails_under_a_launcher(
     arguments: list[str], tmp_path: Path, launch: Callable[..., Any], what: str, launcher: str
 ) -> None:
-    done = launch(DRIVER, what, *arguments, "--output_dir", tmp_path / "out", nproc=2, launcher=launcher, timeout=90)
+    done = launch(DRIVER, what, *arguments, "--output_dir", tmp_path / "out", nproc=2, launcher=launcher, timeout=180)
     assert done.returncode == 1
     check_message(done.stderr, what)

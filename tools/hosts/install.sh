@@ -7,15 +7,7 @@ had_sshd=$(command -v sshd || true)
 if [ -n "$had_sshd" ] && command -v pdsh >/dev/null && command -v ip >/dev/null && command -v ps >/dev/null; then
     exit 0
 fi
-policy=/usr/sbin/policy-rc.d # packages ask it whether they may start a daemon
-if [ ! -e "$policy" ]; then
-    trap 'rm -f "$policy"' EXIT
-    printf '#!/bin/sh\nexit 101\n' >"$policy"
-    chmod 755 "$policy"
-fi
-export DEBIAN_FRONTEND=noninteractive
-apt-get update -qq
-apt-get install -qq -y --no-install-recommends pdsh openssh-server openssh-client iproute2 util-linux procps
+"$(dirname "$0")/../install_debian.sh" pdsh openssh-server openssh-client iproute2 util-linux procps
 if [ -z "$had_sshd" ] && command -v systemctl >/dev/null; then
     systemctl disable ssh
 fi

@@ -81,10 +81,7 @@ def meet(backend: str, seconds: float) -> Meeting:
         seconds = min(seconds, _LOOPBACK_S)
         hint = f"{place.address} is each host itself; set MASTER_ADDR to the name of rank 0's host (--master_addr)"
     own = interfaces()
-    advice = (
-        f"set {variable(backend)} to the interface that connects the hosts, and see that no firewall is between them"
-    )
-    meeting = Meeting(place, seconds, hint, advice)
+    meeting = Meeting(place, seconds, hint, _advice(backend))
     meeting.agree(lambda: check_named(backend, own), lambda: address_for_others(backend, own))
     return meeting
 
@@ -101,4 +98,5 @@ def _addresses(name: str) -> list[str]:
 
 
 def _advice(backend: str) -> str:
-    return f"set {variable(backend)} to the interface that connects the hosts; no firewall may be between them"
+    name = variable(backend)
+    return f"set {name} to the interface that connects the hosts, and see that no firewall is between them"
