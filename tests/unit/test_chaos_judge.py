@@ -110,7 +110,7 @@ ENDS = {
     "a step missing": (lambda folder: leave_out(folder / "log.jsonl"), "records, 5 expected"),
     "another number": (lambda folder: replace(folder / "log.jsonl", "0.5", "0.6"), "number 3 is"),
     "no resume": (lambda folder: leave_out(folder / "log.jsonl", "resume"), "expected [2]"),
-    "another attempt": (lambda folder: replace(folder / "log.jsonl", '"attempt": 2', '"attempt": 3'), "numbered [3]"),
+    "another attempt": (lambda folder: replace(folder / "log.jsonl", '"attempt": 2', '"attempt": 1'), "numbered [1]"),
     "other completions": (lambda folder: (folder / "completions.jsonl").write_text(""), "0 lines, 1 expected"),
     "another state": (
         lambda folder: replace(folder / "trainer_state.json", '"epoch": 1.0', '"epoch": 2.0'),

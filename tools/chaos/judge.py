@@ -175,8 +175,9 @@ def _compare_logs(path: Path, reference: Path, resumes: Sequence[int]) -> Iterat
     told = [record for record in records if record.get("event") == "resume"]
     if [record["step"] for record in told] != list(resumes):
         yield f"{_LOG}: resumed after {[record['step'] for record in told]}, expected {list(resumes)}"
-    if [record["attempt"] for record in told] != list(range(2, len(told) + 2)):
-        yield f"{_LOG}: attempts are numbered {[record['attempt'] for record in told]}"
+    attempts = [record["attempt"] for record in told]
+    if attempts != sorted({1, *attempts})[1:]:  # those that came to no checkpoint are counted, and in no log
+        yield f"{_LOG}: attempts are numbered {attempts}"
     step = 0
     for number, record in enumerate(records, 1):
         if record.get("step", step) < step or (record.get("event") == "resume" and record["step"] != step):
