@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -126,11 +128,12 @@ def _preparation(given: argparse.Namespace, job: Request) -> Request | None:
 
 def _arguments(rest: list[str], job: Request) -> tuple[list[str], AlignmentConfig]:
     """The arguments of ``train`` without the folder, and the options that they amount to."""
-    _, given = read_arguments(rest, outside_method(rest).values())
-    if job.seeds and "seed" in given:
-        raise OptionError(f"--seed={given['seed']}: --seeds gives each run its own; remove --seed")
-    with planning_for(Machine(job.nodes * job.tasks, cuda=bool(job.gpus.number))):
-        options = parse(rest)
+    with _own_environment():
+        _, given = read_arguments(rest, outside_method(rest).values())
+        if job.seeds and "seed" in given:
+            raise OptionError(f"--seed={given['seed']}: --seeds gives each run its own; remove --seed")
+        with planning_for(Machine(job.nodes * job.tasks, cuda=bool(job.gpus.number))):
+            options = parse(rest)
     if options.overwrite_output_dir:
         raise OptionError(
             "overwrite_output_dir=true: a job goes on with its own run when it is requeued, and would move that "
@@ -142,6 +145,17 @@ def _arguments(rest: list[str], job: Request) -> tuple[list[str], AlignmentConfi
     if resume is None or resume is True:
         return kept, options
     return [*kept, "--resume_from_checkpoint", resume or "false"], options
+
+
+@contextlib.contextmanager
+def _own_environment() -> Iterator[None]:
+    """What libraries that a method from outside imports set in the environment is not handed on to the job."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _check_goes_on(options: AlignmentConfig) -> None:

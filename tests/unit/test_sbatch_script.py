@@ -167,7 +167,7 @@ def test_setup_runs_first_and_its_failure_ends_the_job(script: Script) -> None:
     ran = script.run(ALIGNMENT_SETUP=modules)
     names = ("FOUND", "NCCL_DEBUG", "MASTER_ADDR")
     assert [ran.environment.get(name) for name in names] == ["a module", "INFO", "n1-ib"]
-    assert "arguments" not in ran.environment and "code" not in ran.environment, "the script's own are not exported"
+    assert "tasks" not in ran.environment, "the script's own are not exported"
     ran = script.run(ALIGNMENT_SETUP="module load nothing")
     assert (ran.code, ran.srun) == (1, []) and "error: ALIGNMENT_SETUP failed: module load nothing" in ran.out
 

@@ -546,6 +546,7 @@ def test_how_to_resume_is_given_to_the_script(tmp_path: Path, capsys: pytest.Cap
 
 
 OUTSIDE = """
+import os
 from dataclasses import dataclass
 from alignment.config.fields import option
 from alignment.methods.sft_options import SFTConfig
@@ -557,6 +558,8 @@ class Options(SFTConfig):
 
 class Trainer:
     config_class = Options
+
+os.environ["SET_BY_A_LIBRARY"] = "1"
 """
 
 
@@ -570,6 +573,7 @@ def test_a_method_from_outside(tmp_path: Path, capsys: pytest.CaptureFixture[str
         with pytest.raises(SystemExit) as leaving:
             main([*given, "--odds", odds, "--print"])
         assert leaving.value.code == code and said in "".join(capsys.readouterr())
+    assert "SET_BY_A_LIBRARY" not in os.environ, "it would be in that of the job"
 
 
 def test_no_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -606,6 +610,28 @@ def test_the_documented_commands_give_a_script(capsys: pytest.CaptureFixture[str
             main([*arguments, "--print"])
         out, err = capsys.readouterr()
         assert (leaving.value.code, err) == (0, "") and out.count("#!/bin/bash") == 1 + ("--prepare" in arguments)
+
+
+def test_the_documented_tables_have_whole_rows() -> None:
+    """A `|` within a cell would cut it."""
+    columns = 0
+    for line in (ROOT / "docs" / "slurm.md").read_text().splitlines():
+        columns = (columns or line.count("|")) if line.startswith("|") else 0
+        assert line.count("|") == columns or not columns, line
+
+
+def test_the_documented_settings_of_nccl_reach_the_run() -> None:
+    """Each as it stands there, in one setup; `scontrol` names the nodes."""
+    lines = (ROOT / "docs" / "slurm.md").read_text().splitlines()
+    settings = [line.split("`")[1] for line in lines if re.match(r"\| `[A-Z_]+=", line)]
+    assert len(settings) == 7
+    script = (ROOT / "launch" / "slurm" / "train.sbatch").read_text().replace('main "$@"', "prepare_environment; env")
+    env = {"PATH": "/usr/bin:/bin", "ALIGNMENT_SETUP": "\n".join(["scontrol() { echo n1; echo n2; }", *settings])}
+    script = re.sub(r"\[\[ \$\{BASH_SOURCE.* \|\| ", "", script)
+    done = subprocess.run(["bash"], input=script, env=env, text=True, capture_output=True, check=True)
+    told = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
+    expected = dict(setting.partition("=")[::2] for setting in settings) | {"MASTER_ADDR": "n1-ib"}
+    assert {name: told.get(name) for name in expected} == expected and done.stderr == ""
 
 
 def test_every_variable_of_the_script_is_documented_at_its_head() -> None:
