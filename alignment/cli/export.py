@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from alignment.cli.output import leave_with_help, surviving_closed_output
 from alignment.config.errors import OptionError, setting
 from alignment.engines.guard import guarded
 from alignment.engines.launch_env import hush_libraries
+from alignment.reporting.activity import ACTIVITY, Limits
 
 _ABOUT = """\
 Write a checkpoint, a trained model, or a PEFT adapter merged into its base, as a full Hugging Face folder: safetensors
@@ -53,6 +55,8 @@ def _run(options: argparse.Namespace) -> None:
             f"--load_in_{4 if options.load_in_4bit else 8}bit: bitsandbytes is not installed; pip install bitsandbytes"
         )
     hush_libraries()
+    # Reading, merging and writing a large model takes hours on a slow disk, and nobody waits for this process.
+    ACTIVITY.limits = Limits(least=math.inf, first=math.inf)
     from alignment.engines.exporting.export import export
 
     report = export(

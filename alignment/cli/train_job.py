@@ -14,7 +14,6 @@ from alignment.config.errors import LastCheckpointError
 from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
 from alignment.engines.launch_env import rank
-from alignment.engines.watch.requests import REQUESTS
 from alignment.training.checkpointing.output_folder import check_output_folder
 from alignment.training.data import evaluation_data, tokenised_folder, training_data
 from alignment.training.summary import REPORT
@@ -78,12 +77,11 @@ def run(options: AlignmentConfig, *, precompute: bool = False) -> None:
         trainer.train()
     except LastCheckpointError as error:
         unsaved = error  # the model itself may still find room
+    trainer.save_model()
     if trainer.eval_data and options.eval_strategy == "no":
         trainer.evaluate()
-    with REQUESTS.deferred(None):  # stopping now would save no time
-        trainer.save_model()
-        trainer.save_state()
         trainer.write_report(show=False)  # once more, with that evaluation
+    trainer.save_state()
     trainer.tell(f"model, tokenizer, log.jsonl, {REPORT} and more: {trainer.output_dir}")
     trainer.close()
     if unsaved is not None:

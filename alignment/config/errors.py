@@ -52,6 +52,10 @@ class RewardError(AlignmentError):
     """A reward function or judge that raised, or returned what is no score or verdict."""
 
 
+class Leaving(SystemExit):
+    """This process is to end, whatever it is doing: no failure of the code that it passes through."""
+
+
 def setting(name: str, value: Any) -> str:
     """``name=value`` for a message: on one line, shortened, and without secrets."""
     text = "<hidden>" if name in SECRETS else repr(value.value if isinstance(value, Enum) else value)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from alignment.config.errors import OptionError, did_you_mean, setting, show
+from alignment.config.errors import Leaving, OptionError, did_you_mean, setting, show
 
 Packaged = Literal["ds_configs", "recipes", "slurm"]
 
@@ -118,6 +118,9 @@ def _from_file(path: Path, where: str) -> ModuleType:
     try:
         # Not by the loader, which would write compiled code beside the user's file.
         exec(compile(source, str(path), "exec"), module.__dict__)
+    except Leaving:
+        del sys.modules[private]
+        raise
     except FAILURES as error:
         del sys.modules[private]
         raise OptionError(f"{where}: importing {path.name} raised {raised(error)}; correct it") from error
@@ -136,6 +139,8 @@ def _from_package(name: str, where: str) -> ModuleType:
                 f"{where}: there is no module {error.name!r}; install it, or name a file as file.py:name"
             ) from error
         raise OptionError(f"{where}: importing {name} raised {raised(error)}; correct it") from error
+    except Leaving:
+        raise
     except FAILURES as error:
         raise OptionError(f"{where}: importing {name} raised {raised(error)}; correct it") from error
 
@@ -164,6 +169,8 @@ def load_callable(given: str, option: str, method: str | None = None) -> Any:
 def _instance(kind: type, where: str) -> Any:
     try:
         return kind()
+    except Leaving:
+        raise
     except FAILURES as error:
         raise OptionError(
             f"{where}: making a {kind.__name__} without arguments raised {raised(error)}; give its arguments defaults"

@@ -56,6 +56,7 @@ def check_faults(options: Any) -> None:
     Raises:
         OptionError: a factor that most losses would exceed, an option without effect, or no checkpoints to rewind to.
     """
+    _check_timing(options)
     factor, action = options.loss_spike_factor, options.on_bad_step
     if factor is not None and not factor > 1:
         raise OptionError(f"{setting('loss_spike_factor', factor)}: must be greater than 1; set 3 or more")
@@ -73,3 +74,14 @@ def check_faults(options: Any) -> None:
                 f"on_bad_step='rewind': with {setting(name, unusable)} there is no checkpoint to return to; change "
                 "one of them"
             )
+
+
+def _check_timing(options: Any) -> None:
+    first, usual = options.hang_timeout_first, options.hang_timeout
+    if first != FaultOptions.hang_timeout_first and first < usual:
+        raise OptionError(
+            f"{setting('hang_timeout_first', first)}: has no effect below {setting('hang_timeout', usual)}, which "
+            "every phase may take; lower that as well"
+        )
+    if options.retry_pause not in (0, FaultOptions.retry_pause) and not options.retries:
+        raise OptionError(f"{setting('retry_pause', options.retry_pause)}: has no effect with retries=0; leave it out")

@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from alignment.config.errors import OptionError, did_you_mean, setting
+from alignment.config.errors import Leaving, OptionError, did_you_mean, setting
 from alignment.config.lookup import FAILURES, load_named, raised
 
 GROUP = "alignment.methods"
@@ -149,6 +149,8 @@ def _imported_entry(entry: EntryPoint) -> Any:
         )
     try:
         return entry.load()
+    except Leaving:
+        raise
     except FAILURES as error:
         raise OptionError(
             f"{setting('method', entry.name)}: importing {entry.value} raised {raised(error)}; correct or uninstall "

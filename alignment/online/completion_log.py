@@ -132,6 +132,7 @@ class CompletionLog:
         self._logs += 1
         if self.table is not None and self._rows and self._logs % self.every == 0:
             self.table.write(step, self._rows)
+            self._rows = []  # of a window that is left out there are none, and those of another would pass for its own
 
     def finish(self) -> None:
         """Write the rows that still wait for space, at the end of a run."""

@@ -22,7 +22,7 @@ from alignment.reporting.durable import replace_text
 STATUS = "status.json"
 STATES = ("starting", "running", "preempted", "stopped", "failed", "finished")
 ENDED = STATES[2:]
-_LAST_S = 5.0  # how long a write that is under way may take when the file is closed
+_LAST_S = 5.0  # how long a write is waited for
 
 
 def now() -> str:
@@ -39,10 +39,10 @@ class RunStatus:
         signal: what asked the run to stop: ``SIGTERM``, ``SIGUSR1``, ``SIGHUP``, ``SIGINT`` or ``STOP`` (the file);
             None unless it was.
         error: the error's line, of a failed run.
-        run: the run's name, the same through all of its attempts.
+        run: the run's name, the same through all attempts that resume from a checkpoint.
         attempt: how often it was started.
-        stalled: attempts in a row, this one included, that have written no checkpoint beyond the one that they
-            started from.
+        stalled: attempts of this job in a row, this one included, that have written no checkpoint beyond the one that
+            they started from.
         method: ``kto`` …
         host: of the first rank.
         pid: its process.
@@ -138,7 +138,9 @@ def fail_in_place_of(folder: Path, host: str, pid: int, error: str) -> None:
 class StatusFile:
     """Keeps ``status.json`` of a run up to date; one process writes it, from several threads.
 
-    A disk that is full or does not answer costs the update and nothing else.
+    The file is written by a thread of its own, which is waited for a few seconds at most: a disk that is full or does
+    not answer costs the update, and neither a step nor the end of the process. An end is not written over the status
+    of another attempt, which may have taken the folder by then.
 
     Args:
         folder: the output folder.
@@ -151,6 +153,7 @@ class StatusFile:
         self._clock, self._lock, self._written = clock, threading.Lock(), float("-inf")
         self._closed = threading.Event()
         self._keeper: threading.Thread | None = None
+        self._writer: threading.Thread | None = None
 
     def update(self, *, within: float = 0.0, **changes: Any) -> None:
         """Change fields of the status and write it.
@@ -165,9 +168,31 @@ class StatusFile:
             before, self.status = self.status, dataclasses.replace(self.status, **changes, time=now())
             if self.status.state == before.state and self._clock() - self._written < within:
                 return
-            with contextlib.suppress(OSError):
-                replace_text(self.path, self.status.text())
+            busy = self._writer is not None and self._writer.is_alive()
+            if busy and self.status.state not in ENDED:
+                return  # the disk does not answer; what has changed is written once it does
             self._written = self._clock()
+            before_it = self._writer if busy else None
+            writer = threading.Thread(target=self._write, args=(before_it,), name="status-write", daemon=True)
+            self._writer = writer
+            writer.start()
+        writer.join(_LAST_S)
+
+    def _write(self, after: threading.Thread | None) -> None:
+        """Write the status as it is, once the write before it has returned."""
+        if after is not None:
+            after.join()
+        status = self.status
+        with contextlib.suppress(OSError):
+            if status.state not in ENDED or self._is_ours(status):
+                replace_text(self.path, status.text())
+
+    def _is_ours(self, status: RunStatus) -> bool:
+        try:
+            found = read_status(self.path.parent)
+        except ValueError:
+            return True  # torn by something else, and better replaced
+        return found is None or (found.host, found.pid, found.started) == (status.host, status.pid, status.started)
 
     def keep(self, every: float, doing: Callable[[], dict[str, Any]]) -> None:
         """Write what ``doing`` returns, fields of the status, again and again until the run has ended.

@@ -11,7 +11,7 @@ import numbers
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from alignment.config.errors import OptionError, RewardError, listing, show
+from alignment.config.errors import Leaving, OptionError, RewardError, listing, show
 from alignment.config.lookup import FAILURES, raised
 from alignment.engines.rng import as_before
 from alignment.engines.watch.retries import NEVER, Retries, is_transient
@@ -166,5 +166,7 @@ def score_all(
 def _called(function: FunctionReward, samples: Samples, retries: Retries) -> Any:
     try:
         return retries(function.who, as_before(functools.partial(function.call, samples)))
+    except Leaving:
+        raise
     except FAILURES as error:  # reported once the others are awaited: none may be left behind
         return error

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from alignment.config.errors import OptionError, RewardError, show
+from alignment.config.errors import Leaving, OptionError, RewardError, show
 from alignment.config.lookup import FAILURES, raised
 from alignment.data.messages import Text
 from alignment.engines.rng import as_before
@@ -83,6 +83,8 @@ class Judge:
         try:
             # Copies: a judge that is asked again must not be shown what it has changed.
             returned = self.retries(self.who, as_before(lambda: self._answer(*copy.deepcopy((prompts, pairs)))))
+        except Leaving:
+            raise
         except FAILURES as error:
             raise RewardError(
                 f"{self.who} raised {raised(error)} while judging {span(places)}; correct it, or let it return -1 for "

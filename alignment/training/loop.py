@@ -34,6 +34,7 @@ from alignment.reporting.metrics import MetricHistory, means
 from alignment.reporting.progress import Progress
 from alignment.training.callbacks import Decision
 from alignment.training.checkpointing.best import BestModel, damage_of_model
+from alignment.training.checkpointing.rewind import Rewinder
 from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, total_steps
@@ -62,7 +63,7 @@ class TrainingLoop:
     Attributes:
         resumed: what the log says of the checkpoint that the run goes on from; None in a run that begins.
         ignores_end: go on also where a callback had ended the run.
-        rewind: returns to the last checkpoint and gives its name; None where there is none.
+        rewinder: returns to the last checkpoint.
     """
 
     def __init__(
@@ -89,9 +90,10 @@ class TrainingLoop:
         )
         self.decision = Decision()
         self._step_seconds = 0.0  # of the newest step
+        self._saves = 0  # of this process
         self.resumed: dict[str, Any] | None = None
         self.ignores_end = False
-        self.rewind: Callable[[], str | None] = lambda: None
+        self.rewinder: Rewinder | None = None
 
     def run(
         self,
@@ -114,31 +116,39 @@ class TrainingLoop:
             self.total_steps, args.method, shown, self.engines.window_pass.device, done=state.global_step
         )
         try:
+            # Whatever ends the run is saved within it too: a launcher's second signal must not cut that save off.
             with REQUESTS.deferred(stop_file), ACTIVITY("training"):
-                self.events("on_train_begin")
-                if fresh:
-                    self.engines.window_pass.begin(evaluation)
-                    if args.eval_on_start:
-                        self.evaluate()  # not of a checkpoint, so not among those that the best is chosen from
-                else:
-                    self._go_on()
-                for plan, batches in self._windows():
-                    if plan.step == 0:
-                        self.events("on_epoch_begin")
-                    self.events("on_step_begin")
-                    began = time.monotonic()
-                    if self._step(plan, batches):
-                        self._step_seconds = time.monotonic() - began
-                        self.events("on_step_end")
-                        self._boundary()
+                self._take_steps(fresh, evaluation)
                 return self._finish()
+        finally:
+            self.progress.close()
+
+    def _take_steps(
+        self, fresh: bool, evaluation: Iterable[tuple[WindowPlan, Sequence[AnyBatch], PreparedData]]
+    ) -> None:
+        """To the last one; a run that ends before it saves what it has."""
+        try:
+            self.events("on_train_begin")
+            if fresh:
+                self.engines.window_pass.begin(evaluation)
+                if self.args.eval_on_start:
+                    self.evaluate()  # not of a checkpoint, so not among those that the best is chosen from
+            else:
+                self._go_on()
+            for plan, batches in self._windows():
+                if plan.step == 0:
+                    self.events("on_epoch_begin")
+                self.events("on_step_begin")
+                began = time.monotonic()
+                if self._step(plan, batches):
+                    self._step_seconds = time.monotonic() - began
+                    self.events("on_step_end")
+                    self._boundary()
         except Cut:  # in the middle of a window, which is done again after a resume, or before the first one
             self._leave()
         except (BadStep, RewardError) as error:  # both on every rank, with good weights
             kind = TrainingError if isinstance(error, BadStep) else RewardError
-            raise kind(f"step {state.global_step + 1}: {error}{self._rescue()}") from error
-        finally:
-            self.progress.close()
+            raise kind(f"step {self.state.global_step + 1}: {error}{self._rescue()}") from error
 
     def _go_on(self) -> None:
         """Do what follows a checkpoint: the callbacks hear of it, and the random streams are those that were saved."""
@@ -326,6 +336,8 @@ class TrainingLoop:
         except BadStep as fault:
             rewind = functools.partial(self._rewound, step, fault)
             if self.faults.rewinds(fault, plan, self.state.global_step + 1, rewind):
+                assert self.rewinder is not None
+                self.rewinder.amend()
                 self.progress.back_to(self.state.global_step)
                 self._go_on()
                 return False
@@ -350,10 +362,11 @@ class TrainingLoop:
         self.progress.advance(means(items), counts.sequence_tokens)
         return True
 
-    def _rewound(self, step: OptimizerStep, fault: BadStep) -> str | None:
-        """Return to the last checkpoint, if there is one; its name."""
+    def _rewound(self, step: OptimizerStep, fault: BadStep) -> tuple[str, int] | None:
+        """Return to the last checkpoint, if there is one; its name, and how many windows came before it."""
         step.discard(fault)
-        return self.rewind()
+        name = self.rewinder() if self.rewinder is not None else None
+        return None if name is None else (name, self.sampler.epoch * self.sampler.steps_per_epoch + self.sampler.step)
 
     def _faults(self) -> dict[str, float]:
         """How much went wrong so far, for the log; nothing in most runs."""
@@ -387,15 +400,18 @@ class TrainingLoop:
         """Write a checkpoint, unless that fails; whether it is there."""
         folder = checkpoint_folder(self.context.output_dir, self.state.global_step)
         self.best.saved(folder)
-        start, first = time.monotonic(), self.writer.newest is None
-        if self.writer.write(keep=self.best.folder):
-            if ACTIVITY.status is not None:
-                ACTIVITY.status.update(checkpoint=folder.name, stalled=0)
-            if first and self.context.is_first:
-                self.context.tell(notice_too_short(time.monotonic() - start, self._step_seconds))
-            return True
-        self.best.lost()
-        return False
+        if self.writer.newest == self.state.global_step:
+            return True  # and no progress since: an attempt that only leaves again is one that stalled
+        start = time.monotonic()
+        if not self.writer.write(keep=self.best.folder):
+            self.best.lost()
+            return False
+        if ACTIVITY.status is not None:
+            ACTIVITY.status.update(checkpoint=folder.name, stalled=0)
+        if not self._saves and self.context.is_first:
+            self.context.tell(notice_too_short(time.monotonic() - start, self._step_seconds))
+        self._saves += 1
+        return True
 
     def _return_to_best(self) -> None:
         """Put the weights of the best evaluation back into the policy."""
@@ -420,6 +436,7 @@ class TrainingLoop:
         return f". The weights of step {self.state.global_step} are in {name}"
 
     def _finish(self) -> TrainOutput:
+        REQUESTS.done = True  # what is left is to write the result, and stopping now would save no time
         if self.args.load_best_model_at_end:
             self._return_to_best()
         seconds, steps = self._seconds(), self.state.global_step

@@ -315,7 +315,7 @@ class AlignmentTrainer:
         )
         if checkpoint is not None and checkpoint.folder.parent.resolve() == self.output_dir.resolve():
             writer.newest = checkpoint.step
-        loop.rewind = Rewinder(self.context, self.engines, present, self.folder, writer)
+        loop.rewinder = Rewinder(self.context, self.engines, present, self.folder, writer)
         if self.args.save_strategy != "no":
             self.tell(writer.describe())
         on_first_rank(self._write_settings)
@@ -324,6 +324,8 @@ class AlignmentTrainer:
     def _go_on(self, checkpoint: Checkpoint, loop: TrainingLoop, present: Present) -> None:
         """Restore a run into the engines, and let the loop go on from there."""
         restore(checkpoint, self.context, self.engines, present)
+        if ACTIVITY.status is not None:  # attempts that came to no checkpoint are known to it alone
+            self.identity.attempt = max(self.identity.attempt, ACTIVITY.status.status.attempt)
         self.tell(BestModel(self.args, self.state).moved_to(checkpoint.folder.parent))
         loop.resumed = {
             "run": self.identity.name,
@@ -441,6 +443,7 @@ class AlignmentTrainer:
         if self.args.disable_tqdm and self.is_world_process_zero():
             print(json.dumps(entry), flush=True)
         if self.sampler is not None and not self.folder.held_by_earlier_run:
+            self.retries.write(self.log_file.write)
             self.log_file.write(entry)
 
     def settings(self) -> dict[str, Any]:

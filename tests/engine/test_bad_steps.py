@@ -183,6 +183,32 @@ def test_a_rewind_recovers_from_weights_that_broke(
     assert [path.name for path in (rewound / "out" / "previous-1").iterdir()] == ["checkpoint-4"]
 
 
+def test_what_a_rewind_leaves_out_outlives_the_process(
+    in_process: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of the hardware comes once; a run that is killed before its next checkpoint leaves the window out."""
+    once = {**LATE, "times": 1}
+    whole = in_process("whole", spoilt=[once], on_bad_step="rewind")
+    calls: list[WindowPlan] = []
+
+    def killed(spoiler: Spoiler, passed: WindowPass, plan: WindowPlan, *args: Any, **kwargs: Any) -> Any:
+        calls.append(plan)
+        if [(plan.epoch, plan.step) for plan in calls].count((1, 0)) == 2:
+            raise KeyboardInterrupt
+        return spoil(spoiler, passed, plan, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        spoil = Spoiler.__call__
+        patch.setattr(Spoiler, "__call__", killed)
+        with pytest.raises(KeyboardInterrupt):
+            in_process("killed", spoilt=[once], on_bad_step="rewind")
+    again = in_process("again", go_on=("killed", 4), on_bad_step="rewind")
+    assert differences(whole, again, 5) == []
+    (event,) = events(again, "bad_step")
+    assert (event["window"], event["checkpoint"]) == ([1, 1], "checkpoint-4")
+    assert state_of(again)["bad_steps"]["omitted"] == [[1, 1]]
+
+
 @pytest.mark.ci
 def test_an_overflow_in_fp16_is_no_bad_step(in_process: Callable[..., Path]) -> None:
     stage = {**STAGES["stage2"], "fp16": {"initial_scale_power": 24, "loss_scale_window": 1000, "hysteresis": 1}}

@@ -13,6 +13,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from whole_runs import completions, logged, make, make_models
 
+from alignment.config.errors import TrainingError
 from alignment.engines.checkpoints.folder import checkpoints
 from alignment.engines.rollout.generate import GenerateBackend
 from alignment.engines.watch import safe_points
@@ -20,6 +21,8 @@ from alignment.engines.watch.requests import REQUESTS
 from alignment.engines.watch.stop import RunStopped, StopReason
 from alignment.reporting.status_file import RunStatus, read_status
 from alignment.training import trainer as trainers
+from alignment.training.checkpointing.writer import CheckpointWriter
+from alignment.training.interruptions.faults import BadSteps, LossSpike
 from alignment.training.trainer import AlignmentTrainer
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
@@ -163,6 +166,87 @@ def test_wherever_the_request_comes(
     assert status.resumed_from == f"checkpoint-{step}"
 
 
+AGAIN = ("after-a-step", "between-micro-batches", "in-a-rollout")
+
+
+@pytest.mark.parametrize("place", [pytest.param(p, marks=() if p == AGAIN[1] else pytest.mark.ci) for p in AGAIN])
+def test_a_second_signal_does_not_cut_the_save_off(
+    place: str, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launchers and schedulers send one after another, and the second may come while the checkpoint is written."""
+    method, ask, step, _ = PLACES[place]
+    saves_and_hears(monkeypatch, signal.SIGUSR1)
+    trainer = make(method, models, tmp_path, **settings(method))
+    ask(monkeypatch, trainer)
+    error = stopped(trainer)
+    assert error.everywhere and f"checkpoint-{step} is complete" in str(error)
+    assert [path.name for path in checkpoints(trainer.output_dir)] == [f"checkpoint-{step}"]
+    status = read_status(trainer.output_dir)
+    assert status is not None and (status.state, status.signal) == ("preempted", "SIGTERM")
+
+
+def saves_and_hears(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    """A signal while each checkpoint is written."""
+    written = CheckpointWriter._written
+
+    def interrupted(self: CheckpointWriter, target: Path) -> None:
+        os.kill(os.getpid(), number)
+        written(self, target)
+
+    monkeypatch.setattr(CheckpointWriter, "_written", interrupted)
+
+
+@pytest.mark.ci
+def test_a_signal_does_not_cut_off_what_saves_the_last_good_step(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves_and_hears(monkeypatch, signal.SIGTERM)
+
+    def bad(self: BadSteps, loss: float) -> None:
+        if len(self.state_dict()["losses"]) == 2:
+            raise LossSpike("too high")
+
+    monkeypatch.setattr(BadSteps, "check", bad)
+    trainer = make("KTO", models, tmp_path, **RUN)
+    with pytest.raises(TrainingError, match="too high. The weights of step 2 are in checkpoint-2$"):
+        trainer.train()
+    trainer.close()
+
+
+@pytest.mark.ci
+def test_a_signal_after_the_last_step_changes_nothing(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the report, in what the run ends with, and in what a callback does at its end."""
+    written = trainers.write_report
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        terminate()
+        written(*args, **kwargs)
+
+    monkeypatch.setattr(trainers, "write_report", interrupted)
+    trainer = make("KTO", models, tmp_path, **RUN)
+    trainer.add_callback(Asks("on_train_end", 6, terminate))
+    trainer.train()
+    trainer.close()
+    status = read_status(trainer.output_dir)
+    assert status is not None and (status.state, status.signal) == ("finished", None)
+    assert (trainer.output_dir / "report.md").exists() and not REQUESTS.reason
+
+
+@pytest.mark.ci
+def test_a_signal_while_the_model_loads(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make("KTO", models, tmp_path, **RUN)
+    monkeypatch.setattr(trainer.engines, "build", lambda steps: terminate())
+    error = stopped(trainer)
+    assert "preempted by SIGTERM in phase load: no step was under way" in str(error)
+    status = read_status(trainer.output_dir)
+    assert status is not None
+    assert (status.state, status.signal, status.error) == ("preempted", "SIGTERM", None)
+
+
 class Counts(TrainerCallback, ExportableState):
     """How often a checkpoint was saved that the run's options ask for."""
 
@@ -221,6 +305,32 @@ def test_the_file_stop(models: dict[str, str], tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.ci
+def test_a_job_that_is_requeued_obeys_the_file_stop(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its user made the file while the job waited in the queue; one of another job is left over."""
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    trainer = make("KTO", models, tmp_path, **RUN)
+    trainer.add_callback(Asks("on_step_end", 2, terminate))
+    stopped(trainer)
+    stop = trainer.output_dir / "STOP"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    for job, reason, left in (("17", StopReason.STOP, True), ("18", None, False)):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        stop.touch()
+        trainer = make("KTO", models, tmp_path, **RUN)
+        if reason is None:
+            trainer.train(resume_from_checkpoint="latest")
+            trainer.close()
+        else:
+            with pytest.raises(RunStopped) as caught:
+                trainer.train(resume_from_checkpoint="latest")
+            trainer.close()
+            assert (caught.value.reason, trainer.state.global_step) == (reason, 2)
+        assert stop.exists() is left
+
+
+@pytest.mark.ci
 def test_a_run_that_saves_nothing(models: dict[str, str], tmp_path: Path) -> None:
     trainer = make("KTO", models, tmp_path, save_strategy="no")
     trainer.add_callback(Asks("on_step_end", 2, terminate))
@@ -271,3 +381,26 @@ def test_attempts_without_progress_are_counted(models: dict[str, str], tmp_path:
     assert [each.stalled for each in seen] == [1, 2, 0, 1, 2, 0]
     assert [each.attempt for each in seen] == [1, 2, 3, 4, 5, 6]
     assert [each.resumed_from for each in seen] == ["", "", "", "checkpoint-2", "checkpoint-2", "checkpoint-2"]
+
+
+@pytest.mark.ci
+def test_an_attempt_that_only_leaves_again_has_made_no_progress(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its step is longer than it lasts, and the checkpoint that is there already is not its own."""
+
+    def status(job: str, step: int, event: str) -> tuple[int, str]:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        trainer = make("KTO", models, tmp_path, **RUN)
+        trainer.add_callback(Asks(event, step, terminate))
+        with pytest.raises(RunStopped):
+            trainer.train(resume_from_checkpoint="latest")
+        trainer.close()
+        found = read_status(trainer.output_dir)
+        assert found is not None
+        return found.stalled, found.checkpoint
+
+    first = status("17", 2, "on_step_end")
+    seen = [status(job, 2, "on_substep_end") for job in ("17", "17", "18")]
+    assert first == (0, "checkpoint-2") and seen == [(1, "checkpoint-2"), (2, "checkpoint-2"), (1, "checkpoint-2")]
+    assert status("18", 3, "on_step_end") == (0, "checkpoint-3")

@@ -93,14 +93,14 @@ def test_a_spike_is_described(tmp_path: Path) -> None:
 def test_a_stop_is_the_default(tmp_path: Path) -> None:
     steps = Steps(tmp_path)
     with pytest.raises(NonFiniteGradient) as caught:
-        steps.rewinds(FAULT, plan(0, 1), 2, lambda: "checkpoint-1")
+        steps.rewinds(FAULT, plan(0, 1), 2, lambda: ("checkpoint-1", 0))
     assert caught.value is FAULT and steps.metrics == {} and steps.lines == []
 
 
 def test_skipped_windows_are_counted(tmp_path: Path) -> None:
     steps = Steps(tmp_path, on_bad_step="skip", max_bad_steps=2)
     assert not steps.rewinds(FAULT, plan(0, 1), 2, lambda: pytest.fail("it is to be skipped"))
-    assert not steps.rewinds(NonFiniteLoss("the loss is nan"), plan(1, 0), 6, lambda: "checkpoint-1")
+    assert not steps.rewinds(NonFiniteLoss("the loss is nan"), plan(1, 0), 6, lambda: ("checkpoint-1", 0))
     assert steps.metrics == {"bad_steps": 2.0}
     assert steps.told == [
         "step 2: the gradient norm is nan; its window was skipped (bad step 1, at most 2)",
@@ -117,7 +117,7 @@ def test_skipped_windows_are_counted(tmp_path: Path) -> None:
         "rows": [0, 1],
     }
     with pytest.raises(NonFiniteGradient, match=r"nan; 2 bad steps came before it \(max_bad_steps=2\)$"):
-        steps.rewinds(FAULT, plan(1, 1), 7, lambda: "checkpoint-1")
+        steps.rewinds(FAULT, plan(1, 1), 7, lambda: ("checkpoint-1", 0))
 
 
 def test_a_rewind_keeps_what_was_left_out_before(tmp_path: Path) -> None:
@@ -125,9 +125,9 @@ def test_a_rewind_keeps_what_was_left_out_before(tmp_path: Path) -> None:
     steps = Steps(tmp_path, on_bad_step="rewind")
     saved = steps.after([1.0]).state_dict()
 
-    def rewind() -> str:
+    def rewind() -> tuple[str, int]:
         steps.load_state_dict(saved)
-        return "checkpoint-1"
+        return "checkpoint-1", 1
 
     for window in ((0, 3), (1, 1)):
         assert steps.after([2.0]).rewinds(FAULT, plan(*window), 4, rewind)
@@ -153,8 +153,16 @@ def test_how_many_windows_a_rewind_leaves_out(
     windows: int, at: tuple[int, int], omitted: list[list[int]], tmp_path: Path
 ) -> None:
     steps = Steps(tmp_path, on_bad_step="rewind", rewind_windows=windows)
-    assert steps.rewinds(FAULT, plan(*at), 9, lambda: "checkpoint-1")
+    assert steps.rewinds(FAULT, plan(*at), 9, lambda: ("checkpoint-1", 0))
     assert steps.state_dict()["omitted"] == omitted
+
+
+def test_what_a_checkpoint_holds_is_not_left_out(tmp_path: Path) -> None:
+    """The weights have those windows in them."""
+    steps = Steps(tmp_path, on_bad_step="rewind", rewind_windows=4)
+    assert steps.rewinds(FAULT, plan(1, 1), 7, lambda: ("checkpoint-5", 5))
+    assert steps.state_dict()["omitted"] == [[1, 0], [1, 1]]
+    assert "leaves out 2 window(s)" in steps.told[0] and steps.lines[0]["omitted"] == [(1, 0), (1, 1)]
 
 
 def test_without_a_checkpoint_only_the_window_is_skipped(tmp_path: Path) -> None:
@@ -178,6 +186,8 @@ def test_without_a_checkpoint_only_the_window_is_skipped(tmp_path: Path) -> None
         ({"retry_pause": -0.5}, "retry_pause=-0.5: must be at least 0"),
         ({"hang_timeout": 0}, "hang_timeout=0.0: must be greater than 0"),
         ({"hang_timeout_first": -1}, "hang_timeout_first=-1.0: must be greater than 0"),
+        ({"hang_timeout_first": 60}, "hang_timeout_first=60.0: has no effect below hang_timeout=600.0"),
+        ({"retries": 0, "retry_pause": 9}, "retry_pause=9.0: has no effect with retries=0"),
         ({"hang_factor": 0}, "hang_factor=0.0: must be greater than 0"),
         ({"peer_timeout": 0}, "peer_timeout=0.0: must be greater than 0"),
     ],

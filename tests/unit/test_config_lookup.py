@@ -10,6 +10,7 @@ import pytest
 
 from alignment.config.errors import OptionError
 from alignment.config.lookup import load_callable
+from alignment.engines.watch.stop import RunStopped
 
 FILE = '''
 from __future__ import annotations
@@ -137,3 +138,13 @@ def test_what_cannot_be_loaded(given: str, said: str, file: Path, monkeypatch: p
     assert message.startswith("reward_funcs='") and said in message and "\n" not in message
     assert sys.path == paths
     assert "own.py" in given or not {name for name in set(sys.modules) - modules if name.startswith("_alignment_")}
+
+
+def test_a_request_to_stop_is_no_failure_of_a_file(tmp_path: Path) -> None:
+    """It comes while the file is imported, or while what it names is made."""
+    path = tmp_path / "asked.py"
+    leaves = "from alignment.engines.watch.stop import RunStopped, StopReason\n"
+    for body in ("raise RunStopped(StopReason.SIGTERM, 'x')", "class f:\n def __init__(s): raise RunStopped(1, 'x')"):
+        path.write_text(leaves + body.replace("(1,", "(StopReason.SIGTERM,") + "\n")
+        with pytest.raises(RunStopped):
+            load_callable(f"{path}:f", "reward_funcs")

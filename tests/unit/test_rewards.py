@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from alignment.config.errors import OptionError, RewardError
+from alignment.engines.watch.stop import RunStopped, StopReason
 from alignment.rewards.combined import Rewards
 from alignment.rewards.functions import FunctionReward, score_all
 from alignment.rewards.samples import Samples, in_groups, spoken
@@ -359,3 +360,11 @@ def test_samples() -> None:
     assert spoken([{"role": "user", "content": "p"}], "text") == [{"role": "assistant", "content": "text"}]
     with pytest.raises(AssertionError, match="unequal length"):
         samples(["a", "b"], answer=["only one"])
+
+
+def test_a_request_to_stop_is_no_failure_of_a_reward() -> None:
+    def asked(completions: list[str]) -> list[float]:
+        raise RunStopped(StopReason.SIGTERM, "preempted")
+
+    with pytest.raises(RunStopped):
+        score_all([FunctionReward(asked)], samples(["a"]))

@@ -12,6 +12,7 @@ import torch
 
 from alignment.config.errors import OptionError, RewardError
 from alignment.engines.rng import seeded
+from alignment.engines.watch.stop import RunStopped, StopReason
 from alignment.rewards.judges import Judge
 
 PLACES = [f"rows.jsonl row {number}" for number in range(40)]
@@ -159,3 +160,11 @@ def test_what_cannot_be_a_judge(judge: Any, said: str) -> None:
     with pytest.raises(OptionError) as caught:
         Judge(judge)
     assert said in str(caught.value)
+
+
+def test_a_request_to_stop_is_no_failure_of_a_judge() -> None:
+    def asked(prompts: list[str], pairs: list[list[str]]) -> list[int]:
+        raise RunStopped(StopReason.SIGTERM, "preempted")
+
+    with pytest.raises(RunStopped):
+        verdicts(asked, [["a", "b"]])

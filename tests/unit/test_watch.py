@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from alignment.engines.watch.processes import Watched
 from alignment.engines.watch.requests import StopRequests
 from alignment.engines.watch.signals import SignalWatch
 from alignment.engines.watch.stop import RunStopped, StopReason
+from alignment.reporting import status_file
 from alignment.reporting.activity import Activity, Limits
 from alignment.reporting.status_file import RunStatus, StatusFile, fail_in_place_of, read_status
 
@@ -417,6 +419,38 @@ def test_a_closed_status_is_not_written_by_itself(tmp_path: Path) -> None:
     file.update(state="finished")
     found = read_status(tmp_path)
     assert found is not None and found.state == "finished"
+
+
+def test_a_disk_that_does_not_answer_costs_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step and no end of a process waits for it; once it answers, the file is what the run is."""
+    answers, write = threading.Event(), status_file.replace_text
+
+    def hangs(path: Path, text: str) -> None:
+        answers.wait(3)
+        write(path, text)
+
+    monkeypatch.setattr(status_file, "replace_text", hangs)
+    monkeypatch.setattr(status_file, "_LAST_S", 0.1)
+    file, start = StatusFile(tmp_path, RunStatus()), time.monotonic()
+    for step in range(4):
+        file.update(step=step)
+    file.update(state="preempted", signal="SIGTERM")
+    assert time.monotonic() - start < 2 and read_status(tmp_path) is None
+    answers.set()
+    deadline = time.monotonic() + 10
+    while (found := read_status(tmp_path)) is None or found.state != "preempted":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert (found.step, found.signal) == (3, "SIGTERM")
+
+
+def test_an_end_is_not_written_over_a_later_attempt(tmp_path: Path) -> None:
+    file = StatusFile(tmp_path, RunStatus(host="n1", pid=17, started="then"))
+    file.update(state="running")
+    later = StatusFile(tmp_path, RunStatus(host="n1", pid=18, started="now"))
+    later.update()
+    file.update(state="finished")
+    assert read_status(tmp_path) == later.status
 
 
 def test_a_status_is_written_for_a_rank_that_was_killed(tmp_path: Path) -> None:

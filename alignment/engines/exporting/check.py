@@ -20,6 +20,7 @@ from alignment.data.messages import DropRow
 from alignment.data.sources import load_split
 from alignment.data.tokenization import RowTokenizer, Source
 from alignment.models.wide_forward import computing_in_fp32
+from alignment.reporting.activity import ACTIVITY
 
 LONGEST = 512  # tokens of a row
 TOLERATED = 0.1  # share of training's effect that an export may change
@@ -110,6 +111,7 @@ def outputs(model: PreTrainedModel, samples: Samples, classifier: bool) -> list[
     values = []
     with computing_in_fp32(model):
         for row in samples.rows:
+            ACTIVITY.progress()
             ids = torch.tensor([list(row)])
             logits = model(input_ids=ids, use_cache=False).logits.float()
             if classifier:

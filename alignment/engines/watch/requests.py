@@ -39,9 +39,9 @@ class StopRequests:
         self._looked = float("-inf")
 
     def request(self, reason: StopReason, detail: str = "") -> None:
-        """Ask for a stop. The first request names the reason, but SIGINT outranks what it comes with."""
+        """Ask for a stop. The first request names the reason, but a person's outranks those of launchers."""
         with self._lock:
-            if self._reason is None or (reason is StopReason.SIGINT and self._reason is not reason):
+            if self._reason is None or (reason.by_user and reason > self._reason):
                 self._reason, self.detail = reason, detail
 
     @property

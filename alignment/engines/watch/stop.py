@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from enum import IntEnum
 
+from alignment.config.errors import Leaving
+
 PREEMPTED, STOPPED = 85, 130  # exit statuses
 
 
@@ -42,7 +44,7 @@ class StopReason(IntEnum):
         return STOPPED if self.by_user else PREEMPTED
 
 
-class RunStopped(SystemExit):
+class RunStopped(Leaving):
     """A run was asked to stop and has stopped. A script that does not catch it exits with its code.
 
     Args:

@@ -22,6 +22,7 @@ from alignment.config.errors import ModelError, first_line
 from alignment.models.adapters.folder import AdapterFolder
 from alignment.models.adapters.merge_base import plain, tuner_layers, without_saved_modules
 from alignment.models.adapters.survival import SurvivalMeter
+from alignment.reporting.activity import ACTIVITY
 
 
 @dataclass
@@ -111,6 +112,7 @@ def merge(injected: PeftModel, rounding: Rounding, tell: Callable[[int, int], No
     """
     layers = list(tuner_layers(injected.get_base_model()))
     for number, (name, layer) in enumerate(layers, 1):
+        ACTIVITY.progress()
         base = layer.get_base_layer()
         only = getattr(layer, "parameter_name", None)  # of an adapter on one parameter of a module
         before: dict[str, Tensor] = {}

@@ -8,6 +8,7 @@ from alignment.config.errors import AlignmentError
 from alignment.engines.checkpoints.old_runs import set_folder_aside
 from alignment.engines.collectives import barrier
 from alignment.models.source import ModelSource
+from alignment.reporting.activity import ACTIVITY
 from alignment.training.context import RunContext
 
 
@@ -29,13 +30,14 @@ def write_merged(context: RunContext, source: ModelSource, folder: Path) -> None
         if aside is not None:
             context.tell(f"merged_output_dir: what an attempt before this one merged is in {aside}")
         try:
-            report = merge_adapter(
-                context.output_dir,
-                folder,
-                base=source.path,
-                revision=source.init_kwargs.get("revision"),
-                trust_remote_code=context.args.trust_remote_code,
-            )
+            with ACTIVITY("merge"):
+                report = merge_adapter(
+                    context.output_dir,
+                    folder,
+                    base=source.path,
+                    revision=source.init_kwargs.get("revision"),
+                    trust_remote_code=context.args.trust_remote_code,
+                )
         except AlignmentError as error:
             raise type(error)(
                 f"merged_output_dir: {error}; the adapters are in {context.output_dir}: deepspeed-alignment export "

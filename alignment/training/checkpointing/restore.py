@@ -22,6 +22,7 @@ from alignment.engines.collectives import together
 from alignment.engines.launch_env import rank, world_size
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.torch import take_scheduled_rates
+from alignment.training.checkpointing.amendments import amended
 from alignment.training.checkpointing.present import Present
 from alignment.training.checkpointing.resume import Checkpoint
 from alignment.training.checkpointing.writer import STATE, own_state_file
@@ -44,7 +45,10 @@ def restore(checkpoint: Checkpoint, context: RunContext, engines: RunEngines, pr
     folder, manifest = checkpoint.folder, checkpoint.manifest
     settings, same_ranks = OptimizerSettings(engines.policy), manifest.world_size == world_size()
     with together():
-        shared, own = _read(folder / STATE), _read(folder / own_state_file(rank() if same_ranks else 0))
+        shared, own = (
+            amended(folder, _read(folder / STATE)),
+            _read(folder / own_state_file(rank() if same_ranks else 0)),
+        )
         others = [] if same_ranks else [_read(folder / own_state_file(n)) for n in range(manifest.world_size)]
         exported = {name: ExportedTensor(*place) for name, place in shared.pop("exported").items()}
         unknown = context.run_state.unknown(shared, own)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from alignment.config.errors import OutputError, one_line
 from alignment.reporting.activity import ACTIVITY
+from alignment.training.checkpointing.amendments import amend
 from alignment.training.checkpointing.best import BestModel
 from alignment.training.checkpointing.present import Present
 from alignment.training.checkpointing.restore import restore
@@ -29,9 +33,10 @@ class Rewinder:
     ) -> None:
         self.context, self.engines, self.present = context, engines, present
         self.folder, self.writer = folder, writer
+        self._at: Path | None = None
 
     def __call__(self) -> str | None:
-        """The name of the checkpoint that the run is at again; None where it has none. Collective.
+        """Return to a checkpoint; its name, or None where the run has none. Collective.
 
         Raises:
             CheckpointError: there are checkpoints, and all are damaged.
@@ -49,5 +54,17 @@ class Rewinder:
             identity.attempt, context.retries.count = attempt, retried
             context.tell(BestModel(context.args, context.state).moved_to(context.output_dir))
             self.folder.went_on(checkpoint)
-        self.writer.newest = checkpoint.step
+        self.writer.newest, self._at = checkpoint.step, checkpoint.folder
         return checkpoint.folder.name
+
+    def amend(self) -> None:
+        """Record in that checkpoint what was decided about the bad step since, on the first rank."""
+        if self._at is None or not self.context.is_first:
+            return
+        try:
+            amend(self._at, self.context.run_state)
+        except (OSError, OutputError) as error:
+            self.context.tell(
+                f"{self._at}: which windows are left out could not be recorded ({one_line(error)}); a run that is "
+                "killed before its next checkpoint would train on them"
+            )

@@ -17,7 +17,7 @@ from alignment.engines.collectives import on_first_rank
 from alignment.engines.launch_env import rank
 from alignment.engines.watch.requests import STOP_FILE
 from alignment.reporting.activity import ACTIVITY
-from alignment.reporting.status_file import STATUS
+from alignment.reporting.status_file import STATUS, read_status
 from alignment.training.checkpointing.output_folder import COMPLETIONS, LOG, check_output_folder, in_use
 from alignment.training.checkpointing.present import Present
 from alignment.training.checkpointing.resume import Checkpoint, check_same_run, choose, find
@@ -155,8 +155,13 @@ class RunFolder:
                     os.truncate(self.path / name, 0)
 
     def _clear_stop_file(self) -> None:
-        """One from before this start was meant for the run before."""
+        """One from before this start was meant for the run before; but a job that SLURM starts again is that run."""
         path = self.path / STOP_FILE
+        if _is_requeued(self.path) and path.exists():
+            self.tell(
+                f"{path}: asks this run, which SLURM has started again, to stop; remove it before the next start"
+            )
+            return
         try:
             path.unlink()
         except FileNotFoundError:
@@ -180,3 +185,13 @@ class RunFolder:
         with contextlib.suppress(OSError):  # it has content
             for path in self._made:
                 path.rmdir()
+
+
+def _is_requeued(folder: Path) -> bool:
+    """Whether the run in ``folder`` belongs to this job of SLURM, which has started it again."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    try:
+        status = read_status(folder) if job and os.environ.get("SLURM_RESTART_COUNT", "0") != "0" else None
+    except (ValueError, OSError):
+        return False
+    return status is not None and status.job == job

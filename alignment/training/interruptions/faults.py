@@ -109,14 +109,17 @@ class BadSteps:
         """Take note of the loss of a step that was taken."""
         self._losses = [*self._losses, loss][-_MOST:]
 
-    def rewinds(self, fault: BadStep, plan: WindowPlan, step: int, rewind: Callable[[], str | None]) -> bool:
+    def rewinds(
+        self, fault: BadStep, plan: WindowPlan, step: int, rewind: Callable[[], tuple[str, int] | None]
+    ) -> bool:
         """Do what the options say about a bad step.
 
         Args:
             fault: what is bad.
             plan: its window.
             step: the optimizer step that it would have been.
-            rewind: returns to the last checkpoint and gives its name; None where there is none.
+            rewind: returns to the last checkpoint and gives its name, and how many windows the run had behind it
+                there; None where there is no checkpoint.
 
         Returns:
             Whether the run has returned to a checkpoint; else the step is to be done without an update.
@@ -130,8 +133,8 @@ class BadSteps:
         if self.count >= most:
             raise type(fault)(f"{fault}; {self.count} bad steps came before it (max_bad_steps={most})") from fault
         count, omitted = self.count + 1, self.omitted
-        place = rewind() if self.args.on_bad_step == "rewind" else None
-        left_out = self._up_to(plan) if place is not None else [(plan.epoch, plan.step)]
+        place, trained = (rewind() if self.args.on_bad_step == "rewind" else None) or (None, 0)
+        left_out = self._up_to(plan, trained) if place is not None else [(plan.epoch, plan.step)]
         # What a checkpoint holds of these is from before the bad step.
         self.count, self.omitted = count, sorted({*omitted, *left_out})
         done = "its window was skipped"
@@ -155,8 +158,8 @@ class BadSteps:
         )
         return place is not None
 
-    def _up_to(self, plan: WindowPlan) -> list[WindowId]:
-        """As many windows as a rewind leaves out, of which this is the last."""
+    def _up_to(self, plan: WindowPlan, trained: int) -> list[WindowId]:
+        """As many windows as a rewind leaves out, this one the last, but none that was trained on and is kept."""
         last = plan.epoch * self.steps_per_epoch + plan.step
-        first = max(0, last + 1 - self.args.rewind_windows)
+        first = max(trained, last + 1 - self.args.rewind_windows)
         return [divmod(number, self.steps_per_epoch) for number in range(first, last + 1)]

@@ -11,6 +11,7 @@ from typing import Any
 
 from alignment.config.errors import one_line
 from alignment.engines.launch_env import world_size
+from alignment.engines.watch.stop import RunStopped
 from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.status_file import STATUS, RunStatus, StatusFile, now, read_status
 
@@ -30,15 +31,18 @@ def begin_status(
         tell: prints a line.
     """
     before = _earlier(folder, tell) if resumes else None
-    restarts = os.environ.get("SLURM_RESTART_COUNT", "")
+    job, restarts = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "")
+    # Of this job: one that is submitted anew may try as often as the one before it.
+    stalls = before is not None and before.job == job and before.resumed_from == (resumed_from or "")
+    ACTIVITY.step = 0
     status = RunStatus(
         attempt=before.attempt + 1 if before else 1,
-        stalled=before.stalled + 1 if before and before.resumed_from == (resumed_from or "") else 1,
+        stalled=before.stalled + 1 if before and stalls else 1,
         method=method,
         host=socket.gethostname(),
         pid=os.getpid(),
         world_size=world_size(),
-        job=os.environ.get("SLURM_JOB_ID", ""),
+        job=job,
         restarts=int(restarts) if restarts.isdecimal() else 0,
         resumed_from=resumed_from or "",
         checkpoint=resumed_from or "",
@@ -74,6 +78,8 @@ def ending_in_status() -> Iterator[None]:
         end = {"state": "failed", "error": one_line(error)}
         if isinstance(error, KeyboardInterrupt):
             end = {"state": "stopped", "signal": "SIGINT"}
+        elif isinstance(error, RunStopped):
+            end = {"state": error.reason.state, "signal": error.reason.name}
         raise
     finally:
         if ACTIVITY.status is not None:
