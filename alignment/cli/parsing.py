@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 from alignment.cli.output import print_and_leave
@@ -55,6 +55,12 @@ def glimpse(argv: list[str]) -> Glimpse:
     return Glimpse(method if isinstance(method, str) else None, str(use_cpu).lower() in ("true", "1", "yes", "on"))
 
 
+def outside_method(argv: list[str]) -> dict[str, type[AlignmentConfig]]:
+    """The method that is asked for with its options, which are imported, if it is one from outside."""
+    asked = glimpse(argv).method
+    return {asked: METHODS[asked]} if asked is not None and METHODS.is_outside(asked) else {}
+
+
 def _readable_recipe(rest: list[str]) -> dict[str, Any]:
     """What the recipe says that is among these tokens; nothing where there is none, or none that can be read."""
     names = packaged_names("recipes")
@@ -77,8 +83,7 @@ def parse(argv: list[str], program: str = "launch/train.py") -> AlignmentConfig:
         OptionError: anything that cannot be used, in one line.
         SystemExit: with code 0, after ``--help``.
     """
-    asked = glimpse(argv).method
-    outside = {asked: METHODS[asked]} if asked is not None and METHODS.is_outside(asked) else {}
+    outside = outside_method(argv)
     recipe_name, given = read_arguments(argv, outside.values())
     if "help" in given:
         from alignment.cli.help import help_text
@@ -140,6 +145,22 @@ def read_arguments(
             raise OptionError(f"--{name}: given {len(occurrences)} times; keep one")
         given[name] = _value(name, occurrences[0], owners.get(name, ()))
     return recipe, given
+
+
+def without_options(argv: Iterable[str], names: Collection[str]) -> list[str]:
+    """The arguments but for some options and their values, of which they take one or none."""
+    kept, of_these = [], False
+    for argument in argv:
+        if argument.startswith("--"):
+            name, separator, _ = argument[2:].partition("=")
+            of_these = name in names and not separator
+            if name in names:
+                continue
+        elif of_these:
+            of_these = False
+            continue
+        kept.append(argument)
+    return kept
 
 
 def _recipe_name(rest: list[str]) -> str | None:

@@ -23,7 +23,7 @@ _ABOUT = """\
 Show where a run stands, from the files in its output folder alone: state, step and time left, speed, last metrics,
 checkpoints and whether they are whole, phase times, attempts. A run whose process is gone is reported with "no sign of
 life since". On the host of the run that is known at once; elsewhere its heartbeat is watched for up to 20 seconds."""
-_POLL_S = 0.5
+_POLL_S, _INTERVAL_S = 0.5, 2.0
 _CLEAR_BELOW, _UP = "\x1b[J", "\x1b[{}F"
 
 
@@ -38,6 +38,10 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
     parser = _parser(program)
     leave_with_help(parser, arguments)
     options = parser.parse_args(arguments)
+    if options.interval is not None and not options.follow:
+        parser.error(
+            f"argument --interval: {options.interval:g} has no effect without --follow; add it, or leave it out"
+        )
     code = 0
     with surviving_closed_output(), contextlib.suppress(KeyboardInterrupt):
         code = _run(options)
@@ -85,8 +89,9 @@ def _follow(reader: RunReader, options: argparse.Namespace) -> RunView:
             said = text
         if view.over:
             return view
-        shown += options.interval
-        time.sleep(max(0.0, shown - time.monotonic()))
+        now = time.monotonic()
+        shown = max(shown + (options.interval or _INTERVAL_S), now)  # after a read that took long none is made up for
+        time.sleep(shown - now)
 
 
 class _Screen:
@@ -105,9 +110,12 @@ class _Screen:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0.1 <= value <= 86400:
-        raise argparse.ArgumentTypeError(f"{text}: expected seconds, from 0.1 to 86400")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds, from 0.1 to 86400")
     return value
 
 
@@ -120,9 +128,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add(
         "--interval",
         type=_seconds,
-        default=2.0,
         metavar="SECONDS",
-        help="between looks of --follow [%(default)s]",
+        help=f"between looks of --follow [{_INTERVAL_S:g}]",
     )
     add("--check", action="store_true", help="compare the content of checkpoints with their checksums; reads them all")
     return parser

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from alignment.cli.output import leave_with_help, surviving_closed_output
-from alignment.cli.parsing import parse, read_arguments
-from alignment.cli.slurm.cluster import check_cluster, submit
+from alignment.cli.parsing import outside_method, parse, read_arguments, without_options
+from alignment.cli.slurm.cluster import SlurmError, cancel, check_cluster, submit
+from alignment.cli.slurm.further import OWN_OF_PREPARATION, check_further, names_option
 from alignment.cli.slurm.request import Request, add_options, request, seconds
 from alignment.cli.slurm.script import log_pattern, render
 from alignment.config.dtypes import Machine, planning_for
-from alignment.config.errors import AlignmentError, OptionError, OutputError
+from alignment.config.errors import AlignmentError, OptionError, OutputError, setting
+from alignment.config.fields import Strategy
 from alignment.config.options import AlignmentConfig
 
 _ABOUT = """\
 Submit training as a job of SLURM. Options that are not listed here are those of `train`. Recipe, options and the job
 are checked first. Near its time limit the run writes a checkpoint, and the job requeues itself and goes on from there;
 after a node failure SLURM requeues it. The same command again resumes a run that has ended early."""
+
+_INTERRUPTED = "interrupted while sbatch was called: see `squeue --me` for a job that was submitted"
+_CTRL_C = 130
 
 
 class _Parser(argparse.ArgumentParser):
@@ -47,6 +54,9 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
         except AlignmentError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(1)
+        except KeyboardInterrupt:
+            print("interrupted: nothing was submitted", file=sys.stderr)
+            sys.exit(_CTRL_C)
         print("\n".join(lines), flush=True)
     sys.exit(0)
 
@@ -66,6 +76,13 @@ def _parser(program: str) -> argparse.ArgumentParser:
     first.add_argument("--prepare", action="store_true", help="submit both; training waits for the other to succeed")
     first.add_argument("--prepare-partition", default="", metavar="NAME", help="default: that of --partition")
     first.add_argument("--prepare-time", default="", metavar="D-HH:MM:SS", help="default: that of --time")
+    first.add_argument(
+        "--prepare-sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="a further option of sbatch for it; those of --sbatch, --qos and --mem are not taken over",
+    )
     return parser
 
 
@@ -74,53 +91,113 @@ def _run(given: argparse.Namespace, rest: list[str], program: str) -> list[str]:
     job = request(given)
     preparing = _preparation(given, job)
     arguments, options = _arguments(rest, job)
-    output_dir = Path(options.output_dir or "").expanduser().absolute()
+    output_dir = Path(options.output_dir or "").absolute()
     jobs = [one for one in (preparing, job) if one is not None]
-    scripts = [render(one, arguments, log=log_pattern(one, output_dir), folder=Path.cwd()) for one in jobs]
+    scripts = [
+        render(one, [*arguments, *_folder(one, options)], log=log_pattern(one, output_dir), folder=Path.cwd())
+        for one in jobs
+    ]
     if given.print:
         return _printed(scripts)
     for one in jobs:
         check_cluster(one)
     _make(output_dir.parent)
-    numbers: list[str] = []
-    for script in scripts:
-        after = [f"--dependency=afterok:{numbers[-1]}", "--kill-on-invalid-dep=yes"] if numbers else []
-        numbers.append(submit(script, *after))
-    return _told(jobs, numbers, output_dir, program)
+    return _told(jobs, _submitted(scripts), output_dir, program)
 
 
 def _preparation(given: argparse.Namespace, job: Request) -> Request | None:
     if not given.prepare:
-        for name in ("prepare_partition", "prepare_time"):
+        for name in ("prepare_partition", "prepare_time", "prepare_sbatch"):
             if getattr(given, name):
                 option = f"--{name.replace('_', '-')}"
                 raise OptionError(
                     f"{option}={getattr(given, name)!r}: there is no such job; add --prepare or remove it"
                 )
         return None
+    for text in job.sbatch:
+        if names_option(text, "--dependency"):
+            raise OptionError(
+                f"--sbatch={text!r}: with --prepare the job waits for its data; set --prepare-sbatch={text}"
+            )
     return job.preparation(
-        given.prepare_partition, seconds("--prepare-time", given.prepare_time) if given.prepare_time else None
+        given.prepare_partition,
+        seconds("--prepare-time", given.prepare_time) if given.prepare_time else None,
+        tuple(check_further("--prepare-sbatch", text, OWN_OF_PREPARATION) for text in given.prepare_sbatch),
     )
 
 
 def _arguments(rest: list[str], job: Request) -> tuple[list[str], AlignmentConfig]:
-    """The arguments of ``train``, and the options that they amount to."""
-    _, named = read_arguments(rest)
-    if job.seeds and "seed" in named:
-        raise OptionError(f"--seed={named['seed']}: --seeds gives each run its own; remove --seed")
-    # As the script does: a run goes on from its newest checkpoint.
-    resumed = [] if "resume_from_checkpoint" in named else ["--resume_from_checkpoint", "latest"]
-    try:
+    """The arguments of ``train`` without the folder, and the options that they amount to."""
+    with _own_environment():
+        _, given = read_arguments(rest, outside_method(rest).values())
+        if job.seeds and "seed" in given:
+            raise OptionError(f"--seed={given['seed']}: --seeds gives each run its own; remove --seed")
         with planning_for(Machine(job.nodes * job.tasks, cuda=bool(job.gpus.number))):
-            options = parse([*rest, *resumed])
-    except OptionError as error:
-        if resumed and str(error).startswith("resume_from_checkpoint="):
+            options = parse(rest)
+    if options.overwrite_output_dir:
+        raise OptionError(
+            "overwrite_output_dir=true: a job goes on with its own run when it is requeued, and would move that "
+            "away; remove it, and move the earlier run or choose another output_dir"
+        )
+    _check_goes_on(options)
+    kept = without_options(rest, ("output_dir", "resume_from_checkpoint"))
+    resume = options.resume_from_checkpoint  # which a recipe may say as well; `latest` is the script's own
+    if resume is None or resume is True:
+        return kept, options
+    return [*kept, "--resume_from_checkpoint", resume or "false"], options
+
+
+@contextlib.contextmanager
+def _own_environment() -> Iterator[None]:
+    """What libraries that a method from outside imports set in the environment is not handed on to the job."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _check_goes_on(options: AlignmentConfig) -> None:
+    for name, unusable, usable in (("save_strategy", Strategy.NO, "steps"), ("save_only_model", True, "false")):
+        if getattr(options, name) == unusable:
             raise OptionError(
-                "overwrite_output_dir=true: a job goes on with its own run when it is requeued, and would move that "
-                "away; remove it, and move the earlier run or choose another output_dir"
-            ) from None
-        raise
-    return [*rest, *([] if "output_dir" in named else ["--output_dir", str(options.output_dir)])], options
+                f"{setting(name, unusable)}: a job that is requeued goes on from its newest checkpoint, and there "
+                f"would be none that it could; set {name}: {usable}"
+            )
+
+
+def _folder(job: Request, options: AlignmentConfig) -> list[str]:
+    """The folder that a job is told; that of a run with one of the seeds, if it prepares several."""
+    folder = options.output_dir or ""
+    if job.run is not None and job.run.seeds:
+        first = job.run.first_seed
+        return ["--seed", first, "--output_dir", str(Path(folder) / f"seed-{first}")]
+    return ["--output_dir", folder]
+
+
+def _submitted(scripts: list[str]) -> list[str]:
+    """The numbers of the jobs. If one is refused, those that it would have followed are cancelled."""
+    numbers: list[str] = []
+    try:
+        for script in scripts:
+            after = [f"--dependency=afterok:{numbers[-1]}", "--kill-on-invalid-dep=yes"] if numbers else []
+            numbers.append(submit(script, *after))
+    except KeyboardInterrupt:
+        print("; ".join([_INTERRUPTED, *map(_cancelled, numbers)]), file=sys.stderr)
+        sys.exit(_CTRL_C)
+    except AlignmentError as error:
+        raise SlurmError("; ".join([str(error), *map(_cancelled, numbers)])) from None
+    return numbers
+
+
+def _cancelled(number: str) -> str:
+    """Cancel a job that prepares the data of one that does not come."""
+    try:
+        cancel(number)
+    except SlurmError as error:
+        return f"job {number}, which prepares its data, could not be cancelled ({error}): scancel {number}"
+    return f"job {number}, which was to prepare its data, was cancelled"
 
 
 def _printed(scripts: list[str]) -> list[str]:

@@ -77,6 +77,7 @@ class AlignmentConfig(
 
     def __post_init__(self) -> None:
         convert_options(self)
+        self._expand_folders()
         refusals.refuse_not_yet(self)
         checks.check_shared(self)
         if self.per_device_eval_batch_size is None:
@@ -88,6 +89,12 @@ class AlignmentConfig(
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")
         self.resolve()
+
+    def _expand_folders(self) -> None:
+        """`~` in folders that are written, which `--output_dir=~/runs` leaves to the program."""
+        for name in ("output_dir", "merged_output_dir"):
+            given = getattr(self, name)
+            setattr(self, name, given if given is None else os.path.expanduser(given))
 
     def resolve(self) -> None:
         """Check the method's own options, and fill those that depend on each other."""

@@ -1,8 +1,9 @@
 """A run's part towards SLURM, without training: it starts in a moment, and writes ``status.json`` as a run does.
 
 The batch script calls it in the place of Python: ``-m alignment COMMAND RECIPE --output_dir FOLDER …``. The variable
-``WORKER`` says what to do: ``wait`` for a signal; ``stall``, which asks for a requeue without a new checkpoint; or
-``requeue``, which does so once and then finishes. ``prepare`` is the real command.
+``WORKER`` says what to do: ``wait`` for a signal; ``save``, which takes 3 seconds after it; ``late``, which takes
+until the job is told to end; ``stall``, which asks for a requeue without a new checkpoint; ``requeue``, which does so
+once and then finishes; or ``stop``, which does so when a file STOP has come. ``prepare`` is the real command.
 """
 
 from __future__ import annotations
@@ -43,10 +44,17 @@ def main() -> None:
     status = StatusFile(folder, RunStatus(job=os.environ["SLURM_JOB_ID"], restarts=restarts, stalled=stalled))
     status.update(state="running")
     todo = os.environ["WORKER"]
-    if todo == "stall" or (todo == "requeue" and not restarts):
+    if todo == "stop":
+        (folder / "STOP").touch()
+    if todo in ("stall", "stop") or (todo == "requeue" and not restarts):
         end(status, StopReason.SIGUSR1)
-    if todo == "wait":
-        end(status, StopReason.of_signal(signal.sigwait(SIGNALS)))
+    if todo == "wait" or (todo in ("save", "late") and not restarts):
+        told = signal.sigwait(SIGNALS)
+        if todo == "save":
+            time.sleep(3)
+        if todo == "late":
+            signal.sigwait([signal.SIGTERM])
+        end(status, StopReason.of_signal(told))
     status.update(state="finished")
 
 

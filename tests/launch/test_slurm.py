@@ -155,6 +155,9 @@ def waiting(here: Here) -> dict[str, Job]:
     jobs = {
         "cancelled": here.stand_in("cancelled", "wait"),
         "near its limit": here.stand_in("limit", "wait", "--time", "2", "--signal", "USR1@59"),
+        "beyond its limit": here.stand_in("late", "late", "--time", "2", "--signal", "USR1@59"),
+        "cancelled while it saves": here.stand_in("saving", "save"),
+        "stopped by a file": here.stand_in("stopped", "stop"),
         "stalled": here.stand_in("stalled", "stall"),
         "array": here.stand_in("array", "requeue", "--seeds", "3-4"),
         "prepared": here.stand_in("prepared", "", "--prepare", "--prepare-partition", "cpu", "--prepare-time", "10"),
@@ -164,6 +167,11 @@ def waiting(here: Here) -> dict[str, Job]:
     here.cluster.run("sbatch", "--partition", "high", "--exclusive", "--output", "/dev/null", "--wrap", "sleep 1")
     until(lambda: jobs["cancelled"].status().state == "running", 30, jobs["cancelled"].report)
     assert here.cluster.run("scancel", jobs["cancelled"].number).returncode == 0
+    saving = jobs["cancelled while it saves"]
+    until(lambda: saving.status().state == "running", 30, saving.report)
+    here.cluster.run("scancel", "--signal=USR1", saving.number)
+    time.sleep(1)
+    assert here.cluster.run("scancel", saving.number).returncode == 0
     return jobs
 
 
@@ -285,6 +293,30 @@ def test_a_cancelled_job_stays_cancelled(waiting: dict[str, Job]) -> None:
     log = job.report()
     assert "told to end; waiting for the run" in log and "status.json: preempted SIGTERM" in log
     assert "requeued, to go on" not in log and job.state()["Restarts"] == "0"
+
+
+def test_a_job_that_is_cancelled_while_it_saves_for_a_requeue_stays_cancelled(waiting: dict[str, Job]) -> None:
+    job = waiting["cancelled while it saves"]
+    assert job.ended(30) == "CANCELLED"
+    status = job.status()
+    assert (status.state, status.signal, len(job.attempts())) == ("preempted", "SIGUSR1", 1)
+    log = job.report()
+    assert "not requeued: the job was cancelled or told to end" in log and job.state()["Restarts"] == "0"
+
+
+def test_a_file_stop_ends_a_job_that_saves_for_a_requeue(waiting: dict[str, Job]) -> None:
+    job = waiting["stopped by a file"]
+    assert job.ended(30) == "FAILED"
+    assert (job.state()["Restarts"], job.state()["ExitCode"]) == ("0", "85:0")
+    assert f"not requeued: {job.folder}/STOP is there" in job.report()
+
+
+def test_a_job_that_saves_beyond_its_time_limit_is_requeued(waiting: dict[str, Job]) -> None:
+    """SLURM sends TERM at the limit, within half a minute, and kills after `KillWait`."""
+    job = waiting["beyond its limit"]
+    until(lambda: len(job.attempts()) > 1, 200, job.report)
+    assert "told to end; waiting for the run" in job.report() and "status.json: preempted SIGUSR1" in job.report()
+    assert job.attempts()[1]["restarts"] == 1
 
 
 def test_a_job_that_another_one_preempts_is_requeued_at_the_end_of_its_grace_time(waiting: dict[str, Job]) -> None:

@@ -13,12 +13,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
 from run_folders import another_process, entry, owner_of, start, write_checkpoint, write_lock, write_log, write_status
 
+from alignment.cli import status
 from alignment.cli.status import main
+from alignment.engines.inspecting.view import RunView
 from tools.ranks.client import environment
 
 COMMAND = [sys.executable, str(ROOT / "launch" / "status.py")]
@@ -61,7 +64,24 @@ def test_exit_statuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     told = capsys.readouterr()
     assert "step        4 of 100" in told.out, "what can be read is shown"
     assert re.fullmatch(r"error: \S+: status.json: it cannot be read \(.*\)\n", told.err)
-    assert outcome() == 2 and outcome(tmp_path, "--interval", "0") == 2 and outcome("--help") == 0
+    assert outcome() == 2 and outcome("--help") == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("--follow", "--interval", "0"), "argument --interval: '0': expected seconds, from 0.1 to 86400"),
+        (("--follow", "--interval", "soon"), "argument --interval: 'soon': expected seconds, from 0.1 to 86400"),
+        (("--follow", "--interval", "nan"), "argument --interval: 'nan': expected seconds"),
+        (("--interval", "5"), "argument --interval: 5 has no effect without --follow; add it, or leave it out"),
+    ],
+)
+def test_what_is_no_interval(
+    given: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_status(tmp_path, state="finished")
+    assert outcome(tmp_path, *given) == 2
+    assert f"error: {says}" in capsys.readouterr().err
 
 
 def test_content_is_compared_only_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,6 +139,28 @@ def test_following_by_lines(tmp_path: Path) -> None:
     finally:
         follow.kill()
     assert rest.count("\n") == 1 and "no sign of life since" in rest and follow.returncode == 0
+
+
+def test_looks_that_were_missed_are_not_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that answered after a minute is looked at every 2 seconds as before, not 30 times at once."""
+    now, paused = [0.0], []
+
+    class Slow:
+        def __init__(self, folder: Path, *, read_all: bool) -> None:
+            self.takes = iter([60.0, 0.5, 0.5, 0.5])
+
+        def read(self) -> RunView:
+            now[0] += next(self.takes)
+            return RunView(str(tmp_path), "finished" if len(paused) == 3 else "running")
+
+    def sleep(seconds: float) -> None:
+        paused.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(status, "RunReader", Slow)
+    monkeypatch.setattr(status, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    assert outcome(tmp_path, "--follow") == 0
+    assert paused == [0.0, 1.5, 1.5]
 
 
 def test_following_as_json(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from alignment.methods.cpo_options import CPOConfig
 from alignment.methods.dpo_options import DPOConfig
 from alignment.methods.kto_options import KTOConfig
 from alignment.methods.online_dpo_options import OnlineDPOConfig
+from alignment.methods.sft_options import SFTConfig
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +36,14 @@ def refused(cls: type, **options: Any) -> str:
         cls("out", **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def test_folders_to_write_to_may_begin_with_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves that of `--output_dir=~/runs` as it is."""
+    monkeypatch.setenv("HOME", "/users/me")
+    found = SFTConfig("~/runs/a~b", use_peft=True, merged_output_dir="~/merged")
+    assert (found.output_dir, found.merged_output_dir) == ("/users/me/runs/a~b", "/users/me/merged")
+    assert KTOConfig("runs/~").output_dir == "runs/~"
 
 
 @pytest.mark.parametrize(

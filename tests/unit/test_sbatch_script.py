@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import ROOT
 
 SCRIPT = ROOT / "launch" / "slurm" / "train.sbatch"
@@ -25,11 +27,13 @@ eval "$FAKE"
 SCONTROL = """#!/bin/bash
 [[ $1 == show ]] && echo n1 && echo n2 && exit
 echo "$@" >>"$CALLS/scontrol"
+kill -TERM $PPID
 exit "${REQUEUED:-0}"
 """
-# Preempted, as long as the file is there; it takes itself away.
+# Preempted, as long as the file is there; it takes itself away. The state is what a file says, as SLURM pads it.
 SQUEUE = """#!/bin/bash
 echo "$@" >>"$CALLS/squeue"
+[[ $* == *PreemptTime* ]] || { printf '%-30s%-60s\\n' $(cat "$CALLS/state" 2>/dev/null || echo RUNNING None); exit; }
 rm "$CALLS/grace" 2>/dev/null && echo 2026-11-22T19:28:27 || echo N/A
 """
 PYXIS = ["--container-workdir=CWD"]
@@ -159,8 +163,11 @@ def test_variables_choose_another_python_command_cache_and_notice(script: Script
 
 
 def test_setup_runs_first_and_its_failure_ends_the_job(script: Script) -> None:
-    ran = script.run(ALIGNMENT_SETUP="export FOUND='a module'; MASTER_ADDR=n1-ib")
-    assert (ran.environment["FOUND"], ran.environment["MASTER_ADDR"]) == ("a module", "n1-ib")
+    modules = 'module() { loaded+=("$1"); FOUND="a module"; }; module load; NCCL_DEBUG=INFO; MASTER_ADDR=n1-ib'
+    ran = script.run(ALIGNMENT_SETUP=modules)
+    names = ("FOUND", "NCCL_DEBUG", "MASTER_ADDR")
+    assert [ran.environment.get(name) for name in names] == ["a module", "INFO", "n1-ib"]
+    assert "tasks" not in ran.environment, "the script's own are not exported"
     ran = script.run(ALIGNMENT_SETUP="module load nothing")
     assert (ran.code, ran.srun) == (1, []) and "error: ALIGNMENT_SETUP failed: module load nothing" in ran.out
 
@@ -195,16 +202,64 @@ def test_an_unknown_kind_of_container(script: Script) -> None:
     [
         ("output_dir: runs/kto", "runs/kto"), ("  output_dir: 'runs/a b'  # where", "runs/a b"),
         ('output_dir: "runs/kto"', "runs/kto"), ("  output_dir:   runs/kto # x", "runs/kto"),
+        ('output_dir: "/a b/#x"', "/a b/#x"), ("output_dir: '/a #b: {c}'", "/a #b: {c}"), ("output_dir: a ", "a"),
+        ("output_dir: runs/kto\r", "runs/kto"), ("output_dir: ../größe a", "../größe a"), ("output_dir: a.b", "a.b"),
     ],
 )  # fmt: skip
 def test_the_folder_that_a_recipe_names(script: Script, line: str, folder: str) -> None:
     (script.folder / "own.yaml").write_text(f"method: kto\nsaving:\n{line}\n  # output_dir: other\n")
+    assert yaml.safe_load(line)["output_dir"] == folder
     assert script.run("own.yaml").started[:4] == ["train", "own.yaml", "--output_dir", folder]
     assert script.run("own.yaml", "--output_dir=given").started[2:4] == ["--output_dir", "given"]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "output_dir : runs/kto", "{saving: {output_dir: runs/kto}}", '"output_dir": runs/kto', "output_dir: &a runs",
+        'output_dir: "runs\\tkto"', "output_dir: 'it''s'", "output_dir: runs: kto", "output_dir: runs#kto",
+        "output_dir: |", "output_dir: 2026", "output_dir: ~", "output_dir: 1e3", "output_dir: runs\n    /kto",
+        "output_dir:\n    runs/kto", "output_dir: a\n  output_dir: b", "\ufeffoutput_dir: a", "output_dir: [a]",
+    ],
+)  # fmt: skip
+def test_a_folder_that_a_recipe_writes_in_another_way(script: Script, line: str) -> None:
+    """Only Python could read it; a part of it would be another folder."""
+    start = "" if line[0] in "{\ufeff" else "saving:\n  "
+    (script.folder / "own.yaml").write_text(f"{start}{line}\n", encoding="utf-8")
+    ran = script.run("own.yaml")
+    assert (ran.code, ran.srun) == (1, []), ran.out
+    assert re.search(
+        r"error: own\.yaml line \d: this script reads only a line \"output_dir: VALUE\" here: add", ran.out
+    )
+    assert script.run("own.yaml", "--output_dir", "given").started[2:4] == ["--output_dir", "given"]
+
+
+@pytest.mark.parametrize(
+    "line", ["", "output_dir:", "output_dir: null", "merged_output_dir: x", "beta: 1  # output_dir: x"]
+)
+def test_a_recipe_without_a_folder(script: Script, line: str) -> None:
+    (script.folder / "own.yaml").write_text(f"method: kto\n#output_dir: a\n{line}\n")
+    ran = script.run("own.yaml")
+    assert (ran.code, ran.srun) == (1, []) and "error: no output_dir among the arguments or in the recipe" in ran.out
+
+
+@pytest.mark.parametrize("recipe", [False, True], ids=["argument", "recipe"])
+def test_the_home_in_a_folder(script: Script, recipe: bool) -> None:
+    """`--output_dir=~/x` reaches the script as it is; its run would write where the script does not look."""
+    home = script.folder / "home"
+    (script.folder / "home" / "out").mkdir(parents=True)
+    (script.folder / "own.yaml").write_text("output_dir: ~/out\n" if recipe else "beta: 1\n")
+    given = [] if recipe else ["--output_dir=~/out"]
+    fake = f"echo '{json.dumps(PREEMPTED, indent=2)}' >{home}/out/status.json; exit 85"
+    ran = script.ran(script.start("own.yaml", *given, fake=fake, HOME=str(home)))
+    assert ran.started[2:4] == ["--output_dir", f"{home}/out"] and ran.scontrol == "requeue 12\n"
+    root = script.run("own.yaml", "--output_dir=~root/out", HOME=str(home))
+    assert root.started[3] == os.path.expanduser("~root/out")
+    assert script.run("own.yaml", "--output_dir=a/~/out", HOME=str(home)).started[3] == "a/~/out"
+
+
 def test_no_folder_is_an_error(script: Script) -> None:
-    for arguments in (["kto"], ["kto", "--output_dir"]):
+    for arguments in (["kto"], ["kto", "--output_dir"], ["kto", "--output_dir", "--beta", "1"]):
         ran = script.run(*arguments)
         assert (ran.code, ran.srun) == (1, []) and "error: no output_dir among the arguments" in ran.out
 
@@ -222,6 +277,21 @@ def test_a_task_of_an_array_has_its_own_seed_folder_and_number(script: Script) -
     fake = f"echo '{json.dumps(PREEMPTED, indent=2)}' >out/seed-3/status.json; exit 85"
     ran = script.ran(script.start("kto", "--output_dir", "out", fake=fake, **array))
     assert (ran.code, ran.scontrol) == (0, "requeue 11_3\n")
+    assert (script.calls / "squeue").read_text().count("--job 11_3 ") == 2, "of this task alone"
+
+
+def test_a_resume_without_a_value(script: Script) -> None:
+    """`train` takes it so, for the newest checkpoint."""
+    expected = ["train", "kto", "--beta", "0.2", "--output_dir", "out", "--resume_from_checkpoint", "latest"]
+    assert script.run("kto", "--resume_from_checkpoint", "--output_dir", "out", "--beta", "0.2").started == expected
+    assert script.run("kto", "--output_dir", "out", "--beta", "0.2", "--resume_from_checkpoint").started == expected
+
+
+def test_a_checkpoint_that_the_recipe_names_is_for_the_first_attempt(script: Script) -> None:
+    (script.folder / "own.yaml").write_text("output_dir: out\nresume_from_checkpoint: old/checkpoint-9\n")
+    assert script.run("own.yaml").started[-1] == "old/checkpoint-9"
+    assert script.run("own.yaml", SLURM_RESTART_COUNT="1").started[-1] == "latest"
+    assert script.run("own.yaml", "--resume_from_checkpoint", "other").started[-1] == "other"
 
 
 def test_a_named_checkpoint_is_for_the_first_attempt(script: Script) -> None:
@@ -256,6 +326,57 @@ def test_nothing_else_is(script: Script, change: dict[str, object]) -> None:
     assert (ran.code, ran.scontrol) == (85, "")
 
 
+@pytest.mark.parametrize(
+    ("state", "requeued"),
+    [
+        ("COMPLETING None", False), ("CANCELLED None", False), ("COMPLETING TimeLimit", True),
+        ("COMPLETING PartitionTimeLimit", False), ("RUNNING None", True),
+    ],
+)  # fmt: skip
+def test_a_job_that_was_cancelled_while_its_run_saved_is_not_requeued(
+    script: Script, state: str, requeued: bool
+) -> None:
+    """SLURM would start it again. What it ends at the time limit is completing as well, and has that as the reason."""
+    (script.calls / "state").write_text(state)
+    ran = script.run(status=PREEMPTED, code=85)
+    assert (ran.code, ran.scontrol) == ((0, "requeue 12\n") if requeued else (85, "")), ran.out
+    assert ("not requeued: the job was cancelled or told to end" in ran.out) is not requeued
+    assert "--job 12 --format State:30,Reason:60" in (script.calls / "squeue").read_text().replace(
+        "--Format", "--format"
+    )
+
+
+@pytest.mark.parametrize(("state", "requeued"), [("RUNNING None", False), ("COMPLETING TimeLimit", True)])
+def test_term_while_the_run_saves(script: Script, state: str, requeued: bool) -> None:
+    """From a person, or from SLURM at the limit, because the run takes longer than its notice to save."""
+    (script.calls / "state").write_text(state)
+    (script.folder / "out").mkdir()
+    (script.folder / "left.json").write_text(json.dumps(PREEMPTED, indent=2))
+    fake = "touch $CALLS/ready; while [[ ! -e $CALLS/go ]]; do sleep 0.02; done; cp left.json out/status.json; exit 85"
+    process = script.start("kto", "--output_dir", "out", fake=fake)
+    wait_for((script.calls / "ready").exists)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
+    (script.calls / "go").touch()
+    ran = script.ran(process)
+    assert (ran.code, ran.scontrol) == ((0, "requeue 12\n") if requeued else (85, "")), ran.out
+
+
+def test_a_file_stop_ends_the_job(script: Script) -> None:
+    """Also if it comes while the run saves because its time is over, or while the job waits to be started again."""
+    (script.folder / "out").mkdir()
+    stop = script.folder / "out" / "STOP"
+    stop.touch()
+    ran = script.run(status=PREEMPTED, code=85)
+    assert (ran.code, ran.scontrol) == (85, "") and "not requeued: out/STOP is there; remove it and submit" in ran.out
+    ran = script.run(SLURM_RESTART_COUNT="1")
+    assert (ran.code, ran.srun) == (1, []) and "error: out/STOP is there: remove it and submit" in ran.out
+    assert script.run(SLURM_RESTART_COUNT="1", SLURM_JOB_ID="13").srun, "it was meant for the job before"
+    assert script.run().srun
+    stop.unlink()
+    assert script.run(SLURM_RESTART_COUNT="1").srun
+
+
 def test_what_an_earlier_attempt_left_does_not_count(script: Script) -> None:
     assert script.run(code=7).scontrol == ""
     assert script.run(status=PREEMPTED, code=1, SLURM_RESTART_COUNT="1").scontrol == ""
@@ -272,6 +393,13 @@ def test_attempts_in_a_row_without_a_new_checkpoint_are_limited(script: Script) 
         ran = script.run(status=PREEMPTED | {"stalled": stalled}, code=85, **limit)
         assert (ran.code, ran.scontrol) == (1, "requeue 12\n")
         assert f"error: not requeued: {stalled} attempts in a row have not come to a new checkpoint" in ran.out
+
+
+@pytest.mark.parametrize("given", ["none", "0", "08", "-1", "2.5", "5 "])
+def test_what_is_no_number_of_attempts(script: Script, given: str) -> None:
+    ran = script.run(ALIGNMENT_MAX_STALLED=given)
+    assert (ran.code, ran.srun) == (1, [])
+    assert f"error: ALIGNMENT_MAX_STALLED={given}: expected a number of attempts, 1 or more" in ran.out
 
 
 def test_a_job_that_slurm_requeues_is_limited_as_well(script: Script) -> None:

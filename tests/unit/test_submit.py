@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+from alignment.cli import submit as submit_command
 from alignment.cli.slurm.cluster import Node, SlurmError, ask, check_cluster, read_nodes, read_partitions
 from alignment.cli.slurm.request import Gpus, Request, add_options, request, seconds, time_text
 from alignment.cli.slurm.script import render
@@ -137,6 +139,50 @@ def test_what_is_refused(arguments: str, message: str) -> None:
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
+def test_gpus_of_types_that_begin_with_a_digit() -> None:
+    """Slices of a GPU, and cards that are known by a number."""
+    for text in ("1g.10gb:1", "1g.10gb+me:2", "3090:4", "rtx_3090-ti:1"):
+        kind, _, number = text.partition(":")
+        assert asked(f"--gpus={text}").gpus == Gpus(kind, int(number))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("--comment=x --output=/y", "the script depends on its own --output; remove it"),
+        ("--comment 'a b' -o y", "the script depends on its own --output"),
+        ("--requ", "the script depends on its own --requeue"), ("--no-r", "the script depends on its own --no-req"),
+        ("--gpus-per-n=2", "set it by --gpus"), ("--gpus=2", "set it by --gpus"), ("-G2", "set it by --gpus"),
+        ("--gpus-per-task=1", "set it by --gpus"), ("--gres=gpu:a100:2", "set it by --gpus"),
+        ("--ntasks-per-gpu=1", "set it by --gpus"), ("-Hn4", "set it by --gpus"), ("-HN 4", "set it by --nodes"),
+        ("--parti gpu", "set it by --partition"), ("--test-only", "it would submit nothing; set --print"),
+        ("-W", "sbatch would not answer with the job's number"), ("-sW", "sbatch would not answer"),
+        ("--comment='open", "expected an option of sbatch, such as --sbatch=--constraint=ib"),
+        ("--comment=x\n#SBATCH --nodes=3", "expected an option of sbatch"), ("-", "expected an option of sbatch"),
+    ],
+)  # fmt: skip
+def test_options_of_sbatch_that_would_be_in_the_way(text: str, says: str) -> None:
+    """Several in one, beginnings of names, and letters in a row are options as well."""
+    with pytest.raises(OptionError) as caught:
+        asked(f"--sbatch={text}")
+    assert str(caught.value).startswith(f"--sbatch={text!r}: {says}")
+
+
+def test_options_of_sbatch_that_are_handed_on() -> None:
+    given = (
+        *(
+            "--exclusive",
+            "--constraint=ib",
+            "-C ib -x n3",
+            "--mem-per-cpu=4G",
+            "--gres=tmpdisk:100",
+            "--wait-all-nodes=1",
+        ),
+        *("--mail-user=me@x --mail-type=END", "-d afterok:7", "--comment='-t is too short'", "--time-min=60", "-Hv"),
+    )
+    assert asked(*(f"--sbatch={text}" for text in given)).sbatch == given
+
+
 def test_no_option_of_a_job_is_one_of_a_method() -> None:
     own = {action.dest for action in _parser("x")._actions} | {"array"}
     for cls in METHODS.values():
@@ -184,6 +230,16 @@ def test_what_fits(slurm: Path) -> None:
         Request(partition="cpu", gpus=Gpus("", 0), cpus=64),
     ):
         check_cluster(job)
+
+
+def test_the_partition_of_the_environment(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sbatch takes it where the job has none."""
+    monkeypatch.setenv("SBATCH_PARTITION", "cpu")
+    check_cluster(Request(gpus=Gpus("", 0), time=3 * 86400))
+    check_cluster(Request(partition="gpu"))
+    monkeypatch.setenv("SBATCH_PARTITION", "gpus")
+    with pytest.raises(OptionError, match="^SBATCH_PARTITION='gpus': no such partition; did you mean 'gpu'"):
+        check_cluster(Request())
 
 
 def test_no_partition_is_the_default(slurm: Path) -> None:
@@ -264,7 +320,11 @@ def test_print_needs_no_slurm_and_leaves_nothing_behind(
     monkeypatch.setenv("PATH", "/nowhere")
     code, out, err = submitted(capsys, "--print", "--nodes", "3", "--beta", "0.2")
     assert (code, err) == (0, "") and out.startswith("#!/bin/bash\n#SBATCH --job-name=alignment\n#SBATCH --nodes=3\n")
-    assert f"#SBATCH --output={tmp_path}/out/kto-%j.out\n" in out and "\nset -- kto " in out and "--beta 0.2\n" in out
+    assert (
+        f"#SBATCH --output={tmp_path}/out/kto-%j.out\n" in out
+        and "\nset -- kto " in out
+        and "--beta 0.2 --output_dir out/kto\n" in out
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -286,8 +346,32 @@ def test_a_job_is_submitted_and_described(
     assert header((slurm / "given-0").read_text())["nodes"] == "2"
     assert (slurm / "sbatch.called").read_text() == "--parsable\n"
     assert (slurm / "sbatch.variables").read_text() == "SBATCH_ACCOUNT=own\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["slurm", "out"] or (tmp_path / "out").is_dir()
+    assert (tmp_path / "out").is_dir()
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_variables_of_sbatch_do_not_outrank_what_submit_is_told(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It prefers them to the lines of a script."""
+    contradicting = (
+        "ACCOUNT ARRAY_INX CONSTRAINT CPUS_PER_GPU GPUS GPUS_PER_NODE GPUS_PER_TASK GRES JOB_NAME MEM_PER_CPU "
+        "MEM_PER_GPU MEM_PER_NODE NO_REQUEUE OPEN_MODE OUTPUT PARTITION QOS REQUEUE REQ_SWITCH SIGNAL TIMELIMIT WAIT"
+    ).split()
+    for name in contradicting:
+        monkeypatch.setenv(f"SBATCH_{name}", "gpu:1" if name == "GRES" else "1")
+    monkeypatch.setenv("SBATCH_RESERVATION", "ours")
+    job = ("--partition", "gpu", "--account", "lab", "--qos", "high", "--mem", "5G", "--cpus-per-task", "1")
+    code, _, err = submitted(capsys, *job, "--sbatch=-C ib --switches=1")
+    assert (code, err) == (0, "") and (slurm / "sbatch.variables").read_text() == "SBATCH_RESERVATION=ours\n"
+    kept = {"ACCOUNT": "own", "PARTITION": "gpu", "QOS": "low", "MEM_PER_CPU": "4G", "GRES": "tmpdisk:5"}
+    for name, value in kept.items():
+        monkeypatch.setenv(f"SBATCH_{name}", value)
+    monkeypatch.delenv("SBATCH_MEM_PER_GPU"), monkeypatch.delenv("SBATCH_MEM_PER_NODE")
+    monkeypatch.delenv("SBATCH_CONSTRAINT"), monkeypatch.delenv("SBATCH_REQ_SWITCH")
+    assert submitted(capsys, "--cpus-per-task", "1")[0] == 0
+    lines = [f"SBATCH_{name}={value}" for name, value in {**kept, "RESERVATION": "ours"}.items()]
+    assert sorted((slurm / "sbatch.variables").read_text().split()) == sorted(lines)
 
 
 def test_seeds(slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -319,6 +403,70 @@ def test_prepare_comes_first(slurm: Path, tmp_path: Path, capsys: pytest.Capture
     assert code == 0 and out.count("#!/bin/bash") == 2 and "--dependency=afterok:NUMBER_OF_THE_FIRST" in out
 
 
+def test_what_is_meant_for_gpu_nodes_is_not_asked_of_the_one_that_prepares(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--prepare", "--account", "lab", "--qos", "gpu", "--mem", "500G", "--sbatch=--constraint=ib"]
+    own = ["--prepare-partition", "cpu", "--prepare-sbatch=--qos=cpu --mem=8G", "--prepare-sbatch=--exclusive"]
+    assert submitted(capsys, *more, *own, "--cpus-per-task", "1")[0] == 0
+    first, second = (header((slurm / f"given-{number}").read_text()) for number in (0, 1))
+    assert {"account": "lab", "qos": "cpu --mem=8G", "exclusive": ""}.items() <= first.items()
+    assert not {"constraint", "mem"} & set(first)
+    assert {"account": "lab", "qos": "gpu", "mem": "500G", "constraint": "ib"}.items() <= second.items()
+    assert "exclusive" not in second
+
+
+def test_seeds_are_prepared_in_the_folder_of_the_first(
+    slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder that holds them all is no run's, and could not be prepared a second time."""
+    more = ("--prepare", "--prepare-partition", "cpu", "--cpus-per-task", "1")
+    assert submitted(capsys, *more, "--seeds", "03-5,1%2")[0] == 0
+    first, second = ((slurm / f"given-{number}").read_text() for number in (0, 1))
+    assert " --seed 3 --output_dir out/kto/seed-3 --ranks 1\n" in first and "--output_dir out/kto " not in first
+    assert "\nset -- kto --dataset_name rows.jsonl --output_dir out/kto\n" in second
+
+
+@pytest.mark.parametrize("scancel", [0, 1])
+def test_the_second_job_is_refused(slurm: Path, capsys: pytest.CaptureFixture[str], scancel: int) -> None:
+    """The first is not left behind."""
+    sbatch = slurm / "bin" / "sbatch"
+    refuses = '[[ $* == *afterok* ]] && echo "sbatch: error: Invalid qos" >&2 && exit 1'
+    sbatch.write_text(f"#!/bin/bash\n{refuses}\n{FAKES['sbatch']}\n")
+    (slurm / "bin" / "scancel").write_text(
+        f'#!/bin/bash\necho "$@" >>"$FAKE/scancel.called"\necho no answer >&2\nexit {scancel}\n'
+    )
+    (slurm / "bin" / "scancel").chmod(0o755)
+    code, out, err = submitted(capsys, "--prepare", "--prepare-partition", "cpu", "--cpus-per-task", "1")
+    ends = (
+        "job 40, which was to prepare its data, was cancelled",
+        "job 40, which prepares its data, could not be cancelled (scancel 40: no answer): scancel 40",
+    )
+    assert (code, out, (slurm / "scancel.called").read_text()) == (1, "", "40\n")
+    assert err == f"error: sbatch --parsable --dependency=afterok:40: sbatch: error: Invalid qos; {ends[scancel]}\n"
+
+
+def test_ctrl_c(slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    cancelled: list[str] = []
+
+    def interrupted(*arguments: str) -> str:
+        if len(arguments) == 1:
+            return "40"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(submit_command, "submit", interrupted)
+    monkeypatch.setattr(submit_command, "cancel", cancelled.append)
+    code, out, err = submitted(capsys, "--prepare", "--prepare-partition", "cpu", "--cpus-per-task", "1")
+    assert (code, out, cancelled) == (130, "", ["40"]) and err == (
+        "interrupted while sbatch was called: see `squeue --me` for a job that was submitted; job 40, which was to "
+        "prepare its data, was cancelled\n"
+    )
+    monkeypatch.setattr(submit_command, "check_cluster", interrupted)
+    monkeypatch.setattr(submit_command, "check_cluster", lambda job: interrupted("", ""))
+    code, out, err = submitted(capsys)
+    assert (code, out, err) == (130, "", "interrupted: nothing was submitted\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -328,9 +476,16 @@ def test_prepare_comes_first(slurm: Path, tmp_path: Path, capsys: pytest.Capture
         ("--seeds 1-2 --seed 4", "--seed=4: --seeds gives each run its own; remove --seed"),
         ("--overwrite_output_dir true", "overwrite_output_dir=true: a job goes on with its own run"),
         ("--prepare-time 5", "--prepare-time='5': there is no such job; add --prepare or remove it"),
+        ("--prepare-sbatch=-H", "--prepare-sbatch=['-H']: there is no such job; add --prepare or remove it"),
+        ("--prepare --prepare-sbatch=--time=5", "--prepare-sbatch='--time=5': set it by --prepare-time"),
+        ("--prepare --prepare-sbatch=-N2", "--prepare-sbatch='-N2': the job takes one task on one node; remove it"),
+        ("--prepare --sbatch=--dep=singleton", "--sbatch='--dep=singleton': with --prepare the job waits for its "
+         "data; set --prepare-sbatch=--dep=singleton"),
+        ("--save_strategy no", "save_strategy='no': a job that is requeued goes on from its newest checkpoint"),
+        ("--save_only_model", "save_only_model=True: a job that is requeued goes on from its newest checkpoint"),
         ("--nodes 9", "--nodes=9: the partition gpu has 4 for a job"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_found_before_submitting(
     slurm: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
@@ -368,6 +523,59 @@ def test_the_recipes_folder_is_named_to_the_script(tmp_path: Path, capsys: pytes
     assert leaving.value.code == 0 and "\nset -- own.yaml --output_dir runs/a\n" in out
 
 
+def test_how_to_resume_is_given_to_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a value it is the script's own choice; it does not read recipes as Python does."""
+    (tmp_path / "own.yaml").write_text(
+        "{method: kto, dataset_name: rows.jsonl, output_dir: ~/a, model_name_or_path: m}\n"
+    )
+    (tmp_path / "old.yaml").write_text(
+        (tmp_path / "own.yaml").read_text().replace("~/a", "b, resume_from_checkpoint: c")
+    )
+    for arguments, expected in {
+        "own.yaml --resume_from_checkpoint --beta 0.2": "own.yaml --beta 0.2 --output_dir HOME/a",
+        "own.yaml --output_dir=~/b": "own.yaml --output_dir HOME/b",
+        "own.yaml --output_dir b --resume_from_checkpoint=c": "own.yaml --resume_from_checkpoint c --output_dir b",
+        "old.yaml --resume_from_checkpoint False": "old.yaml --resume_from_checkpoint false --output_dir b",
+        "old.yaml": "old.yaml --resume_from_checkpoint c --output_dir b",
+    }.items():
+        with pytest.raises(SystemExit) as leaving:
+            main([*arguments.split(), "--print"])
+        out, err = capsys.readouterr()
+        assert (leaving.value.code, err) == (0, "")
+        assert f"\nset -- {expected.replace('HOME', os.path.expanduser('~'))}\n" in out
+
+
+OUTSIDE = """
+import os
+from dataclasses import dataclass
+from alignment.config.fields import option
+from alignment.methods.sft_options import SFTConfig
+
+@dataclass(kw_only=True)
+class Options(SFTConfig):
+    method = "own"
+    odds: float = option(0.5, "An option that no other method has.")
+
+class Trainer:
+    config_class = Options
+
+os.environ["SET_BY_A_LIBRARY"] = "1"
+"""
+
+
+def test_a_method_from_outside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.py").write_text(OUTSIDE)
+    given = shlex.split("--method own.py:Trainer --model_name_or_path m --dataset_name rows.jsonl --output_dir out")
+    for odds, code, said in (
+        ("0.3", 0, " --odds 0.3 --output_dir out\n"),
+        ("high", 1, "odds='high': expected a number"),
+    ):
+        with pytest.raises(SystemExit) as leaving:
+            main([*given, "--odds", odds, "--print"])
+        assert leaving.value.code == code and said in "".join(capsys.readouterr())
+    assert "SET_BY_A_LIBRARY" not in os.environ, "it would be in that of the job"
+
+
 def test_no_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     code, out, err = submitted(capsys)
@@ -402,6 +610,28 @@ def test_the_documented_commands_give_a_script(capsys: pytest.CaptureFixture[str
             main([*arguments, "--print"])
         out, err = capsys.readouterr()
         assert (leaving.value.code, err) == (0, "") and out.count("#!/bin/bash") == 1 + ("--prepare" in arguments)
+
+
+def test_the_documented_tables_have_whole_rows() -> None:
+    """A `|` within a cell would cut it."""
+    columns = 0
+    for line in (ROOT / "docs" / "slurm.md").read_text().splitlines():
+        columns = (columns or line.count("|")) if line.startswith("|") else 0
+        assert line.count("|") == columns or not columns, line
+
+
+def test_the_documented_settings_of_nccl_reach_the_run() -> None:
+    """Each as it stands there, in one setup; `scontrol` names the nodes."""
+    lines = (ROOT / "docs" / "slurm.md").read_text().splitlines()
+    settings = [line.split("`")[1] for line in lines if re.match(r"\| `[A-Z_]+=", line)]
+    assert len(settings) == 7
+    script = (ROOT / "launch" / "slurm" / "train.sbatch").read_text().replace('main "$@"', "prepare_environment; env")
+    env = {"PATH": "/usr/bin:/bin", "ALIGNMENT_SETUP": "\n".join(["scontrol() { echo n1; echo n2; }", *settings])}
+    script = re.sub(r"\[\[ \$\{BASH_SOURCE.* \|\| ", "", script)
+    done = subprocess.run(["bash"], input=script, env=env, text=True, capture_output=True, check=True)
+    told = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
+    expected = dict(setting.partition("=")[::2] for setting in settings) | {"MASTER_ADDR": "n1-ib"}
+    assert {name: told.get(name) for name in expected} == expected and done.stderr == ""
 
 
 def test_every_variable_of_the_script_is_documented_at_its_head() -> None:

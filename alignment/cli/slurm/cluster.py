@@ -9,14 +9,24 @@ import subprocess
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from alignment.cli.slurm.further import named, variables_of
 from alignment.cli.slurm.request import Request, seconds, time_text
+from alignment.cli.slurm.script import HEADER
 from alignment.config.errors import AlignmentError, OptionError, did_you_mean
 
 _LIMIT_S = 60.0  # for an answer
-_OVERRIDING = {
-    f"SBATCH_{name}"
-    for name in ("ARRAY_INX", "JOB_NAME", "NO_REQUEUE", "OPEN_MODE", "OUTPUT", "REQUEUE", "SIGNAL", "TIMELIMIT")
-}
+_PARTITION = "SBATCH_PARTITION"
+# What a request says also where its header has no line for it.
+_SAID = (
+    "--array",
+    "--cpus-per-gpu",
+    "--gpus",
+    "--gpus-per-node",
+    "--gpus-per-task",
+    "--no-requeue",
+    "--signal",
+    "--wait",
+)
 
 
 class SlurmError(AlignmentError):
@@ -57,13 +67,16 @@ def check_cluster(job: Request) -> None:
             "sbatch is not on PATH: submit from a login node of the cluster, or see the script by --print"
         )
     known = {one.name: one for one in read_partitions(ask("scontrol", "show", "partition", "--oneliner"))}
-    names = job.partition.split(",") if job.partition else [one.name for one in known.values() if one.default]
+    given, option = job.partition, "--partition"
+    if not given:
+        given, option = os.environ.get(_PARTITION, ""), _PARTITION
+    names = given.split(",") if given else [one.name for one in known.values() if one.default]
     if not names:
         raise OptionError(f"--partition is missing, and no partition is the default; there are: {', '.join(known)}")
     for name in names:
         if name not in known:
             hint = did_you_mean(name, known)
-            raise OptionError(f"--partition={name!r}: no such partition{hint}; there are: {', '.join(known)}")
+            raise OptionError(f"{option}={name!r}: no such partition{hint}; there are: {', '.join(known)}")
         _check_partition(job, known[name])
         _check_nodes(job, name, read_nodes(ask("sinfo", "--noheader", "--partition", name, "--format", "%c|%G")))
 
@@ -140,10 +153,25 @@ def submit(script: str, *options: str) -> str:
     Returns:
         The job's number.
     """
-    # Of the two, sbatch would prefer its variables to the lines of the script.
-    environment = {name: value for name, value in os.environ.items() if name not in _OVERRIDING}
-    answer = ask("sbatch", "--parsable", *options, given=script, environment=environment)
+    answer = ask("sbatch", "--parsable", *options, given=script, environment=_without_contradictions(script))
     return answer.strip().partition(";")[0]
+
+
+def cancel(number: str) -> None:
+    """Cancel a job."""
+    ask("scancel", number)
+
+
+def _without_contradictions(script: str) -> dict[str, str]:
+    """The environment without the variables that sbatch would prefer to the lines of the script."""
+    lines = [line.removeprefix(HEADER) for line in script.splitlines() if line.startswith(HEADER)]
+    said = {*_SAID, *(name for line in lines for name in named(line))}
+    if "--mem" in said:
+        said |= {"--mem-per-cpu", "--mem-per-gpu"}
+    if "gpu" in os.environ.get("SBATCH_GRES", ""):
+        said.add("--gres")
+    removed = variables_of(said)
+    return {name: value for name, value in os.environ.items() if name not in removed}
 
 
 def ask(*command: str, given: str = "", environment: dict[str, str] | None = None) -> str:

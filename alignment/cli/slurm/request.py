@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from alignment.cli.slurm.further import check_further
 from alignment.config.errors import OptionError, did_you_mean
 
 _EARLY = 60  # seconds by which SLURM may send the signal of --signal too early
@@ -21,15 +22,6 @@ _TIME = re.compile(
 _SIGNALS = ("ABRT ALRM CONT HUP INT KILL PIPE QUIT STOP TERM TSTP TTIN TTOU URG USR1 USR2 XCPU").split()
 _SEEDS = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
 _NAME = re.compile(r"[\w.@:+,\[\]-]+")
-# Options of sbatch that have an option of their own here, or that the script depends on.
-_OWN = {
-    "--nodes": "--nodes", "-N": "--nodes", "--time": "--time", "-t": "--time", "--partition": "--partition",
-    "-p": "--partition", "--account": "--account", "-A": "--account", "--qos": "--qos", "-q": "--qos",
-    "--job-name": "--job-name", "-J": "--job-name", "--signal": "--signal", "--array": "--seeds", "-a": "--seeds",
-    "--cpus-per-task": "--cpus-per-task", "-c": "--cpus-per-task", "--gpus-per-node": "--gpus", "--mem": "--mem",
-    "--ntasks-per-node": "--gpus", "--ntasks": "--gpus", "-n": "--gpus",
-}  # fmt: skip
-_FIXED = ("--requeue", "--no-requeue", "--open-mode", "--output", "-o", "--chdir", "-D", "--parsable", "--wrap")
 
 
 # Name, default, what it takes, help.
@@ -111,16 +103,24 @@ class Request:
         """Tasks per node."""
         return self.gpus.number or 1
 
-    def preparation(self, partition: str, time: int | None) -> Request:
-        """The job that prepares this one on a node without GPUs."""
+    @property
+    def first_seed(self) -> str:
+        """Of the job array."""
+        return str(int(re.split(r"\D", self.seeds)[0]))
+
+    def preparation(self, partition: str, time: int | None, sbatch: tuple[str, ...]) -> Request:
+        """The job that prepares this one on a node without GPUs. What may be meant for GPU nodes is not taken over."""
         return dataclasses.replace(
             self,
             name=f"{self.name}-prepare",
             nodes=1,
             gpus=Gpus("", 0),
+            mem="",
             partition=partition or self.partition,
             time=time or self.time,
+            qos="",
             seeds="",
+            sbatch=sbatch,
             run=self,
         )
 
@@ -164,7 +164,7 @@ def request(given: argparse.Namespace) -> Request:
         setup=given.setup,
         container=_container(given.container),
         mounts=_mounts(given.mounts, given.container),
-        sbatch=tuple(map(_further, given.sbatch)),
+        sbatch=tuple(check_further("--sbatch", text) for text in given.sbatch),
     )
     if found.notice + _EARLY >= found.time:
         raise OptionError(
@@ -207,7 +207,7 @@ def _number(option: str, text: str, least: int) -> int:
 
 
 def _gpus(text: str) -> Gpus:
-    matched = re.fullmatch(r"(?:([A-Za-z][\w.-]*):)?(\d{1,4})", text)
+    matched = re.fullmatch(r"(?:([\w.+-]+):)?(\d{1,4})", text)
     if matched is None or (matched[1] and matched[2] == "0"):
         raise OptionError(
             f"--gpus={text!r}: expected the GPUs of each node as a number or TYPE:NUMBER, such as 8 or a100:8"
@@ -263,15 +263,4 @@ def _container(text: str) -> str:
 def _mounts(text: str, container: str) -> str:
     if text and not container:
         raise OptionError(f"--mounts={text!r}: there is no container; set --container or remove it")
-    return text
-
-
-def _further(text: str) -> str:
-    key = re.split("[= ]", text)[0] if text.startswith("--") else text[:2]
-    if not text.startswith("-") or "\n" in text:
-        raise OptionError(f"--sbatch={text!r}: expected an option of sbatch, such as --sbatch=--constraint=ib")
-    if key in _OWN:
-        raise OptionError(f"--sbatch={text!r}: set it by {_OWN[key]}")
-    if key in _FIXED:
-        raise OptionError(f"--sbatch={text!r}: the script depends on its own {key}; remove it")
     return text

@@ -13,7 +13,7 @@ from alignment.cli.slurm.request import Request, time_text
 from alignment.config.errors import OptionError
 from alignment.config.lookup import packaged
 
-_HEADER = "#SBATCH "
+HEADER = "#SBATCH "
 
 
 def render(request: Request, arguments: Sequence[str], *, log: Path, folder: Path) -> str:
@@ -26,10 +26,10 @@ def render(request: Request, arguments: Sequence[str], *, log: Path, folder: Pat
         folder: the working directory.
     """
     lines = packaged("slurm", "train").read_text(encoding="utf-8").splitlines()
-    first = next(number for number, line in enumerate(lines) if line.startswith(_HEADER))
+    first = next(number for number, line in enumerate(lines) if line.startswith(HEADER))
     code = next(number for number, line in enumerate(lines) if not line.startswith("#"))
-    comment = [line for line in lines[first:code] if not line.startswith(_HEADER)]
-    header = [_HEADER + option for option in header_options(request, log, folder)]
+    comment = [line for line in lines[first:code] if not line.startswith(HEADER)]
+    header = [HEADER + option for option in header_options(request, log, folder)]
     return "\n".join([lines[0], *header, *comment, *_settings(request, arguments), *lines[code:], ""])
 
 
