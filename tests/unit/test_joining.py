@@ -17,7 +17,7 @@ import pytest
 from alignment.config.errors import AlignmentError
 from alignment.engines.failures import JoinError, ReportedElsewhere, describe
 from alignment.engines.joining import interfaces, meeting, names, start
-from alignment.engines.joining.deadlines import within
+from alignment.engines.deadlines import within
 from alignment.engines.joining.interfaces import address_for_others, check_named
 from alignment.engines.joining.meeting import Meeting
 from alignment.engines.joining.place import Place
