@@ -26,8 +26,10 @@ from alignment.reporting.activity import Activity, Limits
 def one_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An end that a test survives, and little patience."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(last_word, "mute", lambda: None)
     monkeypatch.setattr(last_word, "end_process", ended)
     monkeypatch.setattr(last_word, "end_within", lambda seconds, code: None)
+    monkeypatch.setattr(last_word, "_HUSH_S", 0.5)
     for module in (last_word, ending):
         monkeypatch.setattr(module, "WRITE_S", 0.2)
 
@@ -94,7 +96,6 @@ def test_one_that_follows_ends_whatever_fails(monkeypatch: pytest.MonkeyPatch) -
 def test_the_first_speaks_and_the_others_end_as_it_says(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(last_word, "mute", lambda: None)
     store, codes = Store(), []
 
     def second() -> None:

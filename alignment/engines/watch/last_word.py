@@ -73,7 +73,7 @@ class LastWord:
         *,
         trace: str = "",
         at_once: bool = False,
-        speaks: bool = True,
+        speaks: bool | None = None,
     ) -> NoReturn:
         """Say why the job ends, unless another rank does, and end this process.
 
@@ -83,9 +83,9 @@ class LastWord:
             living: the other ranks that can still answer.
             trace: before the line.
             at_once: do not wait for the others to fall silent.
-            speaks: False: without a store to agree on it, another rank is the one to write the line.
+            speaks: whether this rank is the one to write the line, where there is no store to agree on it; None: ask.
         """
-        claimed = None if self._store is None else bounded(lambda: self._claim(verdict), ASK_S)
+        claimed = bounded(lambda: self._claim(verdict), ASK_S) if self._store is not None and speaks is None else None
         if claimed is False:
             self.follow()
         with self._ending(verdict.code):
@@ -93,11 +93,11 @@ class LastWord:
                 self._wait(lambda: self._store.check([f"silent/{other}" for other in living()]), _HUSH_S)
             # Another rank's progress bar may have left the cursor in the middle of a line.
             before = "" if self._store is None else "\n"
-            if speaks:
+            if speaks is not False:
                 write(f"{before}{trace}{line}")
-            else:
-                mute()
-            self._close(verdict, line, speaks=speaks)
+            with contextlib.suppress(OSError):
+                mute()  # torch may still have to say that the connections of other threads have broken
+            self._close(verdict, line, speaks=speaks is not False)
             if claimed:
                 bounded(lambda: self._store.set("said", line), ASK_S)
                 if self._rank == 0:  # the store may end with this process

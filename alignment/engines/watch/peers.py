@@ -248,7 +248,8 @@ class Peers:
         But for a launcher's, without which ranks can do their last step, and for a rank that is at its end anyway.
         """
         try:
-            return getattr(self._store, method)(*arguments)
+            # Of each call to a store that has gone, torch would write pages of C++ frames.
+            return _NOTHING[method] if self._own_end else getattr(self._store, method)(*arguments)
         except RuntimeError:
             if self._own_end:
                 return _NOTHING[method]
