@@ -1,23 +1,26 @@
-"""Output whose reader has gone: ``… --help | head``, or a training run whose ``tee`` has exited."""
+"""Output whose reader has gone: ``… --help | head``, a run whose ``tee`` has exited, a terminal that was closed."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, TextIO
 
+_CLOSED = (errno.EPIPE, errno.EIO, errno.ENXIO)  # of a pipe, and of a terminal
+
 
 def print_and_leave(text: str) -> NoReturn:
-    """Print ``text`` and exit with 0, also if the pipe is closed; exit with 1 on any other error of stdout."""
+    """Print ``text`` and exit with 0, also if nobody reads it any more; exit with 1 on any other error of stdout."""
     try:
         print(_encodable(text, sys.stdout), flush=True)
-    except BrokenPipeError:
-        _to_nowhere(sys.stdout)
     except OSError as error:
         _to_nowhere(sys.stdout)
+        if error.errno in _CLOSED:
+            sys.exit(0)
         print(f"error: standard output cannot be written: {error.strerror or error}", file=sys.stderr)
         sys.exit(1)
     sys.exit(0)
@@ -31,7 +34,7 @@ def leave_with_help(parser: argparse.ArgumentParser, arguments: Sequence[str]) -
 
 @contextlib.contextmanager
 def surviving_closed_output() -> Iterator[None]:
-    """Within this context, writing to stdout or stderr never fails because the pipe is closed: output is discarded."""
+    """Within this context, writing to stdout or stderr never fails because nobody reads it: output is discarded."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (stream and _Surviving(stream) for stream in before)  # type: ignore[assignment]
     try:
@@ -41,7 +44,7 @@ def surviving_closed_output() -> Iterator[None]:
 
 
 class _Surviving:
-    """A text stream that is redirected to the null device once its pipe is closed; otherwise the stream itself."""
+    """A text stream that is redirected to the null device once its pipe or terminal is closed; else itself."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -50,18 +53,23 @@ class _Surviving:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """As the stream's, but for a broken pipe, and for characters that the terminal's encoding lacks."""
-        try:
+        """As the stream's, but for a closed pipe or terminal, and for characters that the encoding lacks."""
+        with self._discarding():
             return self._stream.write(_encodable(text, self._stream))
-        except BrokenPipeError:
-            _to_nowhere(self._stream)
-            return len(text)
+        return len(text)
 
     def flush(self) -> None:
-        """As the stream's, but for a broken pipe."""
-        try:
+        """As the stream's, but for a closed pipe or terminal."""
+        with self._discarding():
             self._stream.flush()
-        except BrokenPipeError:
+
+    @contextlib.contextmanager
+    def _discarding(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _CLOSED:
+                raise
             _to_nowhere(self._stream)
 
 

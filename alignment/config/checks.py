@@ -182,6 +182,7 @@ def _check_ranges(options: Any) -> None:
     at_least(options, 1, "max_bad_steps", "rewind_windows")
     at_least(options, 0, "retries", "retry_pause")
     positive(options, "hang_timeout", "hang_timeout_first", "hang_factor", "peer_timeout")
+    at_least(options, 5, "peer_timeout")  # ranks beat twice a second, when Python's lock and the network let them
 
 
 def _check_steps(options: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Iterator
 
 from alignment.config.errors import AlignmentError
 
@@ -108,20 +109,28 @@ def exit_code(error: BaseException) -> int:
     return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
 
 
-def _lost_peer_in(error: BaseException | None) -> BaseException | None:
-    """The lost peer behind an error, if that is what it comes from."""
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it comes from, each once; also what ``raise … from None`` hides."""
     seen: set[int] = set()
-    while error is not None and id(error) not in seen and not isinstance(error, JoinError):
+    while error is not None and id(error) not in seen:
         seen.add(id(error))
-        kinds, text = _kinds(error), str(error)
-        if any(kind in kinds for kind in _STORE):
-            return error
-        if _NCCL in kinds and any(sign in text for sign in _NCCL_BROKEN):
-            return error
-        if isinstance(error, RuntimeError) and any(sign in text for sign in _GLOO):
-            if any(sign in text for sign in _BROKEN):
-                return error
+        yield error
         error = error.__cause__ or error.__context__
+
+
+def _lost_peer_in(error: BaseException) -> BaseException | None:
+    """The lost peer behind an error, if that is what it comes from."""
+    for each in causes(error):
+        if isinstance(each, JoinError):
+            return None
+        kinds, text = _kinds(each), str(each)
+        if any(kind in kinds for kind in _STORE):
+            return each
+        if _NCCL in kinds and any(sign in text for sign in _NCCL_BROKEN):
+            return each
+        if isinstance(each, RuntimeError) and any(sign in text for sign in _GLOO):
+            if any(sign in text for sign in _BROKEN):
+                return each
     return None
 
 
@@ -130,14 +139,13 @@ def _kinds(error: BaseException) -> set[str]:
     return {f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
 
 
-def _disk_full_in(error: BaseException | None) -> BaseException | None:
+def _disk_full_in(error: BaseException) -> BaseException | None:
     """The full disk behind an error, if that is what it comes from. Libraries wrap it in errors of their own."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _DISK_FULL:
-            return error
-        if any(sign in str(error) for sign in _DISK_FULL_TEXTS):
-            return error
-        error = error.__cause__ or error.__context__
+    for each in causes(error):
+        if isinstance(each, OSError) and each.errno in _DISK_FULL:
+            return each
+        if any(sign in str(each) for sign in _DISK_FULL_TEXTS):
+            return each
     return None
 
 

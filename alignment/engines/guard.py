@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -19,16 +20,21 @@ from typing import NoReturn
 
 from alignment.engines.failures import describe, exit_code, is_lost_peer
 from alignment.engines.launch_env import init_distributed, prepare_environment, rank, world_size
-from alignment.engines.watch.beats import Gap, Pulse
-from alignment.engines.watch.ending import end_process, write, write_beside_bars, write_stacks
-from alignment.engines.watch.last_word import Verdict, record
+from alignment.engines.watch.beats import Pulse
+from alignment.engines.watch.ending import end_within, write, write_beside_bars
+from alignment.engines.watch.last_word import LastWord, Verdict, record
 from alignment.engines.watch.launchers import orphaned
-from alignment.engines.watch.peers import Peers, hung_line
+from alignment.engines.watch.lines import hung_line
+from alignment.engines.watch.peers import Peers
 from alignment.engines.watch.requests import REQUESTS
 from alignment.engines.watch.signals import STOP_SIGNALS, SignalWatch, ignore_stop_signals
 from alignment.engines.watch.stop import RunStopped, StopReason
 from alignment.internals.torch import default_store
 from alignment.reporting.activity import ACTIVITY
+
+_WAY_OUT_S = 30.0  # that a rank has to end once all have finished, with signals ignored
+_RECORD_S = 20.0  # of it, for the disk to take the last status
+_FOR_EVER = timedelta(days=1)  # a store that does not answer is noticed by the clock, not by torch
 
 
 def guarded(main: Callable[[], None], use_cpu: bool | Callable[[], bool] = False) -> int:
@@ -61,7 +67,7 @@ class _Guard:
     def __init__(self) -> None:
         self.peers: Peers | None = None
         self.signals = SignalWatch(REQUESTS, self.end_now, tell=_tell, each_tick=self._tick)
-        self._gap = Gap()
+        self._over = threading.Event()
 
     def run(self, main: Callable[[], None], use_cpu: bool | Callable[[], bool]) -> int:
         """As :func:`guarded`."""
@@ -74,24 +80,34 @@ class _Guard:
                 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
                 init_distributed(use_cpu() if callable(use_cpu) else use_cpu)
                 self.peers = _peers(self.signals)
+                threading.Thread(target=REQUESTS.look_until, args=(self._over,), daemon=True).start()
             stopped = _run(main)
             with REQUESTS.deferred(None):
-                if self.peers is not None:
-                    REQUESTS.done = True
-                    self.peers.finish()
-                    # A launcher ends all ranks as soon as one has exited, and this one is about to do so by itself.
-                    ignore_stop_signals()
-                if stopped is not None and int(os.environ.get("RANK", "0")) == 0:
+                self._finish(0 if stopped is None else stopped.reason.code)
+                if stopped is not None and rank() == 0:
                     write(stopped.message)
-                elif stopped is None and ACTIVITY.status is not None:
-                    ACTIVITY.status.update(state="finished")
+                elif stopped is None:
+                    record("", Verdict(code=0, state="finished"), _RECORD_S)
                 _leave_group()
             return 0 if stopped is None else stopped.reason.code
         except BaseException as error:
             return self._fail(error)
+        finally:
+            self._over.set()
+
+    def _finish(self, code: int) -> None:
+        """Wait for the other ranks, and see that this one ends: nobody watches it any more."""
+        REQUESTS.done = True
+        if self.peers is None:
+            return
+        self.peers.finish()
+        # A launcher ends all ranks as soon as one has exited, and this one is about to do so by itself.
+        ignore_stop_signals()
+        end_within(_WAY_OUT_S, code)
 
     def _fail(self, error: BaseException) -> int:
         """Say what happened, here or to the other ranks, and return the exit status; with other ranks, end."""
+        REQUESTS.done = True  # a launcher that ends all ranks must not interrupt the last word
         line, trace = _said(error)
         verdict = _verdict(error)
         if self.peers is not None:
@@ -107,30 +123,25 @@ class _Guard:
         """End every rank in the middle of whatever it does; called in the thread that hears signals."""
         line = f"{reason.state} by {reason.name} at once, in phase {ACTIVITY.phase} after step {ACTIVITY.step}"
         verdict = Verdict(code=reason.code, state=reason.state, signal=reason.name)
-        if self.peers is not None:
+        self._end(line, verdict)
+
+    def _end(self, line: str, verdict: Verdict) -> NoReturn:
+        """In the thread that hears signals: the main thread may never get on."""
+        if self.peers is not None and not self.peers.alone:
             self.peers.fail(line, verdict, at_once=True)
-        write(line)
-        record(line, verdict)
-        end_process(verdict.code)
+        LastWord(None, rank()).speak(line, verdict)
 
     def _tick(self) -> None:
         if self.peers is not None:
             self.peers.tick()
-        if self.peers is None or self.peers.alone:
-            ACTIVITY.pardon(self._gap.seconds())
-            if ACTIVITY.idle > ACTIVITY.limit:
-                self._hangs()
-
-    def _hangs(self) -> NoReturn:
-        line = hung_line(int(os.environ.get("RANK", "0")), Pulse().beat(), 1)
-        write_stacks(ACTIVITY.folder, int(os.environ.get("RANK", "0")))
-        write(line)
-        record(line, Verdict())
-        end_process(1)
+        else:
+            ACTIVITY.tick()
+        if (self.peers is None or self.peers.alone) and ACTIVITY.idle > ACTIVITY.limit:
+            self._end(hung_line(rank(), Pulse().beat(), 1), Verdict(hung=True))
 
 
 def _tell(text: str) -> None:
-    if int(os.environ.get("RANK", "0")) == 0:
+    if rank() == 0:
         write_beside_bars(text)
 
 
@@ -155,6 +166,7 @@ def _peers(signals: SignalWatch) -> Peers:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     with _signals_deferred():
         client = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+        client.set_timeout(_FOR_EVER)
     # torchrun keeps one store over its restarts.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"alignment.guard/{attempt}", client)

@@ -29,7 +29,7 @@ _SINGLE = "ALIGNMENT_SINGLE_PROCESS"
 # SLURM numbers the steps that no `srun` made (batch, interactive, extern, pending) from the top of 32 bits.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _LAST_PORT = 65535
-_NOTICE = "ALIGNMENT_STOP_NOTICE"  # what watch/launchers.py makes of it comes too late to say so
+NOTICE = "ALIGNMENT_STOP_NOTICE"  # what watch/launchers.py makes of it comes too late to say so
 _MOST_DIGITS = 18
 
 
@@ -122,11 +122,9 @@ def _check_numbers() -> None:
         raise AlignmentError("the environment has an empty MASTER_ADDR: set the name or address of rank 0's host")
     if _number("DEEPSPEED_TIMEOUT", 1) < 1:  # DeepSpeed reads it as it is imported
         raise AlignmentError("the environment has DEEPSPEED_TIMEOUT=0: set minutes, 1 or more, or unset it")
-    notice = os.environ.get(_NOTICE, "")
+    notice = os.environ.get(NOTICE, "")
     if notice and not (notice.isascii() and re.fullmatch(r"\d{1,9}(\.\d*)?", notice)):
-        raise AlignmentError(
-            f"the environment variable {setting(_NOTICE, notice)} is not a number of seconds: set one"
-        )
+        raise AlignmentError(f"the environment variable {setting(NOTICE, notice)} is not a number of seconds: set one")
     for place, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if values[place] >= values[size]:
             raise AlignmentError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from alignment.reporting.status_file import StatusFile
+
+_GAP_S = 3.0  # longer than any watcher lets pass between two ticks
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class Activity:
     """The phase that the main thread is in, and its progress.
 
     Written by the main thread, read by others. Progress is whatever cannot happen while a rank hangs: entering and
-    leaving a phase, a micro-batch, a generated token, a tokenised batch of rows.
+    leaving a phase, a micro-batch, a generated token, a tokenised batch of rows. Whoever watches calls :meth:`tick`
+    all the time; what lies between two ticks that are far apart is time in which the process stood still.
 
     Args:
         clock: in seconds.
@@ -54,6 +58,7 @@ class Activity:
         self._longest: dict[str, float] = {}
         self._passed: set[str] = set()
         self._last = clock()
+        self._tick: float | None = None
         self.folder: Path | None = None
         self.status: StatusFile | None = None
         self.guarded = False
@@ -82,19 +87,35 @@ class Activity:
         now = self._clock()
         with self._lock:
             phase = self.phase
-            self._longest[phase] = max(self._longest.get(phase, 0.0), now - self._last)
+            self._longest[phase] = max(self._longest.get(phase, 0.0), self._counted(now) - self._last)
             self._last = now
 
-    def pardon(self, seconds: float) -> None:
-        """The process stood still for so long through no fault of its own: a suspended job, a sleeping machine."""
+    def tick(self) -> float:
+        """Called several times a second by each thread that watches.
+
+        Returns:
+            Seconds for which the process has stood still through no fault of its own, if this call is the first after
+            them: a suspended job, a sleeping machine. They do not count as time without progress.
+        """
+        now = self._clock()
         with self._lock:
-            self._last += seconds
+            gap = 0.0 if self._tick is None else now - self._tick
+            self._tick = now
+            if gap <= _GAP_S:
+                return 0.0
+            self._last = min(now, self._last + gap)
+            return gap
+
+    def _counted(self, now: float) -> float:
+        """Up to when time counts: the main thread may go on before a watcher has seen that the process stood still."""
+        stood_still = self._tick is not None and now - self._tick > _GAP_S
+        return max(self._tick, self._last) if stood_still and self._tick is not None else now
 
     @property
     def idle(self) -> float:
         """Seconds since the last progress."""
         with self._lock:
-            return self._clock() - self._last
+            return self._counted(self._clock()) - self._last
 
     @property
     def limit(self) -> float:
@@ -107,5 +128,10 @@ class Activity:
         """Forget everything, as in a process that has just started."""
         self.__init__(self._clock)  # type: ignore[misc]
 
+    def renew_lock(self) -> None:
+        """In a forked worker: another thread of its parent may have held the lock."""
+        self._lock = threading.Lock()
+
 
 ACTIVITY = Activity()
+os.register_at_fork(after_in_child=ACTIVITY.renew_lock)

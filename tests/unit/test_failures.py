@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from alignment.config.errors import ModelError, RewardError
-from alignment.engines.failures import JoinError, ReportedElsewhere, describe, is_lost_peer
+from alignment.engines.failures import JoinError, ReportedElsewhere, causes, describe, is_lost_peer
 
 PAIR = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc"
 BUFFER = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc"
@@ -135,3 +135,10 @@ def test_safetensors_and_memory_errors_are_one_line(tmp_path: Path) -> None:
     line, is_defect = describe(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     assert line.startswith("the GPU is out of memory: set a smaller per_device_train_batch_size")
     assert not is_defect
+
+
+def test_causes_that_go_round_are_walked_once() -> None:
+    first, second = RuntimeError("first"), ValueError("second")
+    first.__cause__, second.__context__ = second, first
+    assert list(causes(first)) == [first, second]
+    assert describe(first)[1], "and looked through for a full disk"

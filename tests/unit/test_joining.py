@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from alignment.config.errors import AlignmentError
+from alignment.engines.deadlines import within
 from alignment.engines.failures import JoinError, ReportedElsewhere, describe
 from alignment.engines.joining import interfaces, meeting, names, start
-from alignment.engines.joining.deadlines import within
 from alignment.engines.joining.interfaces import address_for_others, check_named
 from alignment.engines.joining.meeting import Meeting
 from alignment.engines.joining.place import Place
@@ -183,6 +183,41 @@ def test_ranks_that_do_not_come_are_named(capsys: pytest.CaptureFixture[str], mo
     ):
         Meeting(places(3)[2], 1).agree(fine, loopback)
     assert capsys.readouterr().err == "", "the first rank of a host tells"
+
+
+def test_a_rank_that_stops_inside_the_meeting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_STAGE_S", 0.5)
+    monkeypatch.setattr(meeting, "_HUSH_S", 0.5)
+
+    def stopped() -> str:
+        time.sleep(4)
+        return "127.0.0.1"
+
+    begun = time.monotonic()
+    results: list[Any] = [None] * 3
+    calls = ranks(places(3, hosts=3), address={2: stopped})
+    threads = [threading.Thread(target=lambda n=n: results.__setitem__(n, together(calls[n])[0])) for n in (0, 1)]
+    late = threading.Thread(target=lambda: together(calls[2]), daemon=True)
+    for thread in (*threads, late):
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert time.monotonic() - begun < 4
+    line = "but rank 2 (host host2) has not got on within 0.5 s: it was stopped, or its host or the network is down"
+    assert all(
+        line in str(results[rank]) and "all 3 ranks came to 127.0.0.1:" in str(results[rank]) for rank in (0, 1)
+    )
+    assert sorted(type(result) is ReportedElsewhere for result in results[:2]) == [False, True]
+    late.join(10)
+
+
+def test_a_store_that_answers_nobody_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Meeting(places(2)[1], 60)
+    made._store, made._answered = object(), time.monotonic()
+    made._tell(1)
+    made._answered -= 121
+    with pytest.raises(JoinError, match=r"^rank 0, which lets the ranks meet at .*, has given host host0 no answer w"):
+        made._tell(1)
 
 
 def test_a_port_in_use_is_named_with_its_holder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,9 +16,13 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from alignment.engines.watch.beats import Beat, Gap, Heard, hung_rank, in_collective
-from alignment.engines.watch.ending import bounded, write_stacks
-from alignment.engines.watch.launchers import NOTICE, launcher_name, stop_notice
+from alignment.engines.checkpoints import owner
+from alignment.engines.deadlines import bounded
+from alignment.engines.launch_env import NOTICE
+from alignment.engines.watch import launchers as watch_launchers
+from alignment.engines.watch.beats import Beat, Heard, Pulse, hung_rank, in_collective
+from alignment.engines.watch.ending import write_stacks
+from alignment.engines.watch.launchers import Launcher, launcher_name, stop_notice
 from alignment.engines.watch.processes import Watched
 from alignment.engines.watch.requests import StopRequests
 from alignment.engines.watch.signals import SignalWatch
@@ -78,12 +83,59 @@ def test_a_phase_that_failed_was_not_passed() -> None:
 
 def test_time_that_a_process_stood_still_is_not_its_own() -> None:
     clock = Clock()
-    activity, gap = Activity(clock), Gap(clock)
+    activity = Activity(clock)
+    assert activity.tick() == 0
     clock.now += 0.5
-    assert gap.seconds() == 0
+    assert activity.tick() == 0
     clock.now += 500
-    activity.pardon(gap.seconds())
+    assert activity.idle == 0.5, "asked before a watcher has come to see it"
+    assert activity.tick() == 500 and activity.tick() == 0, "one watcher hears of it"
     assert activity.idle == 0.5
+    clock.now += 2
+    assert activity.idle == 2.5, "time counts again"
+
+
+def test_a_main_thread_that_goes_on_first_after_a_suspension_has_not_taken_so_long() -> None:
+    """Hang detection would be off for as long as the job was suspended, and lenient for the rest of the run."""
+    clock = Clock()
+    activity = Activity(clock)
+    activity.limits = Limits(least=10, factor=5, first=60)
+    with activity("step"):
+        activity.tick()
+    with activity("step"):
+        clock.now += 500
+        activity.progress()
+        assert activity.tick() == 500
+        assert activity.idle == 0 and activity.limit == 10
+        clock.now += 2
+        activity.tick()
+        assert activity.idle == 2
+
+
+def test_without_a_watcher_all_time_counts() -> None:
+    clock = Clock()
+    activity = Activity(clock)
+    clock.now += 500
+    assert activity.idle == 500
+
+
+def test_a_forked_worker_has_locks_of_its_own() -> None:
+    """Those of its parent may be held by a thread that a fork does not copy."""
+    code = """
+import os
+from alignment.engines.watch.requests import REQUESTS
+from alignment.reporting.activity import ACTIVITY
+ACTIVITY._lock.acquire()
+REQUESTS._lock.acquire()
+pid = os.fork()
+if not pid:
+    ACTIVITY.progress()
+    print(ACTIVITY._lock.locked(), flush=True)
+    os._exit(0)
+os._exit(os.waitpid(pid, 0)[1])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=20)
+    assert (done.returncode, done.stdout) == (0, "False\n")
 
 
 def beat(moves: int, *, over: bool = True, waiting: bool = True, finished: bool = False, idle: float = 9.0) -> Beat:
@@ -113,16 +165,55 @@ def test_the_rank_that_hangs(beats: list[Beat], rank: int | None) -> None:
 def test_silence_is_counted_by_the_observers_clock() -> None:
     clock = Clock()
     heard, first = Heard(clock), beat(1)
-    heard.hear(1, first)
-    heard.hear(2, first)
+    heard.hear({1: first, 2: first})
     clock.now += 4
-    heard.hear(1, replace(first, count=2))
-    heard.hear(2, first)  # the same beat, read again
+    heard.hear({1: replace(first, count=2), 2: first})  # the latter is the same beat, read again
     clock.now += 2
     assert heard.silent(5) == [2] and heard.silent(7) == []
     heard.pardon(3)
     assert heard.silent(5) == []
+    heard.pardon(100)
+    clock.now += 6
+    assert heard.silent(5) == [1, 2], "nobody is pardoned for what is to come"
     assert Beat.parsed(first.text()) == first
+
+
+def test_who_is_not_heard_of_at_all_is_silent_once_the_time_to_start_is_over() -> None:
+    clock = Clock()
+    heard = Heard(clock, awaited=[1, 2], allowance=30)
+    clock.now += 3
+    heard.hear({1: beat(1)})
+    clock.now += 30
+    assert heard.silent(5) == [1]
+    clock.now += 3
+    assert heard.silent(5) == [1, 2]
+
+
+def test_ranks_tell_each_other_what_they_were_asked() -> None:
+    first, second, third = (StopRequests() for _ in range(3))
+    pulses = [Pulse(rank, requests) for rank, requests in enumerate((first, second, third))]
+    assert pulses[1].beat().asked == 0
+    second.request(StopReason.SIGTERM)
+    pulses[0].heed(pulses[1].beat())
+    assert (first.reason, first.detail) == (StopReason.SIGTERM, "rank 1 was asked")
+    pulses[2].heed(pulses[0].beat())  # which passes it on
+    assert (third.reason, third.detail) == (StopReason.SIGTERM, "rank 1 was asked")
+    first.request(StopReason.SIGINT)
+    for pulse in pulses[1:]:
+        pulse.heed(pulses[0].beat())
+    assert (second.reason, second.detail) == (StopReason.SIGINT, "rank 0 was asked")
+    pulses[0].heed(pulses[2].beat())
+    assert (first.reason, first.detail) == (StopReason.SIGINT, ""), "its own"
+
+
+def test_machines_without_proc_are_told_apart_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_boot", "_space"):
+        monkeypatch.setattr(owner, name, lambda: "")
+    machines = []
+    for host in ("n1", "n2"):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        machines.append(Pulse().machine)
+    assert machines[0] != machines[1]
 
 
 def test_a_collective_is_seen_in_the_stack() -> None:
@@ -240,8 +331,35 @@ def test_the_notice_is_what_the_job_was_promised(monkeypatch: pytest.MonkeyPatch
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert stop_notice() == (45.0, "KillWait of SLURM")
+    monkeypatch.setattr(watch_launchers, "launchers", lambda: [Launcher(1, "torchrun", ("torchrun", "train.py"))])
+    assert stop_notice() == (30.0, "torchrun --shutdown-timeout"), "the shorter of both"
+    monkeypatch.setattr(watch_launchers, "launchers", lambda: [Launcher(1, "slurmstepd")])
     scontrol.write_text("#!/bin/sh\nexit 1\n")
     assert stop_notice() == (30.0, "KillWait of SLURM, by default")
+
+
+@pytest.mark.parametrize(
+    ("name", "command", "variables", "seconds"),
+    [
+        ("torchrun", "torchrun --shutdown-timeout 120 train.py", {}, 120),
+        ("torchrun", "torchrun --shutdown_timeout=7 train.py", {}, 7),
+        ("torch.distributed.run", "python -m torch.distributed.run --shutdown-timeout=90 x", {}, 90),
+        ("torchrun", "torchrun train.py", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "50"}, 50),
+        ("torchrun", "torchrun --shutdown-timeout 60 x", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "50"}, 60),
+        ("torchrun", "torchrun train.py", {}, 30),
+        ("deepspeed", "deepspeed train.py", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "50"}, 30),
+    ],
+)
+def test_the_notice_of_a_launcher_is_read_from_its_command(
+    name: str, command: str, variables: dict[str, str], seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in (NOTICE, "SLURM_JOB_ID", "PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+        monkeypatch.delenv(each, raising=False)
+    for each, value in variables.items():
+        monkeypatch.setenv(each, value)
+    monkeypatch.setattr(watch_launchers, "launchers", lambda: [Launcher(1, name, tuple(command.split()))])
+    notice = stop_notice()
+    assert notice is not None and notice.seconds == seconds
 
 
 def test_the_end_of_a_process_is_noticed() -> None:

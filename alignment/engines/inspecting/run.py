@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from datetime import datetime, timezone
 from pathlib import Path
@@ -222,7 +223,9 @@ def _phases_in(record: Record) -> dict[str, Record]:
 def _text_of(seconds: float | None) -> str | None:
     if seconds is None:
         return None
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    with contextlib.suppress(OverflowError, ValueError, OSError):  # a file system may say any year
+        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return None
 
 
 def _text(value: Any) -> str:

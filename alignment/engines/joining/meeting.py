@@ -14,8 +14,8 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from alignment.config.errors import AlignmentError
+from alignment.engines.deadlines import bounded, within
 from alignment.engines.failures import JoinError, ReportedElsewhere, is_lost_peer, reason_of
-from alignment.engines.joining.deadlines import within
 from alignment.engines.joining.place import Place
 from alignment.engines.joining.port import holder_of
 from alignment.engines.joining.reach import Listener, refusal_of
@@ -27,6 +27,7 @@ _HUSH_S = 5.0  # how long ranks wait for all of them to know of a problem
 _ALL_S = 30.0  # how long a rank that cannot join keeps the news for those that have not come yet
 _LATER_S = 1.0  # the rank that speaks ends first
 _ANSWER_S = 60.0  # how long rank 0 takes to answer once something listens at its port
+_STAGE_S = 120.0  # in which ranks that have come find out whether they reach each other, eight times 10 s at most
 _TELL_S = 30.0  # after so long the user hears what is waited for
 _MOST_NAMED = _NEIGHBOURS = 8
 _SILENT = "something listens that gives no answer"
@@ -51,7 +52,8 @@ class Meeting:
         self._server: Any = None
         self._store: Any = None
         self._listener: Listener | None = None
-        self._come, self._told = 0, False
+        self._come, self._told, self._stage = 0, False, "come"
+        self._answered = 0.0  # when the store did, last
 
     def agree(self, check: Callable[[], None], address: Callable[[], str]) -> None:
         """Wait until all ranks have come and found nothing that keeps them from joining.
@@ -79,7 +81,7 @@ class Meeting:
         try:
             within(self._seconds, meet, every=self._tell)
         except TimeoutError as error:
-            raise JoinError(self._too_late()) from error
+            raise JoinError(self._too_late(self._seconds)) from error
         except RuntimeError as error:
             if not is_lost_peer(error):
                 raise
@@ -185,7 +187,9 @@ class Meeting:
             self._store.set("problem", json.dumps([self.place.rank, self.place.host, problem]))
 
     def _has(self, key: str) -> bool:
-        return bool(self._store.check([key]))
+        found = bool(self._store.check([key]))
+        self._answered = time.monotonic()
+        return found
 
     def _await_all(self) -> None:
         """Wait until all ranks have come; once one of them cannot join, not for long."""
@@ -198,13 +202,24 @@ class Meeting:
             time.sleep(_POLL_S)
 
     def _all(self, counter: str) -> None:
-        """Wait until all ranks have come so far, or one of them cannot join."""
+        """Wait until all ranks have come so far, or one of them cannot join, or does not get on."""
+        self._store.set(f"{counter}/{self.place.rank}", "1")
         self._store.add(counter, 1)
+        self._stage, end = counter, time.monotonic() + _STAGE_S
         while self._count(counter) < self.place.world_size and not self._has("problem"):
+            missing = self._missing() if time.monotonic() > end else []
+            if missing:
+                self._publish(self._stuck(missing, _STAGE_S))
             time.sleep(_POLL_S)
+
+    def _missing(self) -> list[int]:
+        """The ranks that have not come as far as this one."""
+        key = "host" if self._stage == "come" else self._stage
+        return [other for other in range(self.place.world_size) if not self._has(f"{key}/{other}")]
 
     def _count(self, counter: str) -> int:
         count: int = self._store.add(counter, 0)
+        self._answered = time.monotonic()
         self._come = count if counter == "come" else self._come
         return count
 
@@ -231,6 +246,8 @@ class Meeting:
             raise JoinError(
                 f"{_SILENT} at {self.place}, where rank 0 should: choose another MASTER_PORT (--master_port)"
             )
+        if self._answered and time.monotonic() - self._answered > _STAGE_S:
+            raise JoinError(self._unanswered(_STAGE_S))
         if self._told or waited < _TELL_S or self.place.local_rank != 0:
             return
         self._told = True
@@ -242,20 +259,39 @@ class Meeting:
             return f"waiting for rank 0 at {self.place} ({self._refusal or _SILENT})"
         return f"waiting at {self.place} for all ranks: {self._come} of {self.place.world_size} have come"
 
-    def _too_late(self) -> str:
-        place, advice = self.place, "start all ranks, with the same MASTER_ADDR and MASTER_PORT"
+    def _too_late(self, seconds: float) -> str:
+        place, advice = self.place, self._hint or "start all ranks, with the same MASTER_ADDR and MASTER_PORT"
         if self._store is None:
             return (
-                f"rank 0 could not be reached at {place} from host {place.host} within {self._seconds:g} s "
-                f"({self._refusal or _SILENT}): {self._hint or advice}"
+                f"rank 0 could not be reached at {place} from host {place.host} within {seconds:g} s "
+                f"({self._refusal or _SILENT}): {advice}"
             )
-        try:
-            came = within(_LAST_S, lambda: [r for r in range(place.world_size) if self._has(f"host/{r}")])
-        except (TimeoutError, RuntimeError):
-            came = []
-        missing = [str(other) for other in range(place.world_size) if other not in came]
-        more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+        missing = bounded(self._missing, _LAST_S)
+        if missing is None:
+            return self._unanswered(seconds)
+        if self._stage != "come":
+            return self._stuck(missing, seconds)
         return (
-            f"of {place.world_size} ranks only {len(came)} came to {place} within {self._seconds:g} s, without "
-            f"{', '.join(missing[:_MOST_NAMED])}{more}: {self._hint or advice}"
+            f"of {place.world_size} ranks only {place.world_size - len(missing)} came to {place} within "
+            f"{seconds:g} s, without {_named(missing)}: {advice}"
         )
+
+    def _stuck(self, missing: list[int], seconds: float) -> str:
+        name = bounded(lambda: self._store.get(f"host/{missing[0]}").decode(), _LAST_S)
+        host = f" (host {name})" if name else ""
+        return (
+            f"all {self.place.world_size} ranks came to {self.place}, but rank {_named(missing)}{host} has not got on "
+            f"within {seconds:g} s: it was stopped, or its host or the network is down"
+        )
+
+    def _unanswered(self, seconds: float) -> str:
+        who = "torchrun's agent" if self.place.agent else "rank 0"
+        return (
+            f"{who}, which lets the ranks meet at {self.place}, has given host {self.place.host} no answer within "
+            f"{seconds:g} s: it was stopped, or its host or the network is down"
+        )
+
+
+def _named(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return ", ".join(map(str, ranks[:_MOST_NAMED])) + more

@@ -6,7 +6,7 @@ import ipaddress
 import socket
 import time
 
-from alignment.engines.joining.deadlines import within
+from alignment.engines.deadlines import within
 
 _PAUSE_S = 1.0  # a host of a cluster that has just started may get its name a moment later
 

@@ -1,21 +1,24 @@
-"""Signs of life: what each rank says of itself twice a second, and what an observer makes of it."""
+"""Signs of life: what each rank says of itself twice a second, and what an observer makes of it.
+
+A beat also says who has asked for a stop, so that every rank knows of it within a second.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 from alignment.engines.checkpoints.owner import Owner
+from alignment.engines.watch.requests import REQUESTS, StopRequests
+from alignment.engines.watch.stop import StopReason
 from alignment.reporting.activity import ACTIVITY
 
 _COLLECTIVES = ("torch/distributed/", "deepspeed/comm/")
-_GAP_S = 3.0
 _FRAMES = 12  # how far up the stack a collective's own frames reach
 
 
@@ -32,6 +35,8 @@ class Beat:
         over: whether that is longer than the phase allows.
         waiting: whether its main thread is in a collective.
         finished: whether it has done its work.
+        asked: what asked it to stop, a :class:`StopReason`; 0 if nothing did.
+        asker: the rank that was asked, this one or another that it has heard of.
     """
 
     count: int
@@ -45,6 +50,8 @@ class Beat:
     over: bool
     waiting: bool
     finished: bool
+    asked: int = 0
+    asker: int = 0
 
     def text(self) -> str:
         """For the store."""
@@ -62,17 +69,24 @@ class Beat:
 
 
 class Pulse:
-    """Makes the beats of this process."""
+    """Makes the beats of this process.
 
-    def __init__(self) -> None:
+    Args:
+        rank: of this process.
+        requests: what it was asked.
+    """
+
+    def __init__(self, rank: int = 0, requests: StopRequests = REQUESTS) -> None:
         own = Owner.this_process()
-        self.host, self.machine = socket.gethostname(), f"{own.boot}/{own.space}"
+        self.host, self.machine = own.host, f"{own.host}/{own.boot}/{own.space}"
         self.count, self.finished = 0, False
+        self._rank, self._requests = rank, requests
+        self._heard: tuple[StopReason, int] | None = None  # what another rank was asked, and which
 
     def beat(self) -> Beat:
         """The next one."""
         self.count += 1
-        idle, limit = ACTIVITY.idle, ACTIVITY.limit
+        idle, limit, reason = ACTIVITY.idle, ACTIVITY.limit, self._requests.reason
         return Beat(
             count=self.count,
             host=self.host,
@@ -85,25 +99,14 @@ class Pulse:
             over=idle > limit,
             waiting=in_collective(),
             finished=self.finished,
+            asked=int(reason or 0),
+            asker=self._heard[1] if self._heard is not None and self._heard[0] is reason else self._rank,
         )
 
-
-class Gap:
-    """Notices that this process stood still: a suspended job, a sleeping machine.
-
-    Args:
-        clock: in seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._lock, self._last = clock, threading.Lock(), clock()
-
-    def seconds(self) -> float:
-        """Since the last call, if that is longer than any thread lets pass between two calls; else 0."""
-        with self._lock:
-            now = self._clock()
-            gap, self._last = now - self._last, now
-        return gap if gap > _GAP_S else 0.0
+    def heed(self, beat: Beat) -> None:
+        """What another rank was asked, this one was asked as well."""
+        if beat.asked and self._requests.request(StopReason(beat.asked), f"rank {beat.asker} was asked"):
+            self._heard = StopReason(beat.asked), beat.asker
 
 
 def in_collective() -> bool:
@@ -123,22 +126,28 @@ class Heard:
 
     Args:
         clock: in seconds.
+        awaited: ranks that are to be heard of.
+        allowance: seconds that they have before their silence counts.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, awaited: Iterable[int] = (), allowance: float = 0.0
+    ) -> None:
         self._clock = clock
         self.beats: dict[int, Beat] = {}
-        self._at: dict[int, float] = {}
+        self._at: dict[int, float] = dict.fromkeys(awaited, clock() + allowance)
 
-    def hear(self, rank: int, beat: Beat) -> None:
-        """Take note of what a rank says; an old beat is none."""
-        known = self.beats.get(rank)
-        if known is None or known.count != beat.count:
-            self.beats[rank], self._at[rank] = beat, self._clock()
+    def hear(self, beats: Mapping[int, Beat]) -> None:
+        """Take note of what ranks say; an old beat is none."""
+        known, now = self.beats, self._clock()
+        new = {rank: beat for rank, beat in beats.items() if rank not in known or known[rank].count != beat.count}
+        # Other threads read both: they are replaced, never changed.
+        self.beats, self._at = {**known, **new}, {**self._at, **dict.fromkeys(new, now)}
 
     def pardon(self, seconds: float) -> None:
         """The observer itself stood still for so long."""
-        self._at = {rank: at + seconds for rank, at in self._at.items()}
+        now = self._clock()
+        self._at = {rank: max(at, min(now, at + seconds)) for rank, at in self._at.items()}
 
     def silent(self, seconds: float) -> list[int]:
         """The ranks that have said nothing for so long."""

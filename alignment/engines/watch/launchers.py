@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import psutil
 
+from alignment.engines.launch_env import NOTICE
+
 # Programs and modules that start ranks and watch them. No shell is one: a run started with `nohup … &` outlives it.
 _PROGRAMS = {"torchrun", "deepspeed", "deepspeed.pt", "ds", "accelerate", "accelerate-launch", "slurmstepd"}
 _MODULES = {
@@ -21,8 +23,10 @@ _MODULES = {
     "accelerate.commands.launch",
 }
 _SCRIPTS = ("torch/distributed/run.py", "torch/distributed/launch.py", "deepspeed/launcher/launch.py")
-NOTICE = "ALIGNMENT_STOP_NOTICE"
 _LAUNCHER_NOTICE_S = 30.0  # of torchrun (--shutdown-timeout) and of DeepSpeed's launch.py
+_TORCHRUN = {"torchrun", "torch.distributed.run", "torch.distributed.launch", "run.py"}
+_SHUTDOWN = ("--shutdown-timeout", "--shutdown_timeout")
+_SHUTDOWN_VARIABLES = ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")  # which torchrun reads as well
 _KILL_WAIT_S = 30.0  # SLURM's default
 
 
@@ -31,6 +35,7 @@ class Launcher(NamedTuple):
 
     pid: int
     name: str
+    command: tuple[str, ...] = ()
 
 
 def launchers() -> list[Launcher]:
@@ -39,9 +44,10 @@ def launchers() -> list[Launcher]:
     with contextlib.suppress(psutil.Error):
         for ancestor in psutil.Process().parents():
             with contextlib.suppress(psutil.Error):
-                name = launcher_name(ancestor.cmdline())
+                command = ancestor.cmdline()
+                name = launcher_name(command)
                 if name:
-                    found.append(Launcher(ancestor.pid, name))
+                    found.append(Launcher(ancestor.pid, name, tuple(command)))
     return found
 
 
@@ -96,16 +102,29 @@ class Notice(NamedTuple):
 
 
 def stop_notice() -> Notice | None:
-    """The notice that this run gets; None where nothing kills it, as without a launcher."""
+    """The notice that this run gets, the shortest of those that apply; None where nothing kills it.
+
+    What the user says in ``ALIGNMENT_STOP_NOTICE`` takes the place of all others.
+    """
     given = os.environ.get(NOTICE, "")
     with contextlib.suppress(ValueError):
         return Notice(float(given), NOTICE)
+    found = [_of_launcher(launcher) for launcher in launchers() if launcher.name != "slurmstepd"]
     if os.environ.get("SLURM_JOB_ID"):
-        return Notice(*_kill_wait())
-    names = [launcher.name for launcher in launchers()]
-    if not names:
-        return None
-    return Notice(_LAUNCHER_NOTICE_S, "torchrun --shutdown-timeout" if "torchrun" in names else f"fixed in {names[0]}")
+        found.append(Notice(*_kill_wait()))
+    return min(found, key=lambda notice: notice.seconds, default=None)
+
+
+def _of_launcher(launcher: Launcher) -> Notice:
+    if launcher.name not in _TORCHRUN and not launcher.name.startswith("accelerate"):
+        return Notice(_LAUNCHER_NOTICE_S, f"fixed in {launcher.name}")
+    asked = [os.environ.get(name, "") for name in _SHUTDOWN_VARIABLES]
+    for option, value in zip(launcher.command, (*launcher.command[1:], "")):
+        name, equals, own = option.partition("=")
+        if name in _SHUTDOWN:
+            asked.insert(0, own if equals else value)
+    seconds = next((float(text) for text in asked if text.isascii() and text.isdecimal()), _LAUNCHER_NOTICE_S)
+    return Notice(seconds, "torchrun --shutdown-timeout")
 
 
 def _kill_wait() -> tuple[float, str]:

@@ -7,6 +7,7 @@ nothing to lose, the main thread is interrupted as by Ctrl-C.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,11 +39,17 @@ class StopRequests:
         self._file: Path | None = None
         self._looked = float("-inf")
 
-    def request(self, reason: StopReason, detail: str = "") -> None:
-        """Ask for a stop. The first request names the reason, but a person's outranks those of launchers."""
+    def request(self, reason: StopReason, detail: str = "") -> bool:
+        """Ask for a stop. The first request names the reason, but a person's outranks those of launchers.
+
+        Returns:
+            Whether this request names the reason now.
+        """
         with self._lock:
             if self._reason is None or (reason.by_user and reason > self._reason):
                 self._reason, self.detail = reason, detail
+                return True
+        return False
 
     @property
     def reason(self) -> StopReason | None:
@@ -76,6 +83,19 @@ class StopRequests:
         finally:
             self._file, self.deferring = None, before
 
+    def look_until(self, over: threading.Event) -> None:
+        """Look for the file ``STOP`` again and again: the main thread may be waiting for other ranks to hear of it.
+
+        For a thread of its own, which a disk that hangs may keep.
+        """
+        while not over.wait(_FILE_POLL_S):
+            if self.deferring:
+                self.asked()
+
+    def renew_lock(self) -> None:
+        """In a forked worker: another thread of its parent may have held the lock."""
+        self._lock = threading.RLock()
+
     def forget(self) -> None:
         """As in a process that has received none."""
         with self._lock:
@@ -83,3 +103,4 @@ class StopRequests:
 
 
 REQUESTS = StopRequests()
+os.register_at_fork(after_in_child=REQUESTS.renew_lock)

@@ -6,10 +6,11 @@ import errno
 import itertools
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from alignment.config.errors import one_line
+from alignment.engines.failures import causes
 from alignment.engines.launch_env import rank
 from alignment.reporting.activity import ACTIVITY
 
@@ -38,22 +39,13 @@ def is_transient(error: BaseException) -> bool:
     such as 404, and what the hub's client raises in offline mode never pass.
     """
     passes = False
-    for each in _chain(error):
+    for each in causes(error):
         names, status = {kind.__name__ for kind in type(each).__mro__}, _status(each)
         if _OFFLINE in names or _OFFLINE in str(each) or (status is not None and status not in _BUSY):
             return False
         number = each.errno if isinstance(each, OSError) else None
         passes |= number in _ERRNOS or status is not None or (number is None and not names.isdisjoint(_CLASSES))
     return passes
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and its causes, each once; also those that ``raise … from None`` hides."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _status(error: BaseException) -> int | None:

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -25,6 +26,7 @@ from alignment.reporting.activity import ACTIVITY
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _IGNORABLE = (signal.SIGINT, signal.SIGHUP)  # by `nohup`, and by shells for what they start in the background
 _AGAIN_S = 2.0  # launchers and schedulers repeat signals; a second SIGINT counts after this
+_CLEAN_UP_S = 30.0  # how long the main thread has to end once it was interrupted: what catches all may have caught it
 _LEAVE_S = 3.0  # how long the main thread has to hear of a signal where it is not to look for requests itself
 _TICK_S = 0.5
 _WAKE = b"\0"  # no signal's number
@@ -56,6 +58,8 @@ class SignalWatch:
         self._raised = False
         self._announced: StopReason | None = None
         self._taken: set[int] = set()
+        self._finishing_told = False
+        self._failures: set[str] = set()
         self._launchers: dict[int, tuple[Launcher, Watched]] = {}
 
     @contextlib.contextmanager
@@ -105,7 +109,7 @@ class SignalWatch:
         self.requests.request(StopReason.of_signal(number))
         if self.requests.deferring or self._raised or self.requests.done:
             return
-        self._raised = True
+        self._raised, self._deadline = True, self._clock() + _CLEAN_UP_S
         reason = self.requests.reason or StopReason.of_signal(number)
         raise RunStopped(reason, self._interrupted(reason), everywhere=False)
 
@@ -121,22 +125,43 @@ class SignalWatch:
                 poll.register(watched.descriptor, select.POLLIN)
         while not over.is_set():
             ready = {descriptor for descriptor, _ in poll.poll(_TICK_S * 1000)}
-            if over.is_set():
-                break
-            if reader in ready:
-                for number in os.read(reader, 64):
-                    self._hear(number)
-            for launcher, watched in list(self._launchers.values()):
-                if watched.descriptor in ready or (watched.descriptor is None and watched.gone):
-                    if watched.descriptor is not None:
-                        poll.unregister(watched.descriptor)
-                    del self._launchers[launcher.pid]
-                    self.lost(f"the launcher {launcher.name}, process {launcher.pid}, has ended")
-            self._insist()
-            self._each_tick()
+            # Whatever goes wrong in one part, such as a terminal that was closed, the others go on.
+            parts = (partial(self._read, reader, ready), partial(self._miss, ready, poll), self._insist, self._tick)
+            for part in parts:
+                if not over.is_set():
+                    self._survive(part)
         os.close(reader)
         for _, watched in self._launchers.values():
             watched.close()
+
+    def _survive(self, part: Callable[[], None]) -> None:
+        try:
+            part()
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            if what not in self._failures:
+                self._failures.add(what)
+                with contextlib.suppress(Exception):
+                    self._tell(f"watching for signals met {what}; it goes on")
+
+    def _read(self, reader: int, ready: set[int]) -> None:
+        if reader in ready:
+            for number in os.read(reader, 64):
+                self._hear(number)
+
+    def _miss(self, ready: set[int], poll: select.poll) -> None:
+        """Notice launchers that have ended."""
+        for launcher, watched in list(self._launchers.values()):
+            if watched.descriptor in ready or (watched.descriptor is None and watched.gone):
+                if watched.descriptor is not None:
+                    poll.unregister(watched.descriptor)
+                del self._launchers[launcher.pid]
+                self.lost(f"the launcher {launcher.name}, process {launcher.pid}, has ended")
+
+    def _tick(self) -> None:
+        if self.requests.deferring and not self.requests.done:
+            self._announce()  # what another rank was asked, or the file STOP
+        self._each_tick()
 
     def lost(self, what: str) -> None:
         """A launcher has ended before its ranks: nobody would end them, and the next start would meet them.
@@ -155,7 +180,7 @@ class SignalWatch:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _hear(self, number: int) -> None:
-        if number not in self._taken:  # of somebody else's handler
+        if number not in self._taken or not self._handles(number):  # of somebody else's handler
             return
         reason = StopReason.of_signal(number)
         now = self._clock()
@@ -165,11 +190,19 @@ class SignalWatch:
             self._first_interrupt = now if self._first_interrupt is None else self._first_interrupt
         self.requests.request(reason)
         if self.requests.done:
-            return
-        if not self.requests.deferring:
+            self._tell_finishing(reason)
+        elif not self.requests.deferring:
             self._deadline = self._deadline or now + _LEAVE_S
         else:
             self._announce()
+
+    def _handles(self, number: int) -> bool:
+        return bool(signal.getsignal(number) == self._handle)
+
+    def _tell_finishing(self, reason: StopReason) -> None:
+        if reason is StopReason.SIGINT and not self._finishing_told:
+            self._finishing_told = True
+            self._tell("SIGINT: the run is about to end by itself; press Ctrl-C again to end it at once")
 
     def _announce(self) -> None:
         """Say that the run will stop, unless that was said before for this reason."""
@@ -182,8 +215,12 @@ class SignalWatch:
 
     def _insist(self) -> None:
         """End where the main thread was to be interrupted and is in no state to notice."""
-        if self._deadline is not None and self._clock() >= self._deadline and not self._raised:
-            self._end(self.requests.reason or StopReason.SIGTERM)
+        if self._deadline is None or self._clock() < self._deadline:
+            return
+        self._deadline = None
+        if self.requests.deferring or self.requests.done:  # it looks at requests by itself now
+            return
+        self._end(self.requests.reason or StopReason.SIGTERM)
 
     def forget_in_child(self) -> None:
         """A forked worker must not write its signals into its parent's pipe, nor raise at the parent's.

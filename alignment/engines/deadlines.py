@@ -1,7 +1,8 @@
-"""Calls that may not return: name look-ups, and connections to a process that does not answer."""
+"""Calls that may not return: name look-ups, connections to a process that is stopped, writes to a disk that hangs."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -39,7 +40,7 @@ def within(
     begun = time.monotonic()
     thread.start()
     while thread.is_alive():
-        thread.join(_SLICE_S)
+        thread.join(max(0.0, min(_SLICE_S, seconds - (time.monotonic() - begun))))
         waited = time.monotonic() - begun
         if thread.is_alive() and waited >= seconds:
             raise TimeoutError(f"no answer within {seconds:g} s")
@@ -47,3 +48,14 @@ def within(
     if failed:
         raise failed[0]
     return found[0]
+
+
+def bounded(call: Callable[[], Result], seconds: float) -> Result | None:
+    """What ``call`` returns; None if it takes longer or raises.
+
+    For last words: to a store whose process is stopped, a disk that hangs, a terminal that takes nothing. There is
+    nothing to be done about a failure.
+    """
+    with contextlib.suppress(Exception):
+        return within(seconds, call)
+    return None

@@ -1,0 +1,43 @@
+"""The process group's store as ranks see it, in memory; and an end of a process that is an exception."""
+
+from __future__ import annotations
+
+import threading
+from typing import NoReturn
+
+
+class Ended(SystemExit):
+    """Raised in the place of the end of a process."""
+
+
+def ended(code: int) -> NoReturn:
+    """In the place of ``end_process``."""
+    raise Ended(code)
+
+
+class Store:
+    """Keys and values, and how many keys were asked for."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.asked = 0
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        self.asked += 1
+        return self.values[key].encode()
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += len(keys)
+        return all(key in self.values for key in keys)
+
+    def add(self, key: str, more: int) -> int:
+        with self._lock:
+            self.values[key] = str(int(self.values.get(key, 0)) + more)
+            return int(self.values[key])

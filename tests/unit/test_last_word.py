@@ -1,0 +1,202 @@
+"""Why a job ends is said, and every process ends, whatever hangs or fails meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from fake_store import Ended, Store, ended
+
+from alignment.engines import guard
+from alignment.engines.watch import ending, last_word
+from alignment.engines.watch.last_word import LastWord, Verdict
+from alignment.reporting.activity import Activity, Limits
+
+
+@pytest.fixture(autouse=True)
+def one_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An end that a test survives, and little patience."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(last_word, "mute", lambda: None)
+    monkeypatch.setattr(last_word, "end_process", ended)
+    monkeypatch.setattr(last_word, "end_within", lambda seconds, code: None)
+    monkeypatch.setattr(last_word, "_HUSH_S", 0.5)
+    for module in (last_word, ending):
+        monkeypatch.setattr(module, "WRITE_S", 0.2)
+
+
+def hang(*_: Any, **__: Any) -> None:
+    time.sleep(20)
+
+
+def test_a_disk_and_a_dead_rank_that_hang_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "hang-0.txt")  # nobody reads it: open() does not return
+    activity = SimpleNamespace(folder=tmp_path, status=SimpleNamespace(update=hang))
+    monkeypatch.setattr(last_word, "ACTIVITY", activity)
+    begun = time.monotonic()
+    with pytest.raises(Ended) as end:
+        LastWord(Store(), 0, hang).speak("error: rank 1 hangs", Verdict(hung=True), at_once=True)
+    assert time.monotonic() - begun < 5 and end.value.code == 1
+    assert capsys.readouterr().err == "\nerror: rank 1 hangs\n"
+
+
+def test_a_terminal_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = SimpleNamespace(write=hang, flush=hang)
+    monkeypatch.setattr(sys, "stderr", stream)
+    begun = time.monotonic()
+    with pytest.raises(Ended):
+        LastWord(None, 0).speak("error: it hangs", Verdict())
+    assert time.monotonic() - begun < 3
+
+
+@pytest.mark.parametrize("what", ["bars", "stderr", "living", "stacks"])
+def test_what_fails_in_the_last_word_does_not_keep_the_process(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its right to speak would stay taken, and whoever speaks next would wait for ever."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("Set changed size during iteration")
+
+    def closed(*_: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    said: list[str] = []
+    stream = SimpleNamespace(write=closed if what == "stderr" else said.append, flush=lambda: None)
+    monkeypatch.setattr(sys, "stderr", stream)
+    if what == "bars":
+        monkeypatch.setattr(ending, "open_bars", fail)
+    if what == "stacks":
+        monkeypatch.setattr(last_word, "write_stacks", fail)
+    with pytest.raises(Ended) as end:
+        LastWord(Store(), 0).speak("the line", Verdict(code=85, hung=True), fail if what == "living" else tuple)
+    assert end.value.code == 85
+    assert said == ([] if what == "stderr" else ["\nthe line\n"])
+
+
+def test_one_that_follows_ends_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(last_word, "mute", fail)
+    word = LastWord(Store(), 1)
+    with pytest.raises(Ended):
+        word.follow()
+
+
+def test_the_first_speaks_and_the_others_end_as_it_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, codes = Store(), []
+
+    def second() -> None:
+        while "claim" not in store.values:
+            time.sleep(0.01)
+        try:
+            LastWord(store, 1).speak("error: no", Verdict())
+        except Ended as end:
+            codes.append(end.code)
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    with pytest.raises(Ended) as end:
+        LastWord(store, 0).speak("stopped", Verdict(code=130, state="stopped"), lambda: [1])
+    thread.join(10)
+    assert codes == [130] and end.value.code == 130
+    assert capsys.readouterr().err == "\nstopped\n"
+
+
+# The guard -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_single_process_that_hangs_ends_although_its_disk_hangs(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "hang-0.txt")
+    code = f"""
+import sys, time
+from pathlib import Path
+from alignment.engines.guard import guarded
+from alignment.reporting.activity import ACTIVITY, Limits
+
+def main():
+    ACTIVITY.folder, ACTIVITY.limits = Path({str(tmp_path)!r}), Limits(least=0.5, first=0.5)
+    time.sleep(30)
+
+sys.exit(guarded(main))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=20)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: this process (host ") and "has made no progress for" in done.stderr
+
+
+def test_a_rank_that_goes_on_alone_is_watched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it was one of several before."""
+    now, said = [0.0], []
+    activity = Activity(lambda: now[0])
+    activity.limits = Limits(least=10, factor=5, first=10)
+    monkeypatch.setattr(guard, "ACTIVITY", activity)
+    monkeypatch.setattr(guard, "hung_line", lambda *_: "hung")
+    monkeypatch.setattr(guard._Guard, "_end", lambda self, line, verdict: said.append((now[0], line, verdict.hung)))
+    watch = guard._Guard()
+    watch.peers = peers = SimpleNamespace(alone=False, tick=activity.tick)  # type: ignore[assignment]
+
+    def spend(seconds: float, *, working: bool) -> None:
+        end = now[0] + seconds
+        while now[0] < end:
+            now[0] += 0.5
+            if working:
+                activity.progress()
+            watch._tick()
+
+    spend(100, working=True)
+    peers.alone = True
+    spend(11, working=False)
+    assert said == [(110.5, "hung", True), (111.0, "hung", True)]
+
+
+def test_the_way_out_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds: list[tuple[float, int]] = []
+    monkeypatch.setattr(guard, "end_within", lambda seconds, code: bounds.append((seconds, code)))
+    monkeypatch.setattr(guard, "ignore_stop_signals", lambda: None)
+    watch = guard._Guard()
+    watch.peers = SimpleNamespace(finish=lambda: None)  # type: ignore[assignment]
+    try:
+        watch._finish(85)
+    finally:
+        guard.REQUESTS.forget()
+    assert bounds == [(30.0, 85)]
+
+
+def test_a_process_that_does_not_end_is_ended_with_its_compilers(tmp_path: Path) -> None:
+    (tmp_path / "ninja").symlink_to("/bin/sleep")
+    code = """
+import subprocess, sys, time
+from alignment.engines.watch.ending import end_within
+print(subprocess.Popen([sys.argv[1], "60"]).pid, flush=True)
+end_within(0.2, 7)
+time.sleep(30)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "ninja")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        compiler = int(process.stdout.readline())
+        assert process.wait(15) == 7
+    deadline = time.monotonic() + 5
+    while _lives(compiler) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _lives(compiler)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]
+    except OSError:
+        return False

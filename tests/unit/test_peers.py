@@ -1,0 +1,294 @@
+"""What a rank makes of the others' signs of life: over a store in memory, with a clock that the tests move on."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_store import Store
+
+from alignment.engines.watch import neighbours, peers
+from alignment.engines.watch.beats import Beat, Heard, Pulse
+from alignment.engines.watch.exchange import Exchange
+from alignment.engines.watch.last_word import Verdict
+from alignment.engines.watch.neighbours import Neighbours
+from alignment.engines.watch.peers import Peers
+from alignment.engines.watch.processes import Watched
+from alignment.reporting.activity import Activity
+
+
+class Failed(SystemExit):
+    """What a rank said, and its verdict, in the place of its end."""
+
+    def __init__(self, line: str, verdict: Verdict) -> None:
+        super().__init__(verdict.code)
+        self.line, self.verdict = line, verdict
+
+
+class World:
+    """Some ranks of one job; none of them has a thread of its own."""
+
+    def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.store, self.size = 100.0, Store(), size
+        self.activity = Activity(lambda: self.now)
+        monkeypatch.setattr(peers, "ACTIVITY", self.activity)
+        self.absent = {rank: Pulse(rank) for rank in range(size)}
+
+    def rank(self, number: int, **more: Any) -> Peers:
+        made = Peers(self.store, number, self.size, clock=lambda: self.now, **more)
+        made._last_word.speak = self._speak  # type: ignore[method-assign, assignment]
+        return made
+
+    def _speak(self, line: str, verdict: Verdict, *_: Any, **__: Any) -> None:
+        raise Failed(line, verdict)
+
+    def beat(self, *ranks: int, machine: str = "elsewhere") -> None:
+        """What other ranks do meanwhile."""
+        for rank in ranks:
+            self.absent[rank].machine = machine
+            self.store.set(f"beat/{rank}", self.absent[rank].beat().text())
+
+    def spend(self, seconds: float, each: Callable[[], None]) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 0.5
+            each()
+
+
+@pytest.fixture
+def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Peers, "_watch", lambda self: None)
+
+
+def fallen(rank: Peers, *gone: int) -> None:
+    """Processes of this machine that have ended, as far as a rank knows; all ranks below 4 run here."""
+    names = [other for other in range(min(4, rank.world_size)) if other != rank.rank]
+    watched = {other: SimpleNamespace(ended=other in gone, kill=lambda: None, close=lambda: None) for other in names}
+    rank._neighbours._watched = watched  # type: ignore[assignment]
+
+
+@pytest.mark.usefixtures("no_thread")
+def test_a_rank_that_never_beats_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(3, monkeypatch)
+    first = world.rank(0)
+
+    def turn() -> None:
+        world.beat(1)
+        first._turn()
+
+    world.spend(50, turn)
+    with pytest.raises(Failed) as failed:
+        world.spend(10, turn)
+    assert failed.value.line.startswith("error: rank 2 has given no sign of life since the ranks have joined: ")
+    assert failed.value.verdict.dead == (2,) and world.now < 157
+
+
+@pytest.mark.usefixtures("no_thread")
+def test_of_several_silent_ranks_all_are_buried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second was stopped some seconds after the first, and would stay behind."""
+    world = World(4, monkeypatch)
+    first = world.rank(0)
+    world.spend(5, lambda: (world.beat(1, 2, 3), first._turn()))  # type: ignore[func-returns-value]
+    world.spend(15, lambda: (world.beat(2, 3), first._turn()))  # type: ignore[func-returns-value]
+    with pytest.raises(Failed) as failed:
+        world.spend(15, lambda: (world.beat(3), first._turn()))  # type: ignore[func-returns-value]
+    assert "rank 1 (host " in failed.value.line and failed.value.verdict.dead == (1, 2)
+
+
+@pytest.mark.usefixtures("no_thread")
+def test_a_rank_that_is_cut_off_itself_buries_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(2, monkeypatch)
+    first = world.rank(0)
+    world.spend(5, lambda: (world.beat(1), first._turn()))  # type: ignore[func-returns-value]
+    world.now += 2.5
+    world.activity.tick()
+    world.now += 2.9
+    with pytest.raises(Failed) as failed:
+        first.fail("error: its own", Verdict())
+    assert failed.value.verdict.dead == ()
+
+
+@pytest.mark.usefixtures("no_thread")
+def test_a_suspended_job_is_pardoned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever thread comes to see it first."""
+    for seen_by in ("_turn", "tick"):
+        world = World(2, monkeypatch)
+        first = world.rank(0)
+
+        def both(world: World = world, first: Peers = first) -> None:
+            world.beat(1)
+            first._turn()
+            first.tick()
+
+        world.spend(5, both)
+        world.now += 1000
+        getattr(first, seen_by)()
+        first.tick()
+        first._turn()
+        assert world.activity.idle <= 5.5
+        with pytest.raises(Failed):
+            world.spend(26, first._turn)  # silence counts from now on
+        assert world.now < 1000 + 105 + 27
+
+
+@pytest.mark.usefixtures("no_thread")
+def test_after_a_broken_connection_the_rank_that_has_gone_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one that has said nothing for a second may be busy."""
+    monkeypatch.setattr(peers, "_LOST_S", 0.5)
+    world = World(6, monkeypatch)
+    rank = world.rank(2)
+    fallen(rank, 3)
+    world.beat(0, 1, 2, 3, 4, 5)
+    rank._exchange.met = True
+    monkeypatch.setattr(peers.time, "sleep", lambda seconds: setattr(world, "now", world.now + seconds))
+    with pytest.raises(Failed) as failed:
+        rank.fail("error: a connection broke", Verdict(), lost=True)
+    assert "rank 3 (host " in failed.value.line and "was killed in" in failed.value.line
+    assert failed.value.verdict.dead == (3,)
+
+
+@pytest.mark.usefixtures("no_thread")
+@pytest.mark.parametrize(("beats", "blamed"), [((0, 1, 3, 4), "rank 5"), ((0, 4, 5), ""), ((), "rank 4")])
+def test_after_a_broken_connection_nobody_is_killed_for_being_slow(
+    beats: tuple[int, ...], blamed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(6, monkeypatch)
+    rank = world.rank(2)
+    fallen(rank)
+    world.beat(0, 1, 2, 3, 4, 5)
+    rank._exchange.met = True
+
+    def sleep(seconds: float) -> None:
+        world.now += seconds
+        world.beat(*beats)
+
+    monkeypatch.setattr(peers.time, "sleep", sleep)
+    with pytest.raises(Failed) as failed:
+        rank.fail("error: a connection broke", Verdict(), lost=True)
+    line = failed.value.line
+    assert failed.value.verdict.dead == ()
+    assert f"{blamed} (host" in line if blamed else line == "error: a connection broke"
+
+
+@pytest.mark.usefixtures("no_thread")
+def test_the_store_is_kept_for_every_rank_that_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has left and ended does not count for another."""
+    world = World(4, monkeypatch)
+    first = world.rank(0)
+    for rank in (1, 2):
+        world.store.set(f"left/{rank}", "1")
+    fallen(first, 1, 2)
+    assert not first._all_left()
+    world.store.set("left/3", "1")
+    assert first._all_left()
+    del world.store.values["left/3"]
+    fallen(first, 3)
+    assert first._all_left()
+
+
+@pytest.mark.usefixtures("no_thread")
+def test_a_store_that_is_stopped_at_the_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(2, monkeypatch)
+    monkeypatch.setattr(peers, "ASK_S", 0.1)
+    ranks = [world.rank(0), world.rank(1)]
+    world.store.add("finished", 1)
+    stop = threading.Event()
+    monkeypatch.setattr(world.store, "set", lambda *_: stop.wait(10))
+    begun = time.monotonic()
+    ranks[1].finish()
+    assert time.monotonic() - begun < 5
+    stop.set()
+
+
+def test_the_watch_survives_what_it_did_not_expect(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns: list[int] = []
+
+    def turn(self: Peers) -> None:
+        turns.append(1)
+        if len(turns) < 4:
+            raise OSError(24, "Too many open files")
+        self._own_end = True
+
+    monkeypatch.setattr(Peers, "_turn", turn)
+    monkeypatch.setattr(peers, "_POLL_S", 0.01)
+    rank = Peers(Store(), 1, 2)
+    rank._thread.join(10)
+    assert len(turns) == 4
+    assert capsys.readouterr().err == (
+        "rank 1: watching the other ranks met OSError: [Errno 24] Too many open files; it goes on\n"
+    )
+
+
+def test_neighbours_are_there_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may be going through them."""
+    here, seen = Neighbours(), []
+
+    def begin(pid: int) -> Watched:
+        seen.append(len(list(here)))
+        return Watched(pid, None, None)
+
+    monkeypatch.setattr(neighbours.Watched, "begin", begin)
+    here.begin({1: 11, 2: 12})
+    assert seen == [0, 0] and list(here) == [1, 2] and here.gone == [1, 2]
+    here.close()
+    assert 1 not in here
+
+
+def test_a_process_is_watched_by_a_descriptor_of_any_number() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2000:
+        pytest.skip("too few descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+    try:
+        with subprocess.Popen(["sleep", "60"]) as child:
+            watched = Watched.begin(child.pid)
+            if watched.descriptor is None:
+                pytest.skip("a kernel without descriptors of processes")
+            high = fcntl.fcntl(watched.descriptor, fcntl.F_DUPFD, 1500)
+            os.close(watched.descriptor)
+            watched.descriptor = high
+            assert not watched.ended
+            watched.kill()
+            child.wait(10)
+            assert watched.ended
+            watched.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_rank_asks_little_until_all_have_come() -> None:
+    """Each rank of many used to ask for the first beats of all, twice a second."""
+    store, size = Store(), 40
+    exchanges = []
+    for rank in range(size):
+        call = lambda method, *arguments: getattr(store, method)(*arguments)  # noqa: E731
+        exchanges.append(Exchange(call, rank, size, Pulse(rank), Heard(), Neighbours()))
+    for _ in range(3):
+        for exchange in exchanges[: size - 1]:
+            exchange.turn()
+    before = store.asked
+    exchanges[1].turn()
+    assert store.asked - before <= 3 and not exchanges[1].met
+    exchanges[-1].turn()
+    for exchange in exchanges:
+        exchange.turn()
+    assert all(exchange.met for exchange in exchanges)
+    assert list(exchanges[7]._heard.beats) == [0] and sorted(exchanges[0]._heard.beats) == list(range(size))
+    assert sorted(exchanges[7]._neighbours) == [rank for rank in range(size) if rank != 7]
+    for exchange in exchanges:
+        exchange._neighbours.close()
+
+
+def test_a_beat_of_the_same_version_is_read_back() -> None:
+    beat = Pulse(3).beat()
+    assert Beat.parsed(beat.text()) == beat and beat.asker == 3

@@ -1,0 +1,200 @@
+"""What the thread that hears signals makes of them, step by step; and where ranks ask each other to stop."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignment.engines.watch import safe_points
+from alignment.engines.watch.requests import StopRequests
+from alignment.engines.watch.safe_points import SafePoint
+from alignment.engines.watch.signals import SignalWatch
+from alignment.engines.watch.stop import Cut, RunStopped, StopReason
+
+
+class Hearing:
+    """A watch that handles signals, without its thread, and what it did."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.requests = StopRequests()
+        self.ends: list[StopReason] = []
+        self.told: list[str] = []
+        self.watch = SignalWatch(self.requests, self.ends.append, tell=self.told.append, clock=lambda: self.now)
+        self.watch._taken = {signal.SIGTERM, signal.SIGINT}
+
+
+@pytest.fixture
+def hearing() -> Iterator[Hearing]:
+    made = Hearing()
+    before = {each: signal.getsignal(each) for each in made.watch._taken}
+    for each in before:
+        signal.signal(each, made.watch._handle)
+    yield made
+    for each, handler in before.items():
+        signal.signal(each, handler)
+
+
+def test_a_main_thread_that_looks_by_itself_meanwhile_is_not_ended(hearing: Hearing) -> None:
+    """It was about to begin the loop as the signal came."""
+    hearing.watch._hear(signal.SIGTERM)
+    hearing.now += 2.9
+    hearing.watch._insist()
+    with hearing.requests.deferred(None):
+        hearing.now += 1
+        hearing.watch._insist()
+    hearing.watch._insist()
+    assert hearing.ends == []
+
+
+def test_a_main_thread_that_does_not_hear_is_ended(hearing: Hearing) -> None:
+    hearing.watch._hear(signal.SIGTERM)
+    hearing.now += 3
+    hearing.watch._insist()
+    hearing.watch._insist()
+    assert hearing.ends == [StopReason.SIGTERM]
+
+
+def test_an_interruption_that_is_swallowed_is_insisted_on(hearing: Hearing) -> None:
+    """Some libraries catch every exception, and a clean-up may block."""
+    with pytest.raises(RunStopped):
+        hearing.watch._handle(signal.SIGTERM, None)
+    hearing.watch._hear(signal.SIGTERM)
+    hearing.now += 29
+    hearing.watch._insist()
+    assert hearing.ends == []
+    hearing.now += 2
+    hearing.watch._insist()
+    assert hearing.ends == [StopReason.SIGTERM]
+
+
+def test_a_handler_that_somebody_set_later_decides(hearing: Hearing) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    hearing.watch._hear(signal.SIGTERM)
+    hearing.now += 10
+    hearing.watch._insist()
+    assert hearing.requests.reason is None and hearing.ends == []
+
+
+def test_ctrl_c_while_the_run_finishes_is_answered_and_the_next_one_counts(hearing: Hearing) -> None:
+    hearing.requests.done = True
+    for pause, ends in ((0, 0), (1, 0), (2, 1)):
+        hearing.now += pause
+        hearing.watch._hear(signal.SIGINT)
+        assert len(hearing.ends) == ends
+    assert hearing.told == ["SIGINT: the run is about to end by itself; press Ctrl-C again to end it at once"]
+
+
+def test_what_another_rank_was_asked_is_said_once(hearing: Hearing) -> None:
+    with hearing.requests.deferred(None):
+        hearing.requests.request(StopReason.SIGUSR1, "rank 3 was asked")
+        for _ in range(3):
+            hearing.watch._tick()
+    assert hearing.told == ["SIGUSR1 (rank 3 was asked): saving a checkpoint at the next safe point, then stopping"]
+
+
+def test_the_thread_survives_a_terminal_that_was_closed() -> None:
+    ticks, requests = [], StopRequests()
+
+    def closed(text: str) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def tick() -> None:
+        ticks.append(requests.reason)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    watch = SignalWatch(requests, lambda reason: None, tell=closed, each_tick=tick)
+    before = signal.getsignal(signal.SIGUSR1)
+    with watch.listening([signal.SIGUSR1]), requests.deferred(None):
+        signal.raise_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + 10
+        while len(ticks) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert ticks[-1] is StopReason.SIGUSR1 and len(ticks) >= 3
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_the_file_is_found_while_the_main_thread_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alignment.engines.watch.requests._FILE_POLL_S", 0.02)
+    requests, over = StopRequests(lambda: time.monotonic() * 100), threading.Event()
+    thread = threading.Thread(target=requests.look_until, args=(over,))
+    thread.start()
+    with requests.deferred(tmp_path / "STOP"):
+        (tmp_path / "STOP").touch()
+        deadline = time.monotonic() + 10
+        while requests.reason is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert requests.reason is StopReason.STOP
+    over.set()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+# Safe points ---------------------------------------------------------------------------------------------------------
+
+
+class Asking(StopRequests):
+    """Counts how often a process looks at what it was asked, by its clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.at: list[float] = []
+
+    def asked(self, every: float = 1.0) -> StopReason | None:
+        self.at.append(self.now)
+        return super().asked(every)
+
+
+def windows(point: SafePoint, requests: Asking, number: int, calls: int, seconds: float) -> None:
+    for _ in range(number):
+        point.restart()
+        for _ in range(calls):
+            point()
+            requests.now += seconds
+
+
+def test_ranks_ask_again_where_micro_batches_become_slow() -> None:
+    """Of the first one only its launch was seen."""
+    requests = Asking()
+    point = SafePoint(requests, lambda: requests.now)
+    with requests.deferred(None):
+        windows(point, requests, 1, 3, 0.01)
+        requests.at.clear()
+        windows(point, requests, 2, 64, 2.0)
+    gaps = [after - before for before, after in zip(requests.at, requests.at[1:])]
+    assert len(requests.at) > 100 and max(gaps[2:]) <= 4.0
+
+
+def test_ranks_do_not_ask_much_more_often_than_every_two_seconds() -> None:
+    requests = Asking()
+    point = SafePoint(requests, lambda: requests.now)
+    with requests.deferred(None):
+        windows(point, requests, 1000, 11, 0.01)
+        assert 50 < len(requests.at) < 80, "100 s"
+        requests.request(StopReason.STOP)
+        with pytest.raises(Cut):
+            windows(point, requests, 30, 11, 0.01)
+
+
+def test_ranks_follow_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = Asking()
+    monkeypatch.setattr(safe_points, "world_size", lambda: 2)
+    monkeypatch.setattr(safe_points, "device", lambda: "cpu")
+
+    def slowest(values: Any) -> Any:
+        values[1] = values[1].clamp(min=1.0)  # the other rank takes a second for each
+        return values
+
+    monkeypatch.setattr(safe_points, "largest_over_ranks", slowest)
+    point = SafePoint(requests, lambda: requests.now)
+    with requests.deferred(None):
+        windows(point, requests, 1, 101, 0.001)
+    assert 45 <= len(requests.at) <= 55, "after every second one"
