@@ -35,7 +35,9 @@ class FaultOptions:
     retries: int = option(
         3, "How often to repeat a read of data, a reward function or a judge that failed for a reason that may pass."
     )
-    retry_pause: float = option(5.0, "Seconds before the first retry; before each further one the pause doubles.")
+    retry_pause: float = option(
+        5.0, "Seconds before the first retry; before each further one the pause doubles, up to 5 minutes."
+    )
     hang_timeout: float = option(
         600.0, "Seconds without progress after which a rank counts as hung, and the run ends; the least of a phase."
     )

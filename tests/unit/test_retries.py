@@ -18,7 +18,9 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 
 from alignment.config.errors import DataError, RewardError
 from alignment.engines.rng import as_before
+from alignment.engines.watch.requests import REQUESTS
 from alignment.engines.watch.retries import Retries, is_transient
+from alignment.engines.watch.stop import StopReason
 from alignment.reporting.activity import ACTIVITY
 from alignment.rewards.functions import FunctionReward, score_all
 from alignment.rewards.judges import Judge
@@ -280,3 +282,16 @@ def test_a_judge_is_asked_again(awaited: bool) -> None:
     verdicts = made.verdicts(["p", "q"], [["a", "b"], ["c", "d"]], 0, ["row 1", "row 2"])
     assert asked == [2, 2] and again.count == 1
     assert verdicts == Judge(lambda p, c: [0, 0]).verdicts(["p", "q"], [["a", "b"], ["c", "d"]], 0, ["r", "s"])
+
+
+def test_a_pause_grows_to_five_minutes_and_ends_when_the_run_is_to_stop(capsys: pytest.CaptureFixture[str]) -> None:
+    pauses: list[float] = []
+    assert retries(20, pauses).again("a", TimeoutError(), 12)
+    assert sum(pauses) == 300
+    assert retries(20, pauses).again("a", TimeoutError(), 1) and sum(pauses) == 304
+    REQUESTS.request(StopReason.SIGTERM)
+    try:
+        assert retries(20, pauses).again("a", TimeoutError(), 1)
+    finally:
+        REQUESTS.forget()
+    assert sum(pauses) == 304, "it is repeated at once"

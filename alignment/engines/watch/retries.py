@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from alignment.config.errors import one_line
 from alignment.engines.failures import causes
 from alignment.engines.launch_env import rank
+from alignment.engines.watch.requests import REQUESTS
 from alignment.reporting.activity import ACTIVITY
 
 Result = TypeVar("Result")
@@ -29,6 +30,7 @@ _CLASSES = {
 # Of the hub's client: a ConnectionError that no time mends. The datasets library raises its own, which only names it.
 _OFFLINE = "OfflineModeIsEnabled"
 _BUSY = {408, 425, 429, 500, 502, 503, 504}  # of HTTP: too early, too many, or the server's own failure
+_LONGEST = 300.0  # seconds that a pause grows to
 _SLICE = 1.0  # seconds of a pause between two signs of life
 
 
@@ -95,14 +97,14 @@ class Retries:
         """Wait before a call is repeated for the ``number``-th time; False where it is not to be."""
         if number > self.limit:
             return False
-        pause = self.pause * 2 ** (number - 1)
+        pause = min(self.pause * 2 ** (number - 1), max(_LONGEST, self.pause))
         text = f"{type(error).__name__}: {one_line(error)}" if str(error) else type(error).__name__
         here = f"rank {rank()}: " if rank() else ""
         print(f"{here}{what}: {text}; retry {number} of {self.limit} in {pause:g} s", flush=True)
         self._own.append({"event": "retry", "rank": rank(), "of": what, "error": text, "retry": number})
         # Each slice is a sign of life: a rank that waits here is no rank that hangs.
         left = pause
-        while left > 0:
+        while left > 0 and REQUESTS.reason is None:  # a run that was asked to stop has little time left
             ACTIVITY.progress()
             self._sleep(min(left, _SLICE))
             left -= _SLICE
