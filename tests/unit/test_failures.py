@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -140,5 +141,5 @@ def test_safetensors_and_memory_errors_are_one_line(tmp_path: Path) -> None:
 def test_causes_that_go_round_are_walked_once() -> None:
     first, second = RuntimeError("first"), ValueError("second")
     first.__cause__, second.__context__ = second, first
-    assert list(causes(first)) == [first, second]
+    assert list(itertools.islice(causes(first), 5)) == [first, second]
     assert describe(first)[1], "and looked through for a full disk"
