@@ -139,6 +139,11 @@ def _arguments(rest: list[str], job: Request) -> tuple[list[str], AlignmentConfi
             "overwrite_output_dir=true: a job goes on with its own run when it is requeued, and would move that "
             "away; remove it, and move the earlier run or choose another output_dir"
         )
+    if job.seeds and options.merged_output_dir is not None:
+        raise OptionError(
+            f"{setting('merged_output_dir', options.merged_output_dir)}: the runs of --seeds would all merge into it; "
+            "leave it out, and merge the best with deepspeed-alignment export"
+        )
     _check_goes_on(options)
     kept = without_options(rest, ("output_dir", "resume_from_checkpoint"))
     resume = options.resume_from_checkpoint  # which a recipe may say as well; `latest` is the script's own

@@ -483,6 +483,7 @@ def test_ctrl_c(slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
          "data; set --prepare-sbatch=--dep=singleton"),
         ("--save_strategy no", "save_strategy='no': a job that is requeued goes on from its newest checkpoint"),
         ("--save_only_model", "save_only_model=True: a job that is requeued goes on from its newest checkpoint"),
+        ("--seeds 1-2 --use_peft --merged_output_dir m", "merged_output_dir='m': the runs of --seeds would all merge"),
         ("--nodes 9", "--nodes=9: the partition gpu has 4 for a job"),
     ],
 )  # fmt: skip
