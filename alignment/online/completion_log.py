@@ -128,11 +128,12 @@ class CompletionLog:
             self._rows = [_table_row(group, ranking) for group, ranking in pairs]
 
     def write(self, step: int) -> None:
-        """Write what is remembered, if this log's turn has come."""
+        """Write what has been remembered since the last log, if this log's turn has come."""
         self._logs += 1
-        if self.table is not None and self._rows and self._logs % self.every == 0:
-            self.table.write(step, self._rows)
-            self._rows = []  # of a window that is left out there are none, and those of another would pass for its own
+        # Not kept for the next log: a window that is left out has none, and another's would be taken for its own.
+        rows, self._rows = self._rows, []
+        if self.table is not None and rows and self._logs % self.every == 0:
+            self.table.write(step, rows)
 
     def finish(self) -> None:
         """Write the rows that still wait for space, at the end of a run."""

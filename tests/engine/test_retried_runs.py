@@ -46,9 +46,12 @@ def test_reads_are_repeated_and_counted(tmp_path: Path, capsys: pytest.CaptureFi
     made = trainer(tmp_path, Unread(2, OSError(errno.EIO, "Input/output error")))
     assert "train_dataset: DataError: rows.jsonl: cannot be read; retry 2 of 3 in 0 s" in capsys.readouterr().out
     made.train()
+    made.retries.counted([[{"event": "retry", "of": "a reward", "retry": 1}]])
+    made.log({"eval_loss": 1.0})  # as an evaluation after the last step does
     made.close()
     lines = log_of(tmp_path / "out")
     assert [line.get("event") for line in lines][:3] == ["start", "retry", "retry"]
+    assert lines[-2]["of"] == "a reward" and "eval_loss" in lines[-1]
     assert [line["retries"] for line in lines if "retries" in line] == [2, 2]  # of the only step, and of the run
     assert "- retries: 2 of reads of data and reward calls" in (tmp_path / "out" / "report.md").read_text()
 

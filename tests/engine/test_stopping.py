@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -13,12 +14,14 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from whole_runs import completions, logged, make, make_models
 
+from alignment.cli import train_job
 from alignment.config.errors import TrainingError
 from alignment.engines.checkpoints.folder import checkpoints
 from alignment.engines.rollout.generate import GenerateBackend
 from alignment.engines.watch import safe_points
 from alignment.engines.watch.requests import REQUESTS
 from alignment.engines.watch.stop import RunStopped, StopReason
+from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.status_file import RunStatus, read_status
 from alignment.training import trainer as trainers
 from alignment.training.checkpointing.writer import CheckpointWriter
@@ -239,8 +242,16 @@ def test_a_signal_while_the_model_loads(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make("KTO", models, tmp_path, **RUN)
-    monkeypatch.setattr(trainer.engines, "build", lambda steps: terminate())
+    steps: list[int] = []
+
+    def build(_: int) -> None:
+        steps.append(ACTIVITY.step)
+        terminate()
+
+    monkeypatch.setattr(trainer.engines, "build", build)
+    monkeypatch.setattr(ACTIVITY, "step", 500)  # of a run before it in this process
     error = stopped(trainer)
+    assert steps == [0]
     assert "preempted by SIGTERM in phase load: no step was under way" in str(error)
     status = read_status(trainer.output_dir)
     assert status is not None
@@ -404,3 +415,26 @@ def test_an_attempt_that_only_leaves_again_has_made_no_progress(
     seen = [status(job, 2, "on_substep_end") for job in ("17", "17", "18")]
     assert first == (0, "checkpoint-2") and seen == [(1, "checkpoint-2"), (2, "checkpoint-2"), (1, "checkpoint-2")]
     assert status("18", 3, "on_step_end") == (0, "checkpoint-3")
+    log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    found = read_status(tmp_path / "out")
+    assert found is not None and found.attempt == 5
+    assert [line["attempt"] for line in log if line.get("event") == "resume"] == [5], "as the log counts them"
+
+
+@pytest.mark.ci
+def test_the_model_outlives_the_final_evaluation(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second Ctrl-C ends that evaluation; the weights are on the disk by then."""
+    trainer = make("KTO", models, tmp_path, **{**RUN, "eval_strategy": "no"})
+    trainer.pop_callback(EarlyStoppingCallback)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "evaluate", interrupted)
+    monkeypatch.setattr(train_job, "build_trainer", lambda options: trainer)
+    with pytest.raises(KeyboardInterrupt):
+        train_job.run(trainer.args)
+    trainer.close()
+    assert (trainer.output_dir / "model.safetensors").exists()

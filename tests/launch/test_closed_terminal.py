@@ -21,22 +21,6 @@ from tools.chaos.world import World
 from tools.signals.worker import Plan
 
 
-@pytest.mark.parametrize("buffering", [1, -1], ids=["by line", "in blocks"])
-def test_what_is_written_goes_nowhere_once_the_terminal_is_closed(
-    buffering: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leader, terminal = os.openpty()
-    with os.fdopen(terminal, "w", buffering=buffering) as stream:
-        monkeypatch.setattr(sys, "stdout", stream)
-        with surviving_closed_output():
-            print("read", flush=True)
-            os.close(leader)
-            for _ in range(3):
-                print("unread")
-                sys.stdout.flush()
-            os.write(terminal, b"written by a library")
-
-
 def test_help_on_a_closed_terminal_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     leader, terminal = os.openpty()
     with os.fdopen(terminal, "w") as stream:

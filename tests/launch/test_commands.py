@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -134,10 +135,11 @@ def test_what_only_prints_says_why_it_cannot(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("buffering", [1, -1], ids=["by line", "in blocks"])
-def test_what_a_run_writes_goes_nowhere_once_its_pipe_is_closed(
-    buffering: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("opened", [os.pipe, os.openpty], ids=["pipe", "terminal"])
+def test_what_a_run_writes_goes_nowhere_once_nobody_reads_it(
+    opened: Callable[[], tuple[int, int]], buffering: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reader, writer = os.pipe()
+    reader, writer = opened()
     with os.fdopen(writer, "w", buffering=buffering) as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         with surviving_closed_output():

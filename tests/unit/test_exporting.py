@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from tiny_adapters import CAUSAL, LAYERS, logps, lora, make_adapter, moved
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
 
+from alignment.cli import export
 from alignment.config.errors import AlignmentError, OptionError, OutputError
 from alignment.engines.exporting.adapter import merge_adapter
 from alignment.engines.exporting.check import OutputChange, dataset_samples, default_samples
@@ -28,6 +30,7 @@ from alignment.models.adapters.folder import TRAINING_BASE, read_adapter, write_
 from alignment.models.adapters.survival import SurvivalMeter
 from alignment.models.tasks import CAUSAL_LM, REWARD_MODEL
 from alignment.models.wide_forward import computing_in_fp32
+from alignment.reporting.activity import ACTIVITY
 from tools.ranks.client import environment
 
 
@@ -509,3 +512,12 @@ def test_help_does_not_import_torch() -> None:
         [sys.executable, "-c", code], cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)), text=True, capture_output=True
     )
     assert done.stdout.startswith("usage: launch/export.py") and done.stdout.endswith("0 False\n"), done.stderr
+
+
+def test_an_export_may_take_as_long_as_it_takes(tmp_path: Path) -> None:
+    """No phase of it has a limit after which it counts as hung."""
+    with pytest.raises(AlignmentError):
+        export._run(export._parser("export").parse_args([str(tmp_path / "absent"), str(tmp_path / "out")]))
+    limit = ACTIVITY.limit
+    ACTIVITY.reset()
+    assert limit == math.inf > ACTIVITY.limit

@@ -242,6 +242,9 @@ def test_the_first_request_names_the_reason_and_ctrl_c_outranks_it() -> None:
     for number in (signal.SIGUSR1, signal.SIGTERM):
         requests.request(StopReason.of_signal(number))
     assert requests.reason is StopReason.SIGUSR1
+    requests.request(StopReason.STOP)
+    requests.request(StopReason.SIGTERM)
+    assert requests.reason is StopReason.STOP, "a person's request outranks a launcher's"
     requests.request(StopReason.SIGINT, "typed")
     requests.request(StopReason.SIGTERM)
     assert requests.reason is StopReason.SIGINT and requests.detail == "typed"
