@@ -29,6 +29,7 @@ from alignment.internals.torch import (
 from tools.ranks import RankServer
 
 
+@pytest.mark.ci
 def test_the_store_serves_as_long_as_it_is_held(ranks: RankServer) -> None:
     """At the group's address, also when the group has gone."""
     done = ranks.run(DRIVERS / "process_group.py", "store", timeout=60)

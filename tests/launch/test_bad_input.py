@@ -108,7 +108,7 @@ def test_good_commands_run_one_after_another_in_one_process_also_after_a_bad_one
     ], capfd.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["unknown option", "torn file"])
+@pytest.mark.parametrize("name", ["unknown option", pytest.param("torn file", marks=pytest.mark.ci)])
 def test_the_real_command_says_the_same(
     name: str,
     models: Path,

@@ -38,6 +38,7 @@ def hang(*_: Any, **__: Any) -> None:
     time.sleep(20)
 
 
+@pytest.mark.ci
 def test_a_disk_and_a_dead_rank_that_hang_are_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,6 +119,7 @@ def test_the_first_speaks_and_the_others_end_as_it_says(
 # The guard -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_a_single_process_that_hangs_ends_although_its_disk_hangs(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "hang-0.txt")
     code = f"""

@@ -414,6 +414,7 @@ def test_a_job_that_slurm_requeues_is_limited_as_well(script: Script) -> None:
     assert script.run(SLURM_RESTART_COUNT="1", SLURM_JOB_ID="13").srun
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("status", [PREEMPTED | {"signal": "SIGTERM"}, None], ids=["while training", "in its start"])
 def test_a_job_that_is_preempted_with_a_grace_time_waits_for_its_end(
     script: Script, status: dict[str, object] | None
