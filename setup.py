@@ -43,6 +43,8 @@ EXTRAS = {
         "mypy>=1.15",
         "import-linter>=2.16,<3",
         "types-PyYAML",
+        # Its interpreter runs the head's kernels on a CPU. Users have the release that torch's CUDA wheels pin.
+        "triton>=3.4,<4",
     ],
     # For `make mutants`: mutmut's operators on syntax trees, and which tests run which lines.
     "mutants": ["mutmut==3.8.*", "pytest-cov>=7,<8"],

@@ -43,6 +43,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "DS_ACCELERATOR" not in os.environ and not _has_cuda():
         os.environ["DS_ACCELERATOR"] = "cpu"
+    # Before triton is imported: its kernels then run on CPU tensors, one operation of numpy at a time.
+    if not _has_cuda():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     cache = tempfile.TemporaryDirectory(prefix="alignment-tests-")

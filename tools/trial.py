@@ -119,6 +119,7 @@ def workspace(prefix: str) -> Iterator[Path]:
 @contextlib.contextmanager
 def trials(prefix: str, jobs: int) -> Iterator[tuple[list[Path], RankServer]]:
     """The places of ``jobs`` trees, and a running server for their tests; both are gone on exit."""
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # as tests/conftest.py; a library of the server may import triton
     server = RankServer()
     with workspace(prefix) as place:
         try:

@@ -24,6 +24,7 @@ from alignment.internals.deepspeed_step import discard_gradients, skip_invalid_n
 from alignment.internals.deepspeed_zero3 import balanced_module_stack, forget_partitioned
 from alignment.models.scorer import Scorer
 from alignment.models.tasks import CAUSAL_LM, Task
+from alignment.models.tiles.choice import settle
 
 
 class SequenceOutput(NamedTuple):
@@ -215,6 +216,7 @@ def checked(engine: Engine, task: Task) -> Engine:
         ModelError: the scores differ by more than rounding.
     """
     try:
+        settle(engine.device)
         task.check_scorer(engine.scorer, engine.device)
     except BaseException:
         engine.close()

@@ -8,80 +8,19 @@ the backward pass then recomputes the logits, this time in slices of the vocabul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from alignment.models.tiles.choice import tiles_for
+from alignment.models.tiles.plain import TileScores
+from alignment.models.tiles.products import coefficient_dtype, tile_length, wide_product
+from alignment.models.tiles.transform import LogitTransform
+
 DEFAULT_TILE_BYTES = 256 * 2**20
-_BYTES_PER_LOGIT = 6  # an fp32 logit and a 16-bit copy of its gradient coefficient
-_SMALLEST_TILE = 16  # rows; fewer would only multiply the reading of the weight
-_STATS_ROWS = 32  # rows of a tile whose probabilities are multiplied by their logarithms at once
-_CAST_SLICE = 4096  # vocabulary rows cast to fp32 at once where a product cannot accumulate wider than its input
-
-
-@dataclass(frozen=True)
-class LogitTransform:
-    """What a model does to its raw logits: ``cap * tanh(scale * z / cap)``; ``softcap`` None leaves out the tanh."""
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-    def apply(self, logits: Tensor) -> Tensor:
-        """The transformed logits, differentiable by autograd."""
-        logits = logits * self.scale
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
-
-    def apply_(self, logits: Tensor) -> Tensor:
-        """Transform a tile of logits in place, outside of autograd."""
-        if self.scale != 1.0:
-            logits.mul_(self.scale)
-        if self.softcap is not None:
-            logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        return logits
-
-    def derivative(self, logits: Tensor) -> Tensor | float:
-        """d(transformed)/d(raw), from the *transformed* logits."""
-        if self.softcap is None:
-            return self.scale
-        return (logits / self.softcap).square_().neg_().add_(1).mul_(self.scale)
-
-
-def tile_length(rows: int, width: int, tile_bytes: int) -> int:
-    """How many of ``rows`` to take at once so that a tile of ``width`` columns stays inside ``tile_bytes``.
-
-    Never more than a third of the rows (unless they are few): the whole matrix must not exist, whatever the budget.
-    """
-    return max(1, min(max(_SMALLEST_TILE, -(-rows // 3)), max(256, tile_bytes // (_BYTES_PER_LOGIT * width))))
-
-
-def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """``left @ right`` with result and accumulation in ``dtype``, (C, K) x (K, M) -> (C, M)."""
-    if left.dtype == right.dtype == dtype:
-        return left @ right
-    if left.is_cuda:
-        return torch.mm(left.to(right.dtype), right, out_dtype=dtype)
-    out = left.new_zeros((left.shape[0], right.shape[1]), dtype=dtype)
-    left = left.to(dtype)
-    if right.shape[0] > right.shape[1]:
-        for start in range(0, right.shape[0], _CAST_SLICE):
-            part = slice(start, start + _CAST_SLICE)
-            out.addmm_(left[:, part], right[part].to(dtype))
-    else:
-        for start in range(0, right.shape[1], _CAST_SLICE):
-            part = slice(start, start + _CAST_SLICE)
-            torch.mm(left, right[:, part].to(dtype), out=out[:, part])
-    return out
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    logits = wide_product(hidden, weight.t(), wide)
-    if bias is not None:
-        logits.add_(bias)
-    return transform.apply_(logits)
+_AS_THEY_ARE = LogitTransform()
 
 
 class TokenStats(NamedTuple):
@@ -105,15 +44,6 @@ class TokenStats(NamedTuple):
         return cls(lse - expected, logits.mean(1), (chosen >= logits.amax(1)).to(logits.dtype))
 
 
-class _Tile(NamedTuple):
-    """Log-probs and log-sum-exps (C,) of a tile and, if asked for, d logp / d hidden (C, H) and statistics (3, C)."""
-
-    logps: Tensor
-    lse: Tensor
-    jacobian: Tensor | None
-    stats: Tensor | None
-
-
 def _score_tile(
     hidden: Tensor,
     weight: Tensor,
@@ -122,41 +52,8 @@ def _score_tile(
     transform: LogitTransform,
     jacobian: bool,
     stats: bool,
-) -> _Tile:
-    logits = _logits(hidden, weight, bias, transform)
-    chosen = logits.gather(1, targets[:, None])
-    slope = transform.derivative(logits) if jacobian else 1.0
-    largest = logits.amax(1, keepdim=True)
-    mean = logits.mean(1) if stats else None
-    # exp in place: the tile becomes the unnormalised probabilities, and no second tile is allocated.
-    total = logits.sub_(largest).exp_().sum(1, keepdim=True)
-    lse = largest + total.log()
-    logps = (chosen - lse)[:, 0]
-    # Of linear logits the expected one is h . E[W] = z[y] - h . J, so the entropy is nearly free where J is there.
-    linear = jacobian and transform.softcap is None and bias is None
-    entropy = _entropy(logits, total) if stats and not linear else logps
-    rows = None
-    if jacobian:
-        rows = _jacobian(logits, total, targets, weight, slope)
-        if linear and stats:
-            entropy = (hidden * rows).sum(1) - logps
-    measured = None if mean is None else torch.stack((entropy, mean, (chosen >= largest)[:, 0].to(mean.dtype)))
-    return _Tile(logps, lse[:, 0], None if rows is None else rows.to(hidden.dtype), measured)
-
-
-def _entropy(unnormalised: Tensor, total: Tensor) -> Tensor:
-    """(C,) entropies in nats from exp(z - max) (C, V) and its row sums (C, 1), without a second tile."""
-    parts = unnormalised.split(_STATS_ROWS)
-    expected = torch.cat([torch.xlogy(part, part).sum(1) for part in parts]) / total[:, 0]
-    return total.log()[:, 0] - expected
-
-
-def _jacobian(unnormalised: Tensor, total: Tensor, targets: Tensor, weight: Tensor, slope: Tensor | float) -> Tensor:
-    """(C, H) d logp / d hidden; the tile is overwritten with the coefficients ``onehot - p``."""
-    coefficients = unnormalised.div_(-total)
-    coefficients.scatter_add_(1, targets[:, None], torch.ones_like(total))
-    coefficients.mul_(slope)
-    return wide_product(coefficients, weight, coefficients.dtype)
+) -> TileScores:
+    return tiles_for(hidden).score_tile(hidden, weight, bias, targets, transform, jacobian, stats)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -227,22 +124,17 @@ def _head_gradients(
     """Gradients of weight (V, H) and bias (V,): over slices of the vocabulary, so that each entry is written once."""
     grad_weight = torch.empty_like(weight)
     grad_bias = None if bias is None else torch.empty_like(bias)
-    vocabulary = weight.shape[0]
+    vocabulary, wide = weight.shape[0], grad.dtype
+    tiles, dtype = tiles_for(hidden), coefficient_dtype(hidden, grad.dtype)
     step = tile_length(vocabulary, max(1, hidden.shape[0]), tile_bytes)
     for start in range(0, vocabulary, step):
         part = slice(start, min(start + step, vocabulary))
-        logits = _logits(hidden, weight[part], None if bias is None else bias[part], transform)
-        slope = transform.derivative(logits)
-        coefficients = logits.sub_(lse[:, None]).exp_().neg_()
-        local = targets - part.start
-        inside = (local >= 0) & (local < coefficients.shape[1])
-        coefficients.scatter_add_(
-            1, local.clamp(0, coefficients.shape[1] - 1)[:, None], inside[:, None].to(coefficients.dtype)
-        )
-        coefficients.mul_(slope).mul_(grad[:, None])
-        grad_weight[part] = wide_product(coefficients.t(), hidden, coefficients.dtype)
-        if grad_bias is not None:
-            grad_bias[part] = coefficients.sum(0)
+        logits = wide_product(hidden, weight[part].t(), wide)
+        offset = None if bias is None else bias[part]
+        coefficients, sums = tiles.head_coefficients(logits, offset, targets - part.start, lse, grad, transform, dtype)
+        grad_weight[part] = wide_product(coefficients.t(), hidden, wide)
+        if grad_bias is not None and sums is not None:
+            grad_bias[part] = sums
     return grad_weight, grad_bias
 
 
@@ -251,7 +143,7 @@ def token_logprobs(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    transform: LogitTransform = LogitTransform(),
+    transform: LogitTransform = _AS_THEY_ARE,
     tile_bytes: int = DEFAULT_TILE_BYTES,
     stats: bool = False,
 ) -> tuple[Tensor, TokenStats | None]:

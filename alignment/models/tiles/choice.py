@@ -1,0 +1,144 @@
+"""How a tile is computed: by Triton kernels on a GPU where they work, by torch's operations everywhere else.
+
+All ranks do the same. Before anything is trained, each compiles the kernels and compares them with torch's operations
+on a small tile; they are used only if this succeeded on every rank. Until then, torch's operations are used.
+
+The environment variable ``ALIGNMENT_HEAD_TILES`` is for comparisons and tests: ``torch`` turns the kernels off;
+``triton`` uses them without that trial, also on CPU tensors under Triton's interpreter (``TRITON_INTERPRET=1``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from alignment.config.errors import OptionError
+from alignment.models.tiles import plain
+from alignment.models.tiles.transform import LogitTransform
+
+VARIABLE = "ALIGNMENT_HEAD_TILES"
+_WAYS = ("auto", "torch", "triton")
+_OLDEST_TRITON = (3, 4)  # that of torch 2.8
+_ROWS, _WIDTH, _VOCABULARY = 16, 32, 5000  # of the tile for the trial: two blocks, the second one not full
+_TOLERANCE = 2e-2  # relative to the largest entry; coefficients are rounded to 16 bits
+
+
+class Tiles(NamedTuple):
+    """A way to compute tiles: the functions of ``plain`` or of ``fused``."""
+
+    score_tile: Callable[..., plain.TileScores]
+    head_coefficients: Callable[..., tuple[Tensor, Tensor | None]]
+
+
+PLAIN = Tiles(plain.score_tile, plain.head_coefficients)
+_settled: dict[str, bool] = {}  # by type of device
+
+
+def _asked() -> str:
+    way = os.environ.get(VARIABLE, "auto")
+    if way not in _WAYS:
+        raise OptionError(f"{VARIABLE}={way}: expected one of {', '.join(_WAYS)}")
+    return way
+
+
+def fused_tiles() -> Tiles:
+    """The kernels, imported when they are first needed.
+
+    Raises:
+        ImportError: there is no Triton, or it is too old.
+    """
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < _OLDEST_TRITON:
+        raise ImportError(f"triton {triton.__version__} is older than {'.'.join(map(str, _OLDEST_TRITON))}")
+    from alignment.models.tiles import fused
+
+    return Tiles(fused.score_tile, fused.head_coefficients)
+
+
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+def tiles_for(hidden: Tensor) -> Tiles:
+    """How the tiles of these hidden states are computed.
+
+    Raises:
+        OptionError: ``ALIGNMENT_HEAD_TILES=triton``, and Triton cannot be used.
+    """
+    way = _asked()
+    if way == "torch" or torch.promote_types(hidden.dtype, torch.float32) != torch.float32:
+        return PLAIN
+    if way == "auto":
+        return fused_tiles() if _settled.get(hidden.device.type, False) else PLAIN
+    if not hidden.is_cuda and not _interpreting():
+        raise OptionError(f"{VARIABLE}=triton: on a {hidden.device.type} it needs TRITON_INTERPRET=1; unset it")
+    try:
+        return fused_tiles()
+    except ImportError as error:
+        raise OptionError(f"{VARIABLE}=triton: {error}; install triton, or unset {VARIABLE}") from error
+
+
+def settle(device: torch.device) -> None:
+    """Find out, once, whether all ranks compute tiles on their GPUs by the kernels; every rank calls it.
+
+    The first rank prints one line where they do not. On a CPU there is nothing to find out.
+    """
+    if device.type != "cuda" or device.type in _settled:
+        return
+    reason = _reason_against(device)
+    _settled[device.type] = _on_every_rank(reason is None, device)
+    if not _settled[device.type] and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
+        print(f"log-probs: torch's operations, not the Triton kernels: {reason or 'another rank cannot'}", flush=True)
+
+
+def _on_every_rank(mine: bool, device: torch.device) -> bool:
+    if not torch.distributed.is_initialized():
+        return mine
+    verdict = torch.tensor(int(mine), device=device)
+    torch.distributed.all_reduce(verdict, torch.distributed.ReduceOp.MIN)
+    return bool(verdict)
+
+
+def _reason_against(device: torch.device) -> str | None:
+    """Why this rank cannot use the kernels, in one line; None if it can."""
+    if _asked() == "torch":
+        return f"{VARIABLE}=torch"
+    if _interpreting():
+        return "TRITON_INTERPRET is set"
+    try:
+        return trial(fused_tiles(), device)
+    except Exception as error:  # whatever a compiler, a driver or a card without support has to say
+        return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+
+
+def trial(tiles: Tiles, device: torch.device, dtype: torch.dtype = torch.float16) -> str | None:
+    """Compare a way to compute tiles with ``plain`` on a small tile, all of whose features are used.
+
+    Returns:
+        What differs, or None.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shapes = (_ROWS, _WIDTH), (_VOCABULARY, _WIDTH), (_VOCABULARY,), (_ROWS,)
+    hidden, weight, bias, grad = (torch.randn(shape, generator=generator).to(device) for shape in shapes)
+    hidden, weight, bias = hidden.to(dtype), weight.to(dtype), bias.to(dtype)
+    targets = torch.arange(_ROWS, device=device) * 311
+    transform = LogitTransform(0.5, 20.0)
+    answers = []
+    for way in (tiles, PLAIN):
+        scored = way.score_tile(hidden, weight, bias, targets, transform, True, True)
+        logits = hidden.float() @ weight.float().t()
+        found, sums = way.head_coefficients(logits, bias, targets, scored.lse, grad, transform, dtype)
+        answers.append((*scored, found, sums))
+    names = ("log-probs", "log-sum-exps", "jacobian", "statistics", "coefficients", "gradient of the bias")
+    for name, ours, theirs in zip(names, *answers):
+        assert ours is not None and theirs is not None
+        error = (ours.float() - theirs.float()).abs().max() / theirs.float().abs().max()
+        if not float(error) < _TOLERANCE:
+            return f"{name} of a small tile differ by {float(error):.1e} of the largest"
+    return None

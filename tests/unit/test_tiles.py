@@ -1,0 +1,394 @@
+"""Tiles of the log-prob head: passes over memory, Triton's kernels beside torch's operations and float64, the choice.
+
+Without a GPU the kernels run on CPU tensors in Triton's interpreter (``conftest.py``). With one they are compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from conftest import DRIVERS, ROOT
+from head_problems import TRANSFORMS, dense, dense_stats, problem
+from torch import Tensor
+
+from alignment.config.errors import OptionError
+from alignment.engines.scoring import checked
+from alignment.models import logprobs
+from alignment.models.logprobs import token_logprobs
+from alignment.models.tiles import choice, plain
+from alignment.models.tiles.transform import LogitTransform
+from benchmarks.passes import Passes, passes, products_as_on_a_gpu
+from tools.ranks import RankServer
+
+pytest.importorskip("triton", reason="triton is not installed")
+HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+needs_interpreter = pytest.mark.skipif(HERE.type == "cuda", reason="the interpreter is for CPU tensors")
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles are computed by the kernels."""
+    monkeypatch.setenv(choice.VARIABLE, "triton")
+
+
+@pytest.fixture(autouse=True)
+def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ran before."""
+    monkeypatch.setattr(choice, "_settled", {})
+
+
+# Passes --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(torch.float32, (9, 6)), (torch.bfloat16, (8.5, 5.5)), (torch.float16, (8.5, 5.5))]
+)
+def test_passes_of_torchs_operations(dtype: torch.dtype, expected: tuple[float, float]) -> None:
+    assert passes("torch", dtype) == expected
+
+
+def test_passes_with_a_scale_and_a_cap() -> None:
+    assert passes("torch", torch.bfloat16, transform=LogitTransform(scale=0.5)) == (12.5, 9.5)
+    assert passes("torch", torch.bfloat16, stats=False) == (7.5, 5.5)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.ci)])
+def test_passes_of_the_kernels(dtype: torch.dtype) -> None:
+    """With a cap, a scale and statistics as without; the remainder is one number per row here and there."""
+    for transform in (LogitTransform(), LogitTransform(0.5, 30.0)):
+        found = passes("triton", dtype, transform=transform)
+        most = Passes(3, 2) if dtype == torch.float32 else Passes(2.5, 1.5)
+        assert all(bound <= count < bound + 0.01 for count, bound in zip(found, most)), found
+
+
+# Numbers -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu_products() -> Iterator[None]:
+    """Products of 16-bit factors as on a GPU, also where there is none."""
+    if HERE.type == "cuda":
+        yield
+        return
+    with products_as_on_a_gpu():
+        yield
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BOUNDS = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 1e-3}  # relative, of a gradient
+CASES = [("fp32", name, bias) for name in TRANSFORMS for bias in (False, True)]
+CASES += [(kind, name, bias) for kind in ("bf16", "fp16") for name, bias in (("plain", False), ("both", True))]
+
+
+def inputs(
+    dtype: torch.dtype, bias: bool, tokens: int, vocabulary: int
+) -> tuple[list[Tensor | None], list[Tensor | None], Tensor, Tensor]:
+    """Hidden states, weight and bias as they are and in float64, targets, gradients of the log-probs."""
+    hidden, weight, offset, targets, upstream = problem(tokens, 24, vocabulary, bias)
+    given = [None if t is None else t.to(HERE, dtype).requires_grad_() for t in (hidden, weight, offset)]
+    wide = [None if t is None else t.detach().double().requires_grad_() for t in given]
+    return given, wide, targets.to(HERE), upstream.to(HERE)
+
+
+@pytest.mark.ci
+@pytest.mark.usefixtures("kernels", "gpu_products")
+@pytest.mark.parametrize(("kind", "name", "bias"), CASES)
+def test_the_kernels_against_dense_float64(kind: str, name: str, bias: bool) -> None:
+    """Two tiles forward, of rows of two blocks, and three slices of the vocabulary backward."""
+    given, wide, targets, upstream = inputs(DTYPES[kind], bias, 18, 4500)
+    targets[:9] = (wide[0] @ wide[1].T).argmax(1)[:9]
+    expected = dense(*wide, targets, TRANSFORMS[name])
+    expected.backward(upstream.double())
+    found, stats = token_logprobs(*given, targets, TRANSFORMS[name], tile_bytes=2**10, stats=True)
+    assert stats is not None and not any(part.requires_grad for part in stats)
+    measured = dense_stats(*(None if t is None else t.detach() for t in given), targets, TRANSFORMS[name])
+    torch.testing.assert_close(torch.stack(tuple(stats)).double(), measured, rtol=1e-5, atol=2e-5)
+    found.backward(upstream)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(given, wide):
+        if ours is not None:
+            assert float((ours.grad - theirs.grad).norm() / theirs.grad.norm()) < BOUNDS[kind]
+
+
+@pytest.mark.usefixtures("gpu_products")
+@pytest.mark.parametrize(("kind", "name", "bias"), CASES)
+def test_torchs_operations_with_products_as_on_a_gpu(kind: str, name: str, bias: bool) -> None:
+    given, wide, targets, upstream = inputs(DTYPES[kind], bias, 60, 333)
+    expected = dense(*wide, targets, TRANSFORMS[name])
+    expected.backward(upstream.double())
+    found, _ = token_logprobs(*given, targets, TRANSFORMS[name], tile_bytes=2**10, stats=True)
+    found.backward(upstream)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(given, wide):
+        if ours is not None:
+            assert float((ours.grad - theirs.grad).norm() / theirs.grad.norm()) < BOUNDS[kind]
+
+
+def test_a_small_tile_by_the_kernels() -> None:
+    """What is compared before the first step of a run on a GPU."""
+    assert choice.trial(choice.fused_tiles(), HERE) is None
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("broken", range(5))
+def test_a_small_tile_finds_what_is_wrong(broken: int) -> None:
+    def score_tile(*arguments: Any) -> plain.TileScores:
+        scored = plain.score_tile(*arguments)
+        assert scored.jacobian is not None and scored.stats is not None
+        parts = [part.clone() for part in (scored.logps, scored.lse, scored.jacobian, scored.stats)]
+        if broken < 4:
+            parts[broken][..., -1] = NAN
+        return plain.TileScores(*parts)
+
+    def head_coefficients(*arguments: Any) -> tuple[Tensor, Tensor | None]:
+        found, sums = plain.head_coefficients(*arguments)
+        return (found * 1.1 if broken == 4 else found), sums
+
+    names = ("log-probs", "log-sum-exps", "jacobian", "statistics", "coefficients")
+    reason = choice.trial(choice.Tiles(score_tile, head_coefficients), HERE)
+    assert reason is not None and reason.startswith(f"{names[broken]} of a small tile differ by")
+
+
+@pytest.mark.ci
+def test_a_vocabulary_of_262144(kernels: None) -> None:
+    given, wide, targets, upstream = inputs(torch.float32, False, 3, 262144)
+    targets[0] = 262143
+    expected = dense(*wide, targets, LogitTransform())
+    expected.backward(upstream.double())
+    found, _ = token_logprobs(*given, targets, stats=True)
+    found.backward(upstream)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(given[:2], wide[:2]):  # a product in fp32 sums 262144 entries up to 5e-5
+        assert float((ours.grad - theirs.grad).norm() / theirs.grad.norm()) < 1e-4
+
+
+ROWS_OF_EXTREMES = {
+    "masked": lambda row: row.index_fill_(0, torch.arange(1, 4990, device=HERE), -INF),
+    "the first block masked": lambda row: row[:4096].fill_(-INF),
+    "all masked": lambda row: row.fill_(-INF),
+    "the target masked": lambda row: row[7:8].fill_(-INF),
+    "infinite": lambda row: row[4999:].fill_(INF),
+    "the target infinite": lambda row: row[7:8].fill_(INF),
+    "nan": lambda row: row[4500:4501].fill_(NAN),
+    "large": lambda row: row.mul_(1e4),
+    "huge": lambda row: row.fill_(3e38),
+}
+
+
+@pytest.mark.ci
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("name", ["plain", "both"])
+def test_infinite_logits_and_nan_are_those_of_torchs_operations(name: str) -> None:
+    """The logits come in by the bias: a product of infinite factors is nan everywhere."""
+    from alignment.models.tiles import fused
+
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(1, 4, device=HERE), torch.randn(5000, 4, device=HERE)
+    target, transform, grad = torch.tensor([7], device=HERE), TRANSFORMS[name], torch.ones(1, device=HERE)
+    for extreme, change in ROWS_OF_EXTREMES.items():
+        bias = torch.randn(5000, device=HERE)
+        change(bias)
+        ours, theirs = (way.score_tile(hidden, weight, bias, target, transform, True, True) for way in (fused, plain))
+        for field in ("logps", "jacobian", "stats"):
+            torch.testing.assert_close(
+                getattr(ours, field),
+                getattr(theirs, field),
+                rtol=1e-4,
+                atol=1e-4,
+                equal_nan=True,
+                msg=lambda text: f"{extreme}, {field}: {text}",  # noqa: B023
+            )
+        lse = theirs.lse
+        found, expected = (
+            way.head_coefficients(hidden @ weight.T, bias, target, lse, grad, transform, torch.float32)[0]
+            for way in (fused, plain)
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, equal_nan=True, msg=extreme)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("target", [-100, -1, 50, 2**40])
+def test_a_target_outside_the_vocabulary(target: int) -> None:
+    """nan for its token, which stops a run before its step, and nothing is read outside of the tile."""
+    from alignment.models.tiles import fused
+
+    torch.manual_seed(0)
+    logits, targets = torch.randn(2, 50, device=HERE), torch.tensor([target, 3], device=HERE)
+    found = fused.measure(logits, None, targets, LogitTransform(), True)
+    assert bool(found.logps[0].isnan()) and bool(found.top1[0] == 0)
+    torch.testing.assert_close(found.logps[1], logits[1].log_softmax(0)[3])
+    torch.testing.assert_close(found.lse, logits.logsumexp(1))
+    expected = -logits.softmax(1)
+    expected[1, 3] += 1
+    coefficients = fused.differentiate(logits, None, targets, found.lse, LogitTransform(), torch.float32)
+    torch.testing.assert_close(coefficients, expected)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_coefficients_take_the_place_of_the_logits(dtype: torch.dtype) -> None:
+    """Rows that lie apart, of more than one block; what lies between them stays as it was."""
+    from alignment.models.tiles import fused
+
+    torch.manual_seed(0)
+    memory = torch.randn(3, 6000, device=HERE)
+    logits, between = memory[:, :5001], memory[:, 5001:].clone()
+    expected = -logits.softmax(1)
+    none, lse = torch.full((3,), -1, device=HERE), logits.logsumexp(1)
+    found = fused.differentiate(logits, None, none, lse, LogitTransform(), dtype)
+    assert found.data_ptr() == memory.data_ptr() and found.dtype == dtype and found.shape == (3, 5001)
+    torch.testing.assert_close(found.float(), expected, rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-6)
+    assert torch.equal(memory[:, 5001:], between)
+
+
+@needs_interpreter
+@pytest.mark.ci
+def test_rows_beyond_2_to_the_31_entries(tmp_path: Path) -> None:
+    """In memory that exists only where it is touched: a file with holes. In 32 bits, row 2 would be before row 0."""
+    from alignment.models.tiles import fused, kernels
+
+    stride, columns = 2**30, 300
+    holes = np.memmap(tmp_path / "logits", dtype=np.float32, mode="w+", shape=(2 * stride + 3 * stride,))
+    torch.manual_seed(0)
+    rows = torch.randn(3, columns)
+    places = [slice((2 + row) * stride, (2 + row) * stride + columns) for row in range(3)]
+    for place, row in zip(places, rows):
+        holes[place] = row.numpy()
+    first, targets, out = torch.from_numpy(holes[places[0]]), torch.tensor([1, 2, 3]), torch.empty(7, 3)
+    flags = {"SCALED": False, "CAPPED": False, "HAS_BIAS": False}
+    more = (1.0, 1.0)
+    kernels.measure[(3,)](
+        first, stride, first, targets, out, 3, columns, *more, **flags, STATS=True, BLOCK=fused.block_of(columns)
+    )
+    torch.testing.assert_close(out[0], rows.log_softmax(1)[range(3), targets])
+    lse = rows.logsumexp(1)
+    kernels.differentiate[(3,)](
+        *(first, stride, first, targets, lse, lse, lse, first, stride, columns, *more),
+        **flags,
+        HAS_TOTAL=False,
+        HAS_GRAD=False,
+        BLOCK=fused.block_of(columns),
+    )
+    expected = torch.nn.functional.one_hot(targets, columns) - rows.softmax(1)
+    for place, row in zip(places, expected):
+        torch.testing.assert_close(torch.from_numpy(holes[place].copy()), row)
+
+
+# Compiled without a GPU ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ci
+def test_the_kernels_compile_for_every_card(tmp_path: Path) -> None:
+    """From Turing to Blackwell. A barrier separates reading logits from writing coefficients over them."""
+    variables = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    variables.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, DRIVERS / "compiled_kernels.py"], env=variables, capture_output=True, text=True, timeout=240
+    )
+    if done.returncode == 77:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert {kernel["capability"] for kernel in found} == {75, 80, 86, 89, 90, 120} and len(found) == 6 * 8
+    for kernel in found:
+        assert kernel["cubin"] > 1000, kernel
+        if kernel["name"] == "differentiate":
+            order = [what for what in kernel["order"] if what in ("load", "barrier", "store")]
+            loop = order[order.index("barrier") - 1 :]
+            assert loop[0] == "load" and loop[1] == "barrier" and loop[-1] == "store", kernel
+
+
+# Choice --------------------------------------------------------------------------------------------------------------
+
+
+def test_no_kernel_on_a_plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the interpreter is on in these tests."""
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    choice.settle(torch.device("cpu"))
+    assert choice.tiles_for(torch.zeros(1)) is choice.PLAIN
+
+
+def test_kernels_only_if_asked_for_and_in_fp32(kernels: None) -> None:
+    assert choice.tiles_for(torch.zeros(1, device=HERE)) == choice.fused_tiles()
+    assert choice.tiles_for(torch.zeros(1, device=HERE, dtype=torch.float64)) is choice.PLAIN
+    with mock.patch.dict(os.environ, {choice.VARIABLE: "torch"}):
+        assert choice.tiles_for(torch.zeros(1, device=HERE)) is choice.PLAIN
+    with mock.patch.dict(os.environ, {choice.VARIABLE: "Triton"}), pytest.raises(OptionError, match="expected one of"):
+        choice.tiles_for(torch.zeros(1))
+
+
+@needs_interpreter
+def test_kernels_on_a_cpu_need_the_interpreter(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(OptionError, match="on a cpu it needs TRITON_INTERPRET=1"):
+        choice.tiles_for(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"), [(None, "ImportError|ModuleNotFoundError"), ("3.3.1", "older than 3.4")]
+)
+def test_without_triton_it_is_torchs_operations(
+    version: str | None, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = None if version is None else ModuleType("triton")
+    if module is not None:
+        setattr(module, "__version__", version)  # noqa: B010
+    monkeypatch.setitem(sys.modules, "triton", module)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    choice.settle(torch.device("cuda"))
+    line = capsys.readouterr().out
+    assert line.startswith("log-probs: torch's operations, not the Triton kernels: ") and line.count("\n") == 1
+    assert re.search(reason, line)
+    assert choice._settled == {"cuda": False}
+    monkeypatch.setenv(choice.VARIABLE, "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(OptionError, match="install triton, or unset ALIGNMENT_HEAD_TILES"):
+        choice.tiles_for(torch.zeros(1))
+
+
+def test_settled_once_and_before_a_scorer_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(choice, "_reason_against", lambda device: calls.append(device.type))
+    task, engine = mock.Mock(), mock.Mock(device=torch.device("cuda"))
+    task.check_scorer.side_effect = lambda *_: calls.append("checked")
+    for _ in range(2):
+        checked(engine, task)
+    assert calls == ["cuda", "checked", "checked"]
+    hidden = mock.Mock(device=torch.device("cuda"), dtype=torch.bfloat16, is_cuda=True)
+    assert choice.tiles_for(hidden) == choice.fused_tiles()
+
+
+@pytest.mark.ci
+def test_one_rank_without_kernels_is_enough(ranks: RankServer) -> None:
+    done = ranks.run(DRIVERS / "tile_votes.py", nproc=2)
+    assert sorted(done.stdout.split()) == ["0:False", "0:True", "1:False", "1:True"]
+
+
+def test_the_head_goes_by_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward."""
+    asked: list[torch.dtype] = []
+
+    def tiles_for(hidden: Tensor) -> choice.Tiles:
+        asked.append(hidden.dtype)
+        return choice.PLAIN
+
+    monkeypatch.setattr(logprobs, "tiles_for", tiles_for)
+    hidden, weight, _, targets, upstream = problem(20, 4, 50, False)
+    token_logprobs(hidden.requires_grad_(), weight.requires_grad_(), None, targets)[0].backward(upstream)
+    assert len(asked) == 3  # two tiles, one backward pass
