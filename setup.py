@@ -43,7 +43,10 @@ EXTRAS = {
         "mypy>=1.15",
         "import-linter>=2.16,<3",
         "types-PyYAML",
+        "liger-kernel>=0.8,<0.9",
     ],
+    # For use_liger_kernel. Lower end: written against 0.8, whose kernels were compared with transformers' layers by type.
+    "liger": ["liger-kernel>=0.8,<0.9"],
     # For `make mutants`: mutmut's operators on syntax trees, and which tests run which lines.
     "mutants": ["mutmut==3.8.*", "pytest-cov>=7,<8"],
     # For benchmarks/side_by_side.py: the release whose trainers it was written against.
