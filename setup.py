@@ -45,7 +45,10 @@ EXTRAS = {
         "types-PyYAML",
         # Its interpreter runs the head's kernels on a CPU. Users have the release that torch's CUDA wheels pin.
         "triton>=3.4,<4",
+        "liger-kernel>=0.8,<0.9",
     ],
+    # For use_liger_kernel. Lower end: written against 0.8, whose kernels were compared with transformers' layers by type.
+    "liger": ["liger-kernel>=0.8,<0.9"],
     # For `make mutants`: mutmut's operators on syntax trees, and which tests run which lines.
     "mutants": ["mutmut==3.8.*", "pytest-cov>=7,<8"],
     # For benchmarks/side_by_side.py: the release whose trainers it was written against.

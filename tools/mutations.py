@@ -10,7 +10,8 @@ A mutation is a change that somebody made, or could make, by mistake. The files 
       replacement: loss
       tests: [tests/engine/test_split_grid.py -k CPO-stage2-2]  # of `make test`; one of them fails
 
-Exit status 1 if a mutation survives, if its text is not in the file exactly once, or if no test of it is selected.
+Exit status 1 if a mutation survives, if its text is not in the file exactly once, if no test of it is selected, or if
+the test that noticed it fails without it as well.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class Run:
         self.mutations, self.jobs = mutations, jobs
         self.verdicts: dict[str, Verdict] = {}
         self._saying = threading.Lock()
+        self._unchanged: dict[str, Verdict] = {}  # of tests, by their command, on the code as it is
 
     def __call__(self) -> bool:
         """Try all of them; whether every one was noticed."""
@@ -130,7 +132,17 @@ class Run:
                 if verdict.noticed:
                     break
         # A mutation that cannot be imported proves nothing about the test.
-        return Verdict(False, verdict.how, verdict.seconds) if verdict.how.startswith("exit status") else verdict
+        if verdict.how.startswith("exit status"):
+            return Verdict(False, verdict.how, verdict.seconds)
+        if verdict.noticed and (before := self._without_mutation(tests, tree, server)).noticed:
+            return Verdict(False, f"fails without the mutation: {before.how}", verdict.seconds)
+        return verdict
+
+    def _without_mutation(self, tests: str, tree: Tree, server: RankServer) -> Verdict:
+        """What becomes of tests on the code as it is; once for each command (twice where two workers ask at once)."""
+        if tests not in self._unchanged:
+            self._unchanged[tests] = tree.run_tests(server, tests.split(maxsplit=2), _TIMEOUT_S)
+        return self._unchanged[tests]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -57,6 +57,15 @@ class ModelOptions:
         None, "Load the reference in 4 bits; unset: as the policy, where it is the policy as given."
     )
     disable_dropout: bool = option(True, "Set every dropout of policy and reference to 0; not that of adapters.")
+    use_liger_kernel: bool = option(
+        False,
+        "Compute normalisations, rotary embeddings and SwiGLU or GeGLU by Liger's kernels in policy, reference and "
+        'reward model (GPU; `pip install "deepspeed-alignment[liger]"`).',
+    )
+    liger_kernel_config: dict[str, Any] | None = option(
+        None, 'Which of Liger\'s kernels, by their names: `{"rope": false}`; unset: all but its losses.'
+    )
+    use_liger_loss: bool = option(False, "Accepted and without effect: log-probs come from a fused head in any case.")
     router_aux_loss_coef: float | None = option(
         None, "Weight of the MoE balancing loss; unset: the model's own (needs `output_router_logits`)."
     )

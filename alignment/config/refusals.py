@@ -110,7 +110,6 @@ REMOVED: dict[str, str] = {
     "bf16_full_eval": "evaluation computes as training does; set fp16 or bf16",
     "logging_strategy": "set logging_steps",
     "logging_dir": "the log lies in output_dir",
-    "use_liger_kernel": "the log-prob head is already fused; leave it out",
     "padding_free": "set max_tokens_per_batch",
     "group_by_length": "set max_tokens_per_batch",
     "remove_unused_columns": "columns that a method does not need are always left aside; leave it out",

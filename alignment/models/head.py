@@ -45,19 +45,30 @@ class LogProbHead(nn.Linear):
         return token_logprobs(hidden, self.weight, self.bias, targets, self.transform, self.tile_bytes, stats)
 
 
+# By what names configurations multiply, divide and cap logits.
+_FACTORS = ("logit_scale", "lm_head_multiplier")
+_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+
 def logit_transform(config: PretrainedConfig) -> LogitTransform:
     """Scale and soft cap that the model's own forward applies after its head, read from its configuration.
 
-    Gemma 2: ``final_logit_softcapping``; Cohere: ``logit_scale``; Falcon-H1: ``lm_head_multiplier``; Granite divides
-    by ``logits_scaling``, HyperCLOVA X multiplies by it. A model with another rule is found out, and refused, by
-    ``models.scorer.check_scorer``.
+    Caps: ``final_logit_softcapping`` (Gemma 2 and later), ``logits_soft_cap`` (RecurrentGemma),
+    ``output_logit_soft_cap`` (xLSTM). Cohere multiplies by ``logit_scale``, Falcon-H1 by ``lm_head_multiplier``;
+    Granite divides by ``logits_scaling``, by which HyperCLOVA X multiplies; Inkling divides the hidden states, and so
+    the logits, by ``logits_mup_width_multiplier``. MPT has a ``logit_scale`` that its forward does not read. A model
+    with another rule is found out, and refused, by ``models.checking.check_scorer``.
     """
+    own = config.model_type
     scale = 1.0
-    for name in ("logit_scale", "lm_head_multiplier"):
+    for name in _FACTORS if own != "mpt" else ():
         scale *= getattr(config, name, None) or 1.0
-    scaling = getattr(config, "logits_scaling", None) or 1.0
-    scale *= scaling if config.model_type == "hyperclovax" else 1 / scaling
-    return LogitTransform(float(scale), getattr(config, "final_logit_softcapping", None))
+    for name in _DIVISORS:
+        value = getattr(config, name, None) or 1.0
+        scale *= value if own == "hyperclovax" else 1 / value
+    caps = (getattr(config, name, None) for name in _CAPS)
+    return LogitTransform(float(scale), next((float(cap) for cap in caps if cap is not None), None))
 
 
 def install_logprob_head(model: PreTrainedModel, tile_bytes: int = DEFAULT_TILE_BYTES) -> nn.Module:

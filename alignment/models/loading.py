@@ -17,6 +17,7 @@ from alignment.config.errors import ModelError, OptionError, first_line
 from alignment.internals.deepspeed_zero3 import is_partitioned
 from alignment.internals.torch import is_dropout
 from alignment.internals.transformers import dropout_rates, loading
+from alignment.models.kernels import hub_kernels, put_hub_kernels
 from alignment.models.quantization import Quantization, is_packed, prepare_quantized
 from alignment.models.tasks import CAUSAL_LM, Task
 
@@ -56,11 +57,12 @@ def load_model(
     Raises:
         ModelError: the folder or its weights cannot be read, or weights are missing.
     """
+    further, kernels = hub_kernels(init_kwargs or {})
     kwargs = {
         "attn_implementation": attn_implementation,
         "trust_remote_code": trust_remote_code,
         **task.arguments,
-        **(init_kwargs or {}),
+        **further,
     }
     if quantization is not None:
         kwargs["device_map"] = {"": device}
@@ -86,6 +88,7 @@ def load_model(
     if quantization is not None:
         prepare_quantized(model, quantization)
     loaded: PreTrainedModel = model
+    put_hub_kernels(loaded, kernels)
     return loaded
 
 

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from alignment.config.errors import ModelError, OptionError, first_line
 from alignment.config.options import AlignmentConfig
 from alignment.internals.transformers import asks_for_trust
+from alignment.models.kernels import liger_type, put_liger_kernels
 from alignment.models.loading import load_model
 from alignment.models.quantization import Quantization, prepare_quantized
 from alignment.models.tasks import CAUSAL_LM, Task
@@ -166,8 +167,23 @@ class ModelSource:
         tell: Callable[[str], None] = lambda line: None,
     ) -> PreTrainedModel:
         """The live object, or a model loaded for an engine with ``ds_config``; ``device`` and ``tell`` as for
-        :func:`load_model`.
+        :func:`load_model`. With the layer kernels that the options ask for, where there are any for its type.
         """
+        model = self._loaded(options, dtype, ds_config, device, tell)
+        if (
+            options.use_liger_kernel and liger_type(self.config) is not None
+        ):  # a reward model of any other type has none
+            put_liger_kernels(model, options.liger_kernel_config)
+        return model
+
+    def _loaded(
+        self,
+        options: AlignmentConfig,
+        dtype: torch.dtype,
+        ds_config: dict[str, Any],
+        device: torch.device,
+        tell: Callable[[str], None],
+    ) -> PreTrainedModel:
         if self.live is not None:
             if self.quantization is None:
                 return widened(self.live, dtype)

@@ -22,8 +22,10 @@ from transformers import (
 )
 
 from alignment.config.errors import ModelError
+from alignment.models.architectures import refusal
+from alignment.models.checking import check_scorer
 from alignment.models.classifier import HEAD, RewardScorer, check_reward_scorer, reads_last_token, reward_scorer
-from alignment.models.scorer import CompletionScorer, Scorer, check_scorer
+from alignment.models.scorer import CompletionScorer, Scorer
 
 Check = Callable[[PretrainedConfig, str], None]
 LiveCheck = Callable[[PreTrainedModel, str], None]
@@ -68,12 +70,20 @@ class Task:
         return self.new is not None and parameter.startswith(f"{self.new}.")
 
 
+def _check_language_model(config: PretrainedConfig, named: str) -> None:
+    reason = refusal(config)
+    if reason is not None:
+        raise ModelError(f"{named} is a {config.model_type} model, which is not supported: {reason}")
+
+
 CAUSAL_LM = Task(
     noun="causal language model",
     auto=AutoModelForCausalLM,
     mapping=MODEL_FOR_CAUSAL_LM_MAPPING,
     scorer=CompletionScorer,
     check_scorer=check_scorer,
+    check_config=_check_language_model,
+    check_live=lambda model, named: _check_language_model(model.config, f"{named}: {type(model).__name__}"),
 )
 
 

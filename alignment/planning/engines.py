@@ -18,6 +18,7 @@ from alignment.models.adapters.plan import plan_adapters
 from alignment.models.adapters.record import Adapters
 from alignment.models.quantization import plan_quantization
 from alignment.models.source import ModelSource
+from alignment.planning.kernels import check_kernels
 from alignment.references.adapter import AdapterReferencePlan
 from alignment.references.engine import ReferencePlan
 
@@ -30,6 +31,7 @@ class EnginePlan:
         dtypes: the run's.
         source: the policy's model.
         adapters: what is trained of it; None for all of it.
+        notes: what else there is to tell at the start.
         policy: JSON of the engine that trains it.
         policy_frozen: JSON of the engine that only evaluates it.
         reference: the reference; None for a method without one.
@@ -41,6 +43,7 @@ class EnginePlan:
     policy_frozen: dict[str, Any]
     reference: ReferencePlan | AdapterReferencePlan | None
     adapters: Adapters | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def compute(self) -> torch.dtype:
@@ -84,6 +87,7 @@ def plan_engines(
         ModelError: adapters that are not this model's.
     """
     own = reference is policy
+    notes = check_kernels(options, (policy, None if own else reference))
     base = load_deepspeed_config(options.deepspeed, "zero2")
     dtypes = plan_dtypes(options, base)
     world, width = world_size(), _width(policy)
@@ -95,7 +99,7 @@ def plan_engines(
     # Evaluation alone needs no optimizer: a frozen engine that lives where the policy's parameters would.
     alone = plan_frozen(options, "", placement=placement_of(base), deepspeed=None, hidden_size=width, **shared)
     config = policy_config(options, base, dtypes, world, width)
-    plan = EnginePlan(dtypes, policy, config, alone.ds_config, None)
+    plan = EnginePlan(dtypes, policy, config, alone.ds_config, None, notes=tuple(notes))
     stage = int(config["zero_optimization"]["stage"])
     quantization = plan_quantization(
         options,

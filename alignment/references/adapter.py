@@ -13,7 +13,7 @@ from alignment.engines.scoring import ScoringEngine
 from alignment.internals.peft import computing_with
 from alignment.models.adapters.given import Given
 from alignment.models.adapters.record import Adapters
-from alignment.models.scorer import probe_ids
+from alignment.models.checking import probe_ids
 from alignment.references.base import RowIds
 
 

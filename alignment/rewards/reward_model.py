@@ -22,6 +22,7 @@ from alignment.engines.collectives import device, largest_over_ranks
 from alignment.engines.launch_env import world_size
 from alignment.engines.scoring import FrozenEngine, frozen_engine
 from alignment.models.classifier import longest_sequence
+from alignment.models.kernels import liger_type
 from alignment.models.quantization import plan_quantization
 from alignment.models.source import model_source
 from alignment.models.tasks import CLASSIFIER
@@ -103,7 +104,9 @@ class ClassifierReward:
 
     def describe(self) -> str:
         """One line for the start of a run."""
-        return f"reward model: {self.source.name}, {self.frozen.placement.name}, {self.batch_size} sequences at once"
+        text = f"reward model: {self.source.name}, {self.frozen.placement.name}, {self.batch_size} sequences at once"
+        plain = self.options.use_liger_kernel and liger_type(self.source.config) is None
+        return f"{text}; Liger has no kernels for a {self.source.config.model_type} model" if plain else text
 
     def check(self, prompt: Text, place: str, template: Mapping[str, Any]) -> None:
         """Whether prompts like this one can be given to the reward model, known before anything is loaded.

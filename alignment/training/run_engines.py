@@ -192,7 +192,8 @@ class RunEngines:
             context.run_state.register("engine", EngineState(policy))
         self._frozen = FrozenTensors(policy.scorer.model)
         self._pass = self.resources.window_pass(context, self.models, self.aux_coefficient)
-        context.tell(self.plan.describe(self._given))
+        for line in (self.plan.describe(self._given), *self.plan.notes):
+            context.tell(line)
         self.resources.built(policy.scorer.model)
 
     def know(self, datasets: Iterable[PreparedData]) -> None:

@@ -170,7 +170,7 @@ def test_check_finds_a_head_that_is_used_in_another_way() -> None:
     scorer = reward_scorer(model)
     own = model.score.forward
     model.score.forward = lambda hidden: own(hidden) * (1.0 if hidden.ndim == 2 else 2.0)
-    with pytest.raises(ModelError, match="LlamaForSequenceClassification computes its score in a way that this"):
+    with pytest.raises(ModelError, match=r"LlamaForSequenceClassification \(llama\) computes its score in a way that"):
         check_reward_scorer(scorer, torch.device("cpu"))
 
 

@@ -20,6 +20,7 @@ import pytest
 from conftest import ROOT
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "peft", "bitsandbytes", "datasets", "accelerate", "tqdm")
+LIBRARIES += ("liger_kernel",)
 # The modules that their documentation imports from. Whatever else of them is imported is private.
 PUBLIC = {
     *LIBRARIES,

@@ -11,9 +11,10 @@ from transformers import CohereConfig, Gemma2Config, GPT2Config, GraniteConfig, 
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from alignment.config.errors import ModelError
+from alignment.models.checking import check_scorer
 from alignment.models.head import LogProbHead, checkpointed_logprobs, install_logprob_head
 from alignment.models.logprobs import LogitTransform, tile_length, token_logprobs
-from alignment.models.scorer import CompletionScorer, check_scorer
+from alignment.models.scorer import CompletionScorer
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -189,7 +190,7 @@ def test_check_finds_an_unknown_scale() -> None:
     head = model.get_output_embeddings()
     assert isinstance(head, LogProbHead)
     head.transform = LogitTransform()
-    with pytest.raises(ModelError, match="CohereForCausalLM computes its logits in a way"):
+    with pytest.raises(ModelError, match=r"CohereForCausalLM \(cohere\) computes its logits in a way"):
         check_scorer(scorer, torch.device("cpu"))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import psutil
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from alignment.engines.collectives import device, largest_over_ranks
 from alignment.internals.deepspeed_zero3 import away, whole_bytes
@@ -141,12 +141,31 @@ def weight_bytes(module: nn.Module) -> int:
 def completion_bytes(model: PreTrainedModel, context: int, scores: int = 0) -> int:
     """What one completion takes while it is generated."""
     config = model.config.get_text_config()
+    layers = _layer_configs(config)
+    keys_and_values = sum(map(_cached, layers))
+    inner = max(map(_inner, layers))
+    per_token = keys_and_values + 6 * config.hidden_size + 3 * inner
+    return context * per_token * model.dtype.itemsize + (_VOCABULARY_VECTORS + scores) * config.vocab_size * 4
+
+
+def _layer_configs(config: PretrainedConfig) -> Sequence[PretrainedConfig]:
+    """The configuration of each layer. Gemma 4's differ, and such values cannot be read from the whole one."""
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config] * config.num_hidden_layers
+
+
+def _cached(config: PretrainedConfig) -> int:
+    """The numbers that one layer keeps of a token: its key and its value in each head."""
     heads = getattr(config, "num_attention_heads", None) or 1
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    keys_and_values = 2 * (getattr(config, "num_key_value_heads", None) or heads) * head_dim
+    return int(2 * (getattr(config, "num_key_value_heads", None) or heads) * head_dim)
+
+
+def _inner(config: PretrainedConfig) -> int:
+    """The width of the widest feed-forward layer; Gemma 3n has a list with an entry per layer."""
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    per_token = config.num_hidden_layers * keys_and_values + 6 * config.hidden_size + 3 * inner
-    return context * per_token * model.dtype.itemsize + (_VOCABULARY_VECTORS + scores) * config.vocab_size * 4
+    return int(max(inner) if isinstance(inner, (list, tuple)) else inner)
 
 
 def _free_bytes(where: torch.device) -> int:

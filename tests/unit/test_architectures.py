@@ -1,0 +1,198 @@
+"""Types of causal language models that compute their logits in ways of their own: exact, or refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BertGenerationConfig, PreTrainedModel, XLMConfig
+
+from alignment.config.errors import ModelError
+from alignment.engines.rollout.memory import completion_bytes
+from alignment.models.architectures import REFUSED, decoder_of
+from alignment.models.checking import check_scorer
+from alignment.models.head import LogProbHead, logit_transform
+from alignment.models.logprobs import LogitTransform
+from alignment.models.scorer import CompletionScorer
+from alignment.models.source import read_config
+from tools.architectures.comparison import Result, examine, types
+from tools.architectures.table import PAGE, page, row
+from tools.architectures.tiny import TRANSFORMS, tiny_config, tiny_model
+
+CPU = torch.device("cpu")
+# Logits scaled or capped by other names, hidden states in another place, configurations that differ by layer.
+SAMPLE = ("gemma3n_text", "gemma4_text", "llama4", "mpt", "recurrent_gemma", "xlstm")
+CAPPED = {"gemma2": "final_logit_softcapping", "recurrent_gemma": "logits_soft_cap", "xlstm": "output_logit_soft_cap"}
+
+
+@pytest.mark.parametrize("model_type", SAMPLE)
+def test_log_probs_and_gradients_are_those_of_the_models_own_logits(model_type: str) -> None:
+    result = examine(model_type)
+    assert result.exact, row(result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", types())
+def test_every_type_is_exact_or_refused_by_name(model_type: str) -> None:
+    result = examine(model_type)
+    assert result.good, row(result)
+    written = PAGE.read_text(encoding="utf-8")
+    word = "exact" if result.exact else "refused"
+    assert f"| {model_type} | {result.architecture} | {word} |" in written, "run python -m tools.architectures"
+
+
+def test_the_page_has_every_type() -> None:
+    written = PAGE.read_text(encoding="utf-8").splitlines()
+    assert [line.split(" ")[1] for line in written if line.startswith("| ") and " class " not in line] == list(types())
+
+
+def model_with_cap(model_type: str, cap: float, gain: float) -> PreTrainedModel:
+    """A model whose logits are as large as ``gain`` makes them, capped at ``cap``."""
+    config = tiny_config(model_type)
+    setattr(config, CAPPED[model_type], cap)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(gain)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_type", CAPPED)
+def test_the_check_finds_a_cap_that_is_missing(model_type: str, dtype: torch.dtype) -> None:
+    """And nothing else: with the cap the same model passes, rounding included."""
+    # Caps are about as large as the logits, however small these are: an absolute tolerance lets all of them pass.
+    model = model_with_cap(model_type, 1.0, 1.0).to(dtype)
+    size = float(model(input_ids=torch.arange(2, 10)[None], use_cache=False).logits.detach().abs().max())
+    assert size < 1.0
+    model.config.__dict__[CAPPED[model_type]] = size / 2
+    scorer = CompletionScorer(model)
+    check_scorer(scorer, CPU)
+    head = model.get_output_embeddings()
+    assert isinstance(head, LogProbHead) and head.transform.softcap == size / 2
+    head.transform = LogitTransform()
+    with pytest.raises(ModelError, match=rf"\({model_type}\) computes its logits in a way that this project does not"):
+        check_scorer(scorer, CPU)
+
+
+def test_a_cap_of_thirty_is_found_where_logits_are_small() -> None:
+    """Of logits around 3 it changes 0.01, less than the absolute tolerance of 0.01 that was there."""
+    model = model_with_cap("recurrent_gemma", 30.0, 3.0)
+    scorer = CompletionScorer(model)
+    check_scorer(scorer, CPU)
+    head = model.get_output_embeddings()
+    assert isinstance(head, LogProbHead)
+    head.transform = LogitTransform()
+    with pytest.raises(ModelError, match="computes its logits in a way"):
+        check_scorer(scorer, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "granite", "mixtral"])
+def test_rounding_passes_the_check(model_type: str, dtype: torch.dtype) -> None:
+    for seed in range(3):
+        check_scorer(CompletionScorer(tiny_model(model_type, seed).to(dtype)), CPU)
+
+
+def test_a_model_that_sees_what_follows_is_refused() -> None:
+    config = XLMConfig(vocab_size=97, emb_dim=32, n_layers=1, n_heads=4, max_position_embeddings=64)
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ModelError, match=r"XLMWithLMHeadModel \(xlm\) is not causal: logits change by "):
+        check_scorer(CompletionScorer(model), CPU)
+    config.causal = True
+    check_scorer(CompletionScorer(AutoModelForCausalLM.from_config(config)), CPU)
+
+
+def test_a_model_that_cannot_be_called_is_refused() -> None:
+    model = tiny_model("llama")
+    decoder = decoder_of(model)
+    assert decoder is model.model
+
+    def fixed(input_ids: torch.Tensor) -> None:
+        raise AssertionError("not called")
+
+    decoder.forward = fixed  # type: ignore[method-assign, assignment]
+    with pytest.raises(ModelError, match=r"^model LlamaForCausalLM \(llama\) cannot be scored: TypeError: "):
+        check_scorer(CompletionScorer(model), CPU)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "xlnet", "reformer"])
+def test_a_type_is_refused_before_weights_are_looked_at(model_type: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ModelError, match=f"is a {model_type} model, which is not supported: ") as caught:
+        read_config(str(tmp_path), key="model_name_or_path", trust_remote_code=False)
+    assert str(caught.value).endswith(REFUSED[model_type])
+
+
+def test_an_encoder_is_refused_unless_it_is_a_decoder(tmp_path: Path) -> None:
+    config = BertGenerationConfig(is_decoder=False)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="set is_decoder: true in its config.json"):
+        read_config(str(tmp_path), key="model_name_or_path", trust_remote_code=False)
+    assert examine("bert-generation").exact
+
+
+def test_refused_types_exist() -> None:
+    assert REFUSED.keys() <= types().keys()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "value", "scale"),
+    [("mpt", "inv_sqrt_d_model", 1.0), ("cohere", 0.3, 0.3), ("granite", 4.0, 0.25), ("hyperclovax", 4.0, 4.0),
+     ("inkling_text", 4.0, 0.25)],
+)  # fmt: skip
+def test_scales(model_type: str, value: Any, scale: float) -> None:
+    config = tiny_config(model_type)
+    for name in TRANSFORMS.keys() & config.to_dict().keys() - {"final_logit_softcapping"}:
+        setattr(config, name, value)
+    assert logit_transform(config).scale == pytest.approx(scale)
+
+
+def test_the_page_of_results() -> None:
+    good = Result("a", "AModel", None, 1e-7, 2e-7)
+    bad = dataclasses.replace(good, model_type="b", gradient=1.0)
+    refused = Result("c", "CModel", "its reason")
+    assert (good.good, bad.good, refused.good, refused.exact) == (True, False, True, False)
+    text = page([good, bad, refused])
+    assert "3 in all: 1 are exact, 1 are\nrefused" in text
+    assert text.endswith(
+        "| a | AModel | exact | 1e-07 | 2e-07 |  |\n| b | AModel | **differs** | 1e-07 | 1e+00 |  |\n"
+        "| c | CModel | refused | | | its reason |\n"
+    )
+
+
+def test_what_a_completion_takes_where_layers_differ() -> None:
+    """Gemma 4's last layer has heads of another size; Gemma 3n's layers have widths of their own."""
+    gemma4, gemma3n = tiny_model("gemma4_text"), tiny_config("gemma3n_text")
+    heads = [layer.head_dim for layer in gemma4.config.per_layer_config]
+    assert heads == [8, 8, 8, 16]
+    vectors = 6 * 128 * 4
+    assert completion_bytes(gemma4, 10) == 10 * 4 * (2 * 2 * sum(heads) + 6 * 32 + 3 * 64) + vectors
+    gemma3n.intermediate_size = [64, 64, 96, 64]
+    model = AutoModelForCausalLM.from_config(gemma3n, dtype=torch.float32)
+    assert completion_bytes(model, 10) == 10 * 4 * (4 * 2 * 2 * 8 + 6 * 32 + 3 * 96) + vectors
+
+
+def test_the_check_finds_a_cap_that_hardly_shows() -> None:
+    """In 16 bits a cap of five times the usual logit changes only those that stand out, such as the least likely."""
+    model = tiny_model("gemma2")
+    model.config.final_logit_softcapping = 30.0
+    scorer = CompletionScorer(model)
+    head = model.get_output_embeddings()
+    assert isinstance(head, LogProbHead)
+    with torch.no_grad():
+        decoder = decoder_of(model)
+        assert decoder is not None
+        hidden = decoder(torch.arange(2, 40)[None]).last_hidden_state[0]
+        head.weight[127] = -hidden.mean(0) * 60 / hidden.mean(0).norm() ** 2
+    model.to(torch.bfloat16)
+    check_scorer(scorer, CPU)
+    head.transform = LogitTransform()
+    with pytest.raises(ModelError, match="computes its logits in a way"):
+        check_scorer(scorer, CPU)

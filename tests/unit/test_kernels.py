@@ -1,0 +1,165 @@
+"""Layer kernels: what is refused before anything is loaded, and what is put into a model where it is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import make_model, options, tiny_config
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, OPTConfig
+
+from alignment import KTOConfig, KTOTrainer
+from alignment.config.errors import AlignmentError, ModelError, OptionError
+from alignment.internals.liger import kernels_by_type
+from alignment.models import kernels as model_kernels
+from alignment.models.kernels import hub_kernels, put_hub_kernels, put_liger_kernels
+from alignment.models.loading import load_model
+from alignment.models.source import ModelSource
+from alignment.planning import kernels
+from alignment.planning.kernels import check_kernels
+
+
+def source(config: Any = None, **init_kwargs: Any) -> ModelSource:
+    return ModelSource("some/model", None, config or tiny_config("tied"), init_kwargs)
+
+
+def check(*sources: ModelSource, **given: Any) -> list[str]:
+    return check_kernels(KTOConfig("out", **given), sources or (source(), None))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as the checks are concerned."""
+    monkeypatch.setattr(kernels, "has_gpu", lambda: True)
+
+
+def test_nothing_asked_for() -> None:
+    assert check() == []
+    assert check(use_liger_loss=False) == []
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_can_be_had() -> None:
+    assert check(use_liger_kernel=True) == []
+    assert check(use_liger_kernel=True, liger_kernel_config={"rope": False, "fused_linear_cross_entropy": False}) == []
+
+
+def test_a_fused_loss_is_accepted_and_nothing_new() -> None:
+    (line,) = check(use_liger_loss=True)
+    assert line.startswith("use_liger_loss: ") and "changes nothing" in line
+
+
+@pytest.mark.parametrize("given", [{"use_liger_kernel": True}, {"model_init_kwargs": {"use_kernels": True}}])
+def test_without_a_gpu_nothing_is_loaded(tmp_path: Path, loads: list[Any], given: dict[str, Any]) -> None:
+    config = KTOConfig(**options(tmp_path, **given))
+    rows = [{"prompt": "a", "completion": "b", "label": True}] * 4
+    with pytest.raises(OptionError, match="use_(liger_kernel|kernels)=True: its kernels run on a GPU, and this run "):
+        KTOTrainer(make_model(tmp_path / "model"), args=config, train_dataset=rows)
+    assert loads == []
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"rope_embedding": True}, "has no such kernel for a llama model; set some of rms_norm, rope, swiglu$"),
+        ({"swiglue": True}, "liger_kernel_config: swiglue=True: .* did you mean 'swiglu'"),
+        (
+            {"cross_entropy": True},
+            "cross_entropy=True: log-probs come from a head of this project's own; leave it out",
+        ),
+        ({"fused_linear_cross_entropy": True}, "log-probs come from a head of this project's own; leave it out"),
+        ({"rope": "no"}, "rope='no': must be true or false"),
+        ({"model": True}, "has no such kernel"),
+    ],
+)
+def test_kernels_that_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        check(use_liger_kernel=True, liger_kernel_config=given)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_type_that_liger_lacks_is_named_with_those_that_it_has() -> None:
+    opt = source(OPTConfig())
+    with pytest.raises(
+        OptionError, match=r"no kernels for some/model, a opt model; .*gemma2, .*llama, .*qwen3"
+    ) as caught:
+        check(source(), opt, use_liger_kernel=True)
+    assert all(name in str(caught.value) for name in kernels_by_type())
+
+
+@pytest.mark.usefixtures("gpu")
+def test_libraries_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    with pytest.raises(
+        OptionError, match=r'liger-kernel is not installed; run pip install "deepspeed-alignment\[liger'
+    ):
+        check(use_liger_kernel=True)
+    monkeypatch.setattr(kernels, "is_kernels_available", lambda: False)
+    with pytest.raises(OptionError, match="use_kernels=True: needs a version of the package kernels"):
+        check(source(use_kernels=True))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_options_that_contradict(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match="has no effect without use_liger_kernel; set use_liger_kernel: true"):
+        check(liger_kernel_config={"rope": True})
+    monkeypatch.setattr(kernels, "is_kernels_available", lambda: True)
+    assert check(source(use_kernels=True)) == []
+    with pytest.raises(OptionError, match="replaces the same layers as use_liger_kernel"):
+        check(source(), source(use_kernels=True), use_liger_kernel=True)
+
+
+# Where a model is loaded ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_kernels_are_put_where_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
+    put: list[Any] = []
+    monkeypatch.setattr(model_kernels, "put_into", lambda model, which: put.append((type(model).__name__, which)))
+    path = make_model(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(path) if live else None
+    given = ModelSource(None if live else path, model, tiny_config("tied"), {})
+
+    def load(**more: Any) -> None:
+        given.load(KTOConfig("out", **more), torch.float32, {}, torch.device("cpu"))
+
+    load()
+    assert put == []
+    load(use_liger_kernel=True, liger_kernel_config={"rope": False})
+    assert put == [("LlamaForCausalLM", {"rope": False})]
+
+
+def test_a_class_that_liger_does_not_know_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(
+        OPTConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=9, ffn_dim=8)
+    )
+    with pytest.raises(
+        ModelError, match="Liger cannot be put into a OPTForCausalLM: it has no kernels for a opt model"
+    ):
+        put_liger_kernels(model, None)
+
+
+def test_kernels_of_the_hub_are_those_for_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``from_pretrained`` never hears of them: it would choose them in evaluation mode."""
+    modes: list[Any] = []
+    monkeypatch.setattr(
+        LlamaForCausalLM, "set_use_kernels", lambda self, use, config=None: modes.append((self.training, use, config))
+    )
+    path = make_model(tmp_path)
+    modes.clear()
+    model = load_model(path, torch.float32, ds_config={}, init_kwargs={"use_kernels": True, "kernel_config": None})
+    assert modes == [(False, False, None), (True, True, None)] and not model.training
+    load_model(path, torch.float32, ds_config={}, init_kwargs={"use_kernels": False})
+    assert modes[2:] == [(False, False, None)]
+    assert hub_kernels({"a": 1, "kernel_config": 2}) == ({"a": 1}, {"kernel_config": 2})
+    put_hub_kernels(model, {})
+    assert modes[3:] == []
+
+
+def test_refusals_are_errors_of_one_line() -> None:
+    with pytest.raises(AlignmentError) as caught:
+        check(use_liger_kernel=True)
+    assert "\n" not in str(caught.value)

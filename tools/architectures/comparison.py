@@ -1,0 +1,161 @@
+"""One type: log-probs and gradients of a tiny model by this project's path, and by its own logits and autograd."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from alignment.config.errors import ModelError, first_line
+from alignment.engines.rollout.memory import completion_bytes
+from alignment.models.architectures import REFUSED
+from alignment.models.checking import check_scorer
+from alignment.models.loading import disable_dropout
+from alignment.models.scorer import CompletionScorer
+from alignment.models.source import read_config
+from tools.architectures.tiny import tiny_config, tiny_model
+
+LENGTHS = (12, 9, 5)  # tokens of the rows of a batch, padded on the right
+TOLERANCE = 1e-4  # of fp32: of the largest log-prob, and of the norm of the gradient
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one type.
+
+    Attributes:
+        model_type: as its configurations call it.
+        architecture: the class that ``AutoModelForCausalLM`` makes of it.
+        refused: the reason; None where it is scored.
+        logps: the largest difference of a log-prob, in parts of the largest one.
+        gradient: the norm of the difference of the gradients, in parts of the norm.
+        note: what else there is to know.
+    """
+
+    model_type: str
+    architecture: str
+    refused: str | None = None
+    logps: float = 0.0
+    gradient: float = 0.0
+    note: str = ""
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is scored, and nothing but rounding differs."""
+        return self.refused is None and self.logps < TOLERANCE and self.gradient < TOLERANCE
+
+    @property
+    def good(self) -> bool:
+        """Whether it is exact, or refused by name."""
+        return self.exact or self.refused is not None
+
+
+def types() -> dict[str, str]:
+    """Every type of causal language model that the installed transformers has, and its class."""
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+    return {name: value if isinstance(value, str) else value[0] for name, value in sorted(names)}
+
+
+def examine(model_type: str) -> Result:
+    """Compare, or be refused in the way that a user would be: when a model is given, loaded or checked."""
+    architecture = types()[model_type]
+    if model_type in REFUSED:  # of some of these there is no tiny model
+        return Result(model_type, architecture, REFUSED[model_type])
+    try:
+        _looked_at(tiny_config(model_type))
+        return _compared(model_type, architecture, tiny_model(model_type))
+    except ModelError as error:
+        return Result(model_type, architecture, str(error).rpartition(f"({model_type})")[2].strip())
+    except ImportError as error:  # what load_model reports as a model that could not be loaded
+        return Result(model_type, architecture, f"could not be loaded: {first_line(error)}")
+    except Exception as error:  # the very crash that a user would see
+        infinite = float("inf")
+        return Result(
+            model_type, architecture, None, infinite, infinite, f"{type(error).__name__}: {first_line(error)}"
+        )
+
+
+def _looked_at(config: PretrainedConfig) -> None:
+    """A checkpoint with this configuration, as a run looks at it before anything is loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        save_file({"weight": torch.zeros(1)}, Path(folder) / "model.safetensors")
+        try:
+            read_config(folder, key="model", trust_remote_code=False)
+        except ModelError as error:
+            reason = str(error).replace(f"model: {folder!r} is", "it is")
+            raise ModelError(f"({config.model_type}) {reason}") from error
+
+
+def _compared(model_type: str, architecture: str, model: PreTrainedModel) -> Result:
+    config: PretrainedConfig = model.config.get_text_config()
+    completion_bytes(model, 100)  # what Online DPO asks before the first rollout
+    model.train()
+    disable_dropout(model)
+    note = ""
+    rows = _rows(config.vocab_size)
+    weights = torch.randn(sum(LENGTHS) - len(LENGTHS), generator=torch.Generator().manual_seed(2))
+    expected, gradient = _with_gradient(model, _plain(model, rows), weights)
+    if not torch.equal(expected, _plain(model, rows).detach()):
+        note = "draws at random while it trains (compared in evaluation mode)"
+        model.eval()
+        expected, gradient = _with_gradient(model, _plain(model, rows), weights)
+    scorer = CompletionScorer(model)
+    check_scorer(scorer, torch.device("cpu"))
+    scorer.train(not note)
+    found, ours = _with_gradient(model, _scored(scorer, rows), weights)
+    return Result(
+        model_type,
+        architecture,
+        None,
+        float((found - expected).abs().max() / expected.abs().max()),
+        float((ours - gradient).norm() / gradient.norm()),
+        note,
+    )
+
+
+def both_ways(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """A model's own log-probs of the rows, and the gradient of a weighted sum of them towards all parameters."""
+    weights = torch.randn(sum(LENGTHS) - len(LENGTHS), generator=torch.Generator().manual_seed(2))
+    return _with_gradient(model, _plain(model, _rows(model.config.get_text_config().vocab_size)), weights)
+
+
+def _rows(vocabulary: int) -> list[Tensor]:
+    """Rows of :data:`LENGTHS` with tokens from all over the vocabulary, without the special ones at its beginning."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(2, vocabulary, (length,), generator=generator) for length in LENGTHS]
+
+
+def _plain(model: PreTrainedModel, rows: Sequence[Tensor]) -> Tensor:
+    """Log-probs of every row's tokens but its first, by the model's own logits; each row by itself."""
+    logps = []
+    for row in rows:
+        logits = model(input_ids=row[None], use_cache=False).logits[0, :-1].float()
+        logps.append(logits.log_softmax(-1).gather(1, row[1:, None])[:, 0])
+    return torch.cat(logps)
+
+
+def _scored(scorer: CompletionScorer, rows: Sequence[Tensor]) -> Tensor:
+    """The same by the scorer, in one batch that is padded on the right."""
+    longest = max(map(len, rows))
+    ids = torch.stack([F.pad(row, (0, longest - len(row))) for row in rows])
+    mask = torch.stack([(torch.arange(longest) < len(row)).long() for row in rows])
+    positions = torch.cat([torch.arange(len(row) - 1) + number * longest for number, row in enumerate(rows)])
+    targets = torch.cat([row[1:] for row in rows])
+    scores: Tensor = scorer(ids, mask, positions, targets, len(targets)).scores
+    return scores
+
+
+def _with_gradient(model: PreTrainedModel, logps: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    model.zero_grad()
+    (logps * weights).sum().backward()
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad for _, p in sorted(model.named_parameters())]
+    return logps.detach(), torch.cat([part.reshape(-1) for part in parts])
