@@ -19,6 +19,7 @@ _SHORT = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 _LONG = {short: long for long, short in _SHORT.items()} | {long: long for long in _SHORT}
 # Below this AdamW's updates vanish in bf16 master weights: they are smaller than half a unit in the last place.
 LEAST_RATE_FOR_BF16_MASTERS = 1e-4
+_AMPERE, _VOLTA = 8, 7  # major compute capabilities: the first with bf16, the first with fast fp16
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,14 @@ class DtypePlan:
 
     ``compute``: weights and activations in forward and backward. ``master``: the optimizer's copy of the weights.
     ``accumulate``: gradients between micro-batches. ``ds``: the sections of the DeepSpeed JSON that say so.
+    ``note``: a line for the user where the GPU is not made for bf16.
     """
 
     compute: str
     master: str
     accumulate: str
     ds: dict[str, dict[str, Any]] = field(default_factory=dict)
+    note: str | None = None
 
 
 @dataclass(frozen=True)
@@ -111,11 +114,51 @@ def compute_dtype(options: Any) -> str:
         return requested
     if not uses_cuda(options):
         return FP32
-    if planned() is not None:
+    if planned() is not None or computes_bf16():
         return BF16
+    return FP16 if options.fp16 is not False and computes_fp16() else FP32
+
+
+def computes_bf16() -> bool:
+    """Whether every GPU of this host computes in bf16 itself.
+
+    Others, such as Turing's (RTX 20, T4) and Volta's, emulate it in fp32, several times slower than they are at fp16.
+    A host may have both kinds, and all ranks have to decide alike.
+    """
     import torch
 
-    return BF16 if torch.cuda.is_bf16_supported() else FP32
+    others = range(torch.cuda.device_count())
+    return torch.cuda.is_bf16_supported(including_emulation=False) and all(
+        torch.cuda.get_device_capability(i)[0] >= _AMPERE for i in others
+    )
+
+
+def computes_fp16() -> bool:
+    """Whether every GPU of this host is fast at fp16, as DeepSpeed asks for it too: Volta's and newer ones."""
+    import torch
+
+    return all(torch.cuda.get_device_capability(i)[0] >= _VOLTA for i in range(torch.cuda.device_count()))
+
+
+def _note(options: Any, compute: str, asked: bool) -> str | None:
+    """What is to be said of a GPU that only emulates bf16."""
+    if planned() is not None or not uses_cuda(options) or computes_bf16():
+        return None
+    import torch
+
+    name = torch.cuda.get_device_name()
+    if compute == BF16:
+        return (
+            f"bf16: {name} does not compute in bf16 but emulates it, which is slow; leave bf16 out, and fp16 is taken"
+        )
+    if asked:
+        return None
+    if compute == FP32:
+        return f"fp32: {name} does not compute in bf16, and fp16 is ruled out or slow there, so this run is in fp32"
+    return (
+        f"fp16: {name} does not compute in bf16, so this run computes in fp16, with fp32 masters and a dynamic loss "
+        "scale; set dtype: float32 or bf16: true for another format"
+    )
 
 
 def _explicit(ds_config: dict[str, Any], section: str, key: str = "enabled") -> Any:
@@ -162,7 +205,8 @@ def _compute(options: Any, ds_config: dict[str, Any]) -> str:
     if bf16 or fp16:
         return BF16 if bf16 else FP16
     compute = compute_dtype(options)
-    return FP32 if compute == BF16 and bf16 is False else compute
+    refused = (compute == BF16 and bf16 is False) or (compute == FP16 and fp16 is False)
+    return FP32 if refused else compute
 
 
 def _accumulate(compute: str, stage: Any, ds_config: dict[str, Any]) -> str:
@@ -241,6 +285,7 @@ def plan_dtypes(options: Any, ds_config: dict[str, Any]) -> DtypePlan:
         OptionError: options and JSON contradict each other, or the combination cannot train.
     """
     compute = _compute(options, ds_config)
+    asked = requested_dtype(options) is not None or bool(_explicit(ds_config, "fp16"))
     if compute == FP16:
         _check_fp16_supported(_source(options) if requested_dtype(options) else "fp16.enabled=true")
     stage = _explicit(ds_config, "zero_optimization", "stage") or 0
@@ -251,4 +296,4 @@ def plan_dtypes(options: Any, ds_config: dict[str, Any]) -> DtypePlan:
         "fp16": {"enabled": compute == FP16},
         "data_types": {"grad_accum_dtype": _SHORT[accumulate]},
     }
-    return DtypePlan(compute, master, accumulate, sections)
+    return DtypePlan(compute, master, accumulate, sections, _note(options, compute, asked))

@@ -78,9 +78,14 @@ class PrecisionOptions:
     TITLE: ClassVar[str] = "Precision and device"
 
     dtype: str | None = option(
-        None, "Compute dtype where `bf16` and `fp16` are unset; `auto` or unset: by the machine.", choices=DTYPES
+        None,
+        "Compute dtype where `bf16` and `fp16` are unset; `auto` or unset: bf16 on GPUs that compute in it, fp16 on "
+        "those that only emulate it (Volta, Turing), fp32 on CPUs.",
+        choices=DTYPES,
     )
-    bf16: bool | None = option(None, "Compute in bfloat16; unset: yes on a GPU that supports it, no (fp32) on CPU.")
+    bf16: bool | None = option(
+        None, "Compute in bfloat16; unset: where every GPU of the host computes in it, and not on a CPU."
+    )
     fp16: bool | None = option(None, "Compute in float16 with dynamic loss scaling.")
     tf32: bool | None = option(None, "Allow TF32 in fp32 matrix products (Ampere or newer); unset: torch's setting.")
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")

@@ -34,16 +34,28 @@ def seeded(seed: int) -> Iterator[None]:
 
 def as_before(call: Callable[[], Result]) -> Callable[[], Result]:
     """``call``, but for every further time that it is called with the random streams of the first time."""
-    restores = list[Callable[[], None]]()
+    rewind: Callable[[], None] | None = None
 
     def repeated() -> Result:
-        for restore in restores:
-            restore()
-        if not restores:
-            restores.extend(_restores())
+        nonlocal rewind
+        if rewind is None:
+            rewind = rewinder()
+        else:
+            rewind()
         return call()
 
     return repeated
+
+
+def rewinder() -> Callable[[], None]:
+    """What puts the random streams back to where they are now, as often as it is called."""
+    restores = list(_restores())
+
+    def rewind() -> None:
+        for restore in restores:
+            restore()
+
+    return rewind
 
 
 def _restores() -> Iterator[Callable[[], None]]:

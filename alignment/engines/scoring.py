@@ -20,7 +20,14 @@ from alignment.data.batching import Batch
 from alignment.engines.collectives import device
 from alignment.engines.compile_lock import abandoned_locks_removed
 from alignment.internals.deepspeed import destroy, partitions_weights, reports_grad_norm, scales_loss, undo_dummy_step
-from alignment.internals.deepspeed_step import discard_gradients, skip_invalid_norm
+from alignment.internals.deepspeed_step import (
+    discard_gradients,
+    loss_scale,
+    lower_loss_scale,
+    scaled_where_missing,
+    skip_invalid_norm,
+    step_in_fp16,
+)
 from alignment.internals.deepspeed_zero3 import balanced_module_stack, forget_partitioned
 from alignment.models.scorer import Scorer
 from alignment.models.tasks import CAUSAL_LM, Task
@@ -168,15 +175,19 @@ class PolicyEngine(ScoringEngine):
             last: whether this is the window's last micro-batch.
         """
         self.engine.set_gradient_accumulation_boundary(last)
+        loss = scaled_where_missing(self.engine, loss)
         with balanced_module_stack():
             self.engine.backward(loss * self.world_size, scale_wrt_gas=False)
 
     def step(self) -> float:
         """Apply the accumulated gradient; return its global L2 norm before clipping.
 
-        Where the norm is not finite no update is made, and the schedule stays where it is: see :meth:`discard`. An
-        fp16 overflow is DeepSpeed's to handle: it lowers its loss scale as well.
+        Where the norm is not finite no update is made, and the schedule stays where it is: see :meth:`discard`. In
+        fp16 it is then inf, and the same window may do at a lower loss scale: see :meth:`lower_loss_scale`.
         """
+        if self.scales_loss:
+            norm = step_in_fp16(self.engine)
+            return math.inf if norm is None else norm
         # DeepSpeed reports no norm where it does not wrap the optimizer (stage 0, fp32); gradients are whole there.
         if reports_grad_norm(self.engine):
             self.engine.step()
@@ -193,9 +204,18 @@ class PolicyEngine(ScoringEngine):
         discard_gradients(self.engine)
 
     @property
-    def skips_overflow(self) -> bool:
+    def scales_loss(self) -> bool:
         """Whether a non-finite gradient is a matter of loss scaling (fp16), and so no fault."""
         return scales_loss(self.engine)
+
+    @property
+    def loss_scale(self) -> float:
+        """In fp16: what the loss of the next micro-batch is multiplied by."""
+        return loss_scale(self.engine)
+
+    def lower_loss_scale(self) -> bool:
+        """After a step that overflowed: lower the loss scale; False where it cannot be lowered."""
+        return lower_loss_scale(self.engine)
 
     def _whole_norm(self) -> Tensor:
         return get_total_norm([p.grad for p in self.scorer.parameters() if p.grad is not None])

@@ -119,7 +119,7 @@ def refresh_weights(engine: Any) -> None:
 
 def loss_scale_state(engine: Any) -> dict[str, Any]:
     """What a dynamic loss scale has become, as numbers by name; empty where there is none."""
-    scaler = _dynamic_scaler(engine)
+    scaler = dynamic_scaler(engine)
     return {} if scaler is None else {name: getattr(scaler, name) for name in _SCALE if hasattr(scaler, name)}
 
 
@@ -128,7 +128,7 @@ def set_loss_scale_state(engine: Any, state: dict[str, Any]) -> None:
 
     ZeRO's scaler and that of stage 0 share all but the hysteresis, which stage 0 does not have.
     """
-    scaler = _dynamic_scaler(engine)
+    scaler = dynamic_scaler(engine)
     for name in _SCALE:
         if scaler is not None and name in state and hasattr(scaler, name):
             setattr(scaler, name, state[name])
@@ -231,7 +231,7 @@ def _zero3_units(optimizer: Any) -> Iterator[Unit]:
         yield Unit(master, optimizer.sub_group_to_group_id[number], tuple(pieces))
 
 
-def _dynamic_scaler(engine: Any) -> Any:
+def dynamic_scaler(engine: Any) -> Any:
     """What holds the loss scale, if it is a dynamic one."""
     optimizer = engine.optimizer
     config = getattr(optimizer, "loss_scale_config", None)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from alignment.config.deepspeed import load_deepspeed_config, policy_config
-from alignment.config.dtypes import DtypePlan, plan_dtypes
+from alignment.config.dtypes import DtypePlan, plan_dtypes, planned, uses_cuda
 from alignment.config.errors import OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.config.placement import PLACEMENTS, placement_of, plan_frozen
@@ -50,6 +50,14 @@ class EnginePlan:
         """The dtype of weights and activations."""
         dtype: torch.dtype = getattr(torch, self.dtypes.compute)
         return dtype
+
+    def works_in_host_memory(self, options: AlignmentConfig) -> bool:
+        """Whether this process's threads have work to do: on a CPU, or where the policy is offloaded."""
+        if planned() is not None:
+            return False  # here nothing is trained
+        zero = self.policy["zero_optimization"]
+        offloaded = (zero.get(section, {}).get("device") for section in ("offload_optimizer", "offload_param"))
+        return "cpu" in offloaded or not uses_cuda(options)
 
     def describe(self, given: Given | None = None) -> str:
         """One line for the start of a run: where policy and reference live, in which format, at what cost."""

@@ -39,6 +39,7 @@ from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, total_steps
 from alignment.training.interruptions.faults import BadSteps
+from alignment.training.interruptions.overflows import Overflows
 from alignment.training.interruptions.stopping import end_run, notice_too_short
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import Boundary, RandomAtStart, Totals
@@ -88,6 +89,7 @@ class TrainingLoop:
             "bad_steps",
             BadSteps(self.args, sampler.steps_per_epoch, data.source_rows, self._say, context.log_file.write),
         )
+        self.overflows = register("overflows", Overflows(self._say, context.log_file.write))
         self.decision = Decision()
         self._step_seconds = 0.0  # of the newest step
         self._saves = 0  # of this process
@@ -330,7 +332,7 @@ class TrainingLoop:
     def _step(self, plan: WindowPlan, batches: Sequence[AnyBatch]) -> bool:
         """One optimizer step; False where the run has returned to an earlier one instead."""
         learning_rate = self.engines.policy.learning_rate
-        step = OptimizerStep(self.context, self.engines, self.data, self.faults)
+        step = OptimizerStep(self.context, self.engines, self.data, self.faults, self.overflows)
         try:
             items, counts, grad_norm = step(plan, batches)
         except BadStep as fault:
@@ -371,7 +373,7 @@ class TrainingLoop:
     def _faults(self) -> dict[str, float]:
         """How much went wrong so far, for the log; nothing in most runs."""
         self.context.retries.write(self.context.log_file.write)
-        return {**self.faults.metrics, **self.context.retries.metrics}
+        return {**self.faults.metrics, **self.overflows.metrics, **self.context.retries.metrics}
 
     def _say(self, text: str) -> None:
         (self.context.tell if self.args.disable_tqdm else self.progress.note)(text)

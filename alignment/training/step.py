@@ -8,10 +8,14 @@ from typing import NamedTuple
 
 from alignment.data.batching import AnyBatch
 from alignment.data.windows import WindowCounts, WindowPlan
+from alignment.engines.watch.requests import REQUESTS
+from alignment.engines.watch.safe_points import agreed_reason
+from alignment.engines.watch.stop import Cut
 from alignment.internals.torch import schedule_may_go_first
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData
 from alignment.training.interruptions.faults import BadSteps, NonFiniteGradient
+from alignment.training.interruptions.overflows import Overflows
 from alignment.training.run_engines import RunEngines
 from alignment.training.window import BadStep, Items
 
@@ -34,10 +38,14 @@ class OptimizerStep:
         engines: its engines.
         data: the training data.
         faults: what counts as a bad step, and which windows are left out.
+        overflows: of gradients in fp16.
     """
 
-    def __init__(self, context: RunContext, engines: RunEngines, data: PreparedData, faults: BadSteps) -> None:
-        self.context, self.engines, self.data, self.faults = context, engines, data, faults
+    def __init__(
+        self, context: RunContext, engines: RunEngines, data: PreparedData, faults: BadSteps, overflows: Overflows
+    ) -> None:
+        self.context, self.engines, self.data = context, engines, data
+        self.faults, self.overflows = faults, overflows
 
     def __call__(self, plan: WindowPlan, batches: Sequence[AnyBatch]) -> Taken:
         """Compute a window and make the update.
@@ -65,13 +73,25 @@ class OptimizerStep:
         events("on_pre_optimizer_step")
         with self.context.phases("step"):
             grad_norm = policy.step()
-        if not math.isfinite(grad_norm) and not policy.skips_overflow:
+        while not math.isfinite(grad_norm) and policy.scales_loss:
+            grad_norm = self._at_lower_scale()
+        if not math.isfinite(grad_norm):
             raise NonFiniteGradient(
                 f"the gradient norm is {grad_norm} although the loss is finite: no update was made. Likely causes: a "
                 "learning_rate that is too high, or a value that overflows in the backward pass"
             )
         events("on_optimizer_step")
         return grad_norm
+
+    def _at_lower_scale(self) -> float:
+        """Compute the gradient of the window that overflowed again and apply it; return its norm."""
+        policy = self.engines.policy
+        self.overflows.lower_scale(policy, self.context.state.global_step + 1)
+        if agreed_reason(REQUESTS.asked()) is not None:
+            raise Cut
+        self.engines.window_pass.repeat()
+        with self.context.phases("step"):
+            return policy.step()
 
     def discard(self, fault: BadStep) -> None:
         """Leave nothing of a bad step's gradient in the engine."""

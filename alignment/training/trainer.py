@@ -19,6 +19,7 @@ from alignment.config.options import AlignmentConfig
 from alignment.data.prepare import check_vocabulary
 from alignment.data.windows import WindowSampler
 from alignment.engines.collectives import barrier, device, on_first_rank
+from alignment.engines.cores import share_cores
 from alignment.engines.launch_env import init_distributed, local_rank, rank, world_size
 from alignment.engines.optimizers import check_optimization
 from alignment.engines.phases import Phases
@@ -120,6 +121,8 @@ class AlignmentTrainer:
         if train_dataset is not None:
             self.folder.check()
         self._prepare_models(model, ref_model, optimizers, peft_config, adapted)
+        if self.engine_plan.works_in_host_memory(self.args):
+            self.tell(share_cores())
         self.processing_class = load_tokenizer(processing_class, tokenizer, self.policy_source, self.args)
         for source in (self.policy_source, self.reference_source):
             check_vocabulary(self.processing_class, source.config.get_text_config().vocab_size, source.name)
@@ -198,6 +201,7 @@ class AlignmentTrainer:
         self.engine_plan = plan_engines(
             self.args, self.policy_source, self.reference_source if needed else None, peft_config, adapted
         )
+        self.tell(self.engine_plan.dtypes.note)
         adapters = self.engine_plan.adapters
         if adapters is not None:
             self.method.trains_adapters = True

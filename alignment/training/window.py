@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from alignment.data.windows import WindowCounts, WindowPlan
 from alignment.engines.collectives import gathered, sum_over_ranks
 from alignment.engines.launch_env import rank
 from alignment.engines.phases import Phases
+from alignment.engines.rng import rewinder
 from alignment.engines.scoring import PolicyEngine
 from alignment.engines.watch.safe_points import SafePoint
 from alignment.reporting.metrics import MetricSums
@@ -64,6 +66,7 @@ class WindowPass:
     def __init__(self, method: AnyMethod, models: Models, phases: Phases, aux_coefficient: float | None) -> None:
         self.method, self.models, self.phases, self.aux_coefficient = method, models, phases, aux_coefficient
         self._safe_point = SafePoint()
+        self._again: Callable[[], None] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -145,16 +148,16 @@ class WindowPass:
         window = Window(batches, plan.counts, self.models, sums, self.phases, self.dataset_of(data))
         known = self.method.before_training(window)
         losses: list[tuple[tuple[int, ...], Tensor]] = []
+        self._again = None
+        if isinstance(policy, PolicyEngine) and train and policy.scales_loss:
+            self._again = functools.partial(self._repeated, rewinder(), policy, known, window)
         with self.phases("train" if train else "evaluate") as record:
-            for index, batch in enumerate(batches):
-                record.tokens += self.method.scored(batch).tokens
-                if isinstance(policy, PolicyEngine) and train:
-                    local = self._micro_batch(batch, index, known, window, losses)
-                    last = index == len(batches) - 1
-                    policy.backward(local, last=last)
-                    if not last:
-                        between()
-                else:
+            if isinstance(policy, PolicyEngine) and train:
+                for batch in self._accumulated(policy, known, window, losses, between):
+                    record.tokens += self.method.scored(batch).tokens
+            else:
+                for index, batch in enumerate(batches):
+                    record.tokens += self.method.scored(batch).tokens
                     with policy.inference():
                         self._micro_batch(batch, index, known, window, losses)
             sum_over_ranks(sums.values)
@@ -162,6 +165,35 @@ class WindowPass:
         if train and not math.isfinite(items["loss"][0]):
             raise _non_finite(items["loss"][0], losses, data.source_row)
         return Passed(items, plan.counts)
+
+    def _accumulated(
+        self, policy: PolicyEngine, known: Any, window: Window[Any], losses: list[Any], between: Callable[[], None]
+    ) -> Iterator[AnyBatch]:
+        """Leave the window's gradient in the engine; each micro-batch is handed out once it has been gone through."""
+        for index, batch in enumerate(window.batches):
+            local = self._micro_batch(batch, index, known, window, losses)
+            last = index == len(window.batches) - 1
+            policy.backward(local, last=last)
+            if not last:
+                between()
+            yield batch
+
+    def repeat(self) -> None:
+        """Compute the gradient of the newest window again, for another loss scale; nothing else of it.
+
+        What was generated for it, what a reference said of it and the random streams are those of the first time.
+
+        Raises:
+            Cut: the run was asked to stop; on every rank, before any weight has changed.
+        """
+        assert self._again is not None, "only an fp16 policy's newest training window can be repeated"
+        self._again()
+
+    def _repeated(self, rewind: Callable[[], None], policy: PolicyEngine, known: Any, window: Window[Any]) -> None:
+        rewind()
+        with self.phases("train"):
+            for _ in self._accumulated(policy, known, window, [], lambda: None):
+                pass
 
     def _micro_batch(self, batch: AnyBatch, index: int, known: Any, window: Window[Any], losses: list[Any]) -> Tensor:
         scored = self.method.scored(batch).to(self.device)

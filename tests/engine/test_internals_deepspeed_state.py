@@ -132,8 +132,10 @@ def test_a_loss_scale_goes_on(layout: str, again: bool, tmp_path: Path) -> None:
 
 
 def overflow(policy: Any) -> None:
+    """A step that overflows, and what DeepSpeed makes of its loss scale then."""
     policy.backward(policy.forward(batch()).scores.sum() * float("inf"), last=True)
     policy.step()
+    policy.engine.optimizer._update_scale(True)
 
 
 def batch() -> Any:

@@ -13,8 +13,15 @@ from fragment_runs import LAYERS, Case, differences, engine, everything, fp16_on
 from alignment.data.batching import collate
 from alignment.engines.launch_env import init_distributed
 from alignment.engines.scoring import PolicyEngine
-from alignment.internals.deepspeed_state import counters, loss_scale_state
-from alignment.internals.deepspeed_step import discard_gradients, skip_invalid_norm
+from alignment.internals.deepspeed_state import counters, dynamic_scaler, loss_scale_state
+from alignment.internals.deepspeed_step import (
+    discard_gradients,
+    loss_scale,
+    lower_loss_scale,
+    scaled_where_missing,
+    skip_invalid_norm,
+    step_in_fp16,
+)
 
 # Each kind of wrapper in the precisions in which it does something of its own, the most usual ones first.
 KINDS = ["stage0/fp32", "stage2/bf16", "stage3/fp32"]
@@ -118,3 +125,42 @@ def test_the_norm_alone_says_what_is_not_finite(
     assert not math.isfinite(policy.step())
     assert torch.isfinite(torch.cat([w.view(-1).float() for w in everything(policy).values()])).all()
     policy.close()
+
+
+FP16 = ["stage2/fp16", *(pytest.param(f"stage{n}/fp16", marks=pytest.mark.ci) for n in (0, 3))]
+
+
+@pytest.mark.parametrize("text", FP16)
+def test_in_fp16_the_norm_is_without_the_scale_and_the_scale_grows_after_the_step(text: str, tmp_path: Path) -> None:
+    policy = built(text, tmp_path)
+    engine, norms, scales = policy.engine, [], []
+    for _ in range(4):  # the scale grows at the last of them
+        scales.append(loss_scale(engine))
+        (own,) = (loss_scale(engine) if "stage0" in text else 1.0 for _ in [0])
+        assert float(scaled_where_missing(engine, torch.tensor(2.0))) == 2.0 * own
+        accumulate(policy)
+        norms.append(step_in_fp16(engine))
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 0.0  # the weights stay as they are after the first step, and so does the gradient
+    assert scales == [2.0**12] * 4 and loss_scale(engine) == 2.0**13
+    assert norms[1:] == pytest.approx([norms[1]] * 3, rel=1e-3)
+    policy.close()
+
+
+@pytest.mark.parametrize("text", FP16)
+def test_in_fp16_an_overflow_leaves_the_scale_until_it_is_lowered(text: str, tmp_path: Path) -> None:
+    policy, plain = built(text, tmp_path), built(text, tmp_path)
+    before = loss_scale_state(policy.engine)
+    accumulate(policy, math.inf)
+    assert step_in_fp16(policy.engine) is None
+    assert loss_scale_state(policy.engine) == before and counters(policy.engine)["skipped_steps"] == 1
+    scale = loss_scale(policy.engine)
+    assert lower_loss_scale(policy.engine) and loss_scale(policy.engine) == scale / 2, "whatever the hysteresis"
+    assert lower_loss_scale(policy.engine) and loss_scale(policy.engine) == scale / 4
+    while loss_scale(policy.engine) > 1:
+        assert lower_loss_scale(policy.engine)
+    assert not lower_loss_scale(policy.engine) and loss_scale(policy.engine) == 1
+    scaler = dynamic_scaler(plain.engine)
+    scaler.dynamic = scaler.dynamic_loss_scale = False
+    assert dynamic_scaler(plain.engine) is None and not lower_loss_scale(plain.engine)
+    policy.close(), plain.close()

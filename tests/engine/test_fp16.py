@@ -1,0 +1,269 @@
+"""fp16: the gradients that the optimizer receives, and windows that are computed again after an overflow."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fragment_runs import Case, differences, engine, fp16_on_cpu, train
+from helpers import STAGES, make_model, options, paired_rows
+from torch import Tensor
+from torch.optim import AdamW
+from transformers import TrainerCallback
+
+from alignment import CPOConfig, CPOTrainer, OnlineDPOConfig, OnlineDPOTrainer
+from alignment.config.errors import TrainingError
+from alignment.engines.launch_env import init_distributed
+from alignment.engines.rollout.engine import RolloutEngine
+from alignment.engines.scoring import PolicyEngine
+from alignment.engines.watch.requests import REQUESTS
+from alignment.engines.watch.stop import RunStopped, StopReason
+from alignment.internals.deepspeed_state import inner_optimizer, state_units, wrapper
+
+STEPS = 5  # the loss scale grows at the fourth
+Received = list[dict[str, Tensor]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fp16() -> Iterator[None]:
+    init_distributed(use_cpu=True)
+    with fp16_on_cpu():
+        yield
+
+
+def received(case: Case, out: Path) -> tuple[Received, list[float], PolicyEngine]:
+    """What the inner optimizer gets at each step, by parameter and without padding; norms; the engine."""
+    policy, found = engine(case, out), Received()
+    names = {parameter: name for name, parameter in policy.scorer.named_parameters()}
+
+    def note(optimizer: Any, *_: Any) -> None:
+        step: dict[str, Tensor] = {}
+        for unit in state_units(policy.engine):
+            if unit.master.grad is not None:
+                for parameter, _, offset, numel in unit.pieces:
+                    step[names[parameter]] = unit.master.grad.reshape(-1)[offset : offset + numel].float().clone()
+        found.append(step)
+
+    inner_optimizer(policy.engine).register_step_pre_hook(note)
+    return found, train(policy, 0, STEPS), policy
+
+
+def merged(found: Received) -> Received:
+    """One mapping for each step: stage 3 steps sub-group by sub-group."""
+    parts = len(found) // STEPS
+    return [{k: v for part in found[n * parts : (n + 1) * parts] for k, v in part.items()} for n in range(STEPS)]
+
+
+@pytest.fixture(scope="module")
+def in_fp32(tmp_path_factory: pytest.TempPathFactory) -> tuple[Received, list[float]]:
+    found, norms, policy = received(Case("stage2", "fp32"), tmp_path_factory.mktemp("fp32"))
+    policy.close()
+    return merged(found), norms
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "stage0",
+        "stage2",
+        *(pytest.param(n, marks=pytest.mark.ci) for n in ("stage0-fused", "stage1", "stage3", "stage2-offload")),
+    ],
+)
+def test_the_optimizer_receives_the_gradient_of_fp32(
+    layout: str, in_fp32: tuple[Received, list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also at the step at which the loss scale grows; clipped by the same norm, which is logged."""
+    if layout == "stage0-fused":  # the wrapper of DeepSpeed's compiled optimizer, around torch's
+        monkeypatch.setattr("deepspeed.runtime.engine.FusedAdam", AdamW)
+    found, norms, policy = received(Case(layout.removesuffix("-fused"), "fp16"), tmp_path)
+    assert wrapper(policy.engine) == {"0": "unfused", "1": "zero12", "2": "zero12", "3": "zero3"}[layout[5]] or (
+        layout == "stage0-fused" and wrapper(policy.engine) == "fused"
+    )
+    assert policy.loss_scale == 2**13, "it has grown once"
+    policy.close()
+    assert norms == pytest.approx(in_fp32[1], rel=2e-2)
+    for step, wanted in zip(merged(found), in_fp32[0], strict=True):
+        assert step.keys() == wanted.keys()
+        off, size = (
+            sum(float(x.square().sum()) for x in each)
+            for each in ([step[name] - wanted[name] for name in wanted], list(wanted.values()))
+        )
+        assert off < (2e-2) ** 2 * size
+
+
+# Overflows
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("models") / "model")
+
+
+class Heard(TrainerCallback):
+    """How often each event was told."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def _count(self, name: str) -> None:
+        self.counts[name] = self.counts.get(name, 0) + 1
+
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        self._count("substep")
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self._count("pre")
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self._count("optimizer")
+
+
+def trainer_of(
+    model: str, folder: Path, stage: str, power: int, heard: Heard | None = None, **more: Any
+) -> CPOTrainer:
+    """A run of 3 steps with dropout, whose loss scale begins at ``2**power``."""
+    scaling = {"initial_scale_power": power, "loss_scale_window": 1000, "hysteresis": 2, **more.pop("scaling", {})}
+    given: dict[str, Any] = {
+        "fp16": True,
+        "max_steps": 3,
+        "use_peft": True,
+        "lora_dropout": 0.2,
+        "disable_dropout": False,
+        "deepspeed": {**STAGES[stage], "fp16": scaling},
+        **more,
+    }
+    args = CPOConfig(**options(folder, **given))
+    return CPOTrainer(model=model, args=args, train_dataset=paired_rows(16), callbacks=[heard] if heard else [])
+
+
+Outcome = tuple[list[dict[str, Any]], dict[str, Tensor], float]
+
+
+def outcome(trainer: CPOTrainer) -> Outcome:
+    """The log, the trained weights, and the loss scale at the end."""
+    with contextlib.closing(trainer):
+        trainer.train()
+        policy = trainer.engines.policy
+        weights = {n: p.detach().clone() for n, p in policy.scorer.named_parameters() if p.requires_grad and p.numel()}
+        return [line for line in trainer.state.log_history if "grad_norm" in line], weights, policy.loss_scale
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (folder / "out" / "log.jsonl").read_text().splitlines())
+    return [line for line in lines if line.get("event") == kind]
+
+
+TIMELESS = {"overflows", "train_runtime", "step_time"}
+
+
+@pytest.mark.parametrize(
+    "stage", ["stage2", *(pytest.param(s, marks=pytest.mark.ci) for s in ("stage0", "stage3", "stage2-offload"))]
+)
+def test_a_window_that_overflows_is_computed_again(stage: str, model: str, tmp_path: Path) -> None:
+    """The run is, to the bit, the one that began at the scale which this one came to: nothing was counted twice."""
+    high, low = Heard(), Heard()
+    found, weights, scale = outcome(trainer_of(model, tmp_path / "high", stage, 32, high))
+    power = scale.as_integer_ratio()[0].bit_length() - 1
+    wanted, others, _ = outcome(trainer_of(model, tmp_path / "low", stage, power, low))
+    assert power < 32 and found[-1]["overflows"] == 32 - power
+    assert differences(weights, others) == []
+    assert [{k: v for k, v in line.items() if k not in TIMELESS} for line in found] == [
+        {k: v for k, v in line.items() if k not in TIMELESS} for line in wanted
+    ]
+    assert all(line["grad_norm"] for line in found) and "overflows" not in wanted[-1]
+    assert high.counts == low.counts == {"substep": 3, "pre": 3, "optimizer": 3}
+    lowered = events(tmp_path / "high", "overflow")
+    assert [(e["loss_scale"], e["lowered_to"]) for e in lowered] == [
+        (2.0 ** (32 - n), 2.0 ** (31 - n)) for n in range(32 - power)
+    ], "at each the scale falls by half, whatever the hysteresis: the same window would overflow again"
+    rates = [line["learning_rate"] for line in found]
+    assert len(rates) == 3 and [line["step"] for line in found] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "named"),
+    [({"min_loss_scale": 2.0**31}, "loss scale of 2.14748e+09"), ({"loss_scale": 2.0**31}, "static")],
+    ids=["minimum", "static"],
+)
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.ci) for stage in ("stage0", "stage2")])
+def test_a_scale_that_cannot_fall_ends_the_run(
+    stage: str, scaling: dict[str, Any], named: str, model: str, tmp_path: Path
+) -> None:
+    trainer = trainer_of(model, tmp_path, stage, 32, scaling=scaling)
+    with (
+        contextlib.closing(trainer),
+        pytest.raises(TrainingError, match="step 1: the gradient overflows in fp16") as e,
+    ):
+        trainer.train()
+    assert named in str(e.value) and "bf16: true" in str(e.value)
+    assert len(events(tmp_path, "overflow")) == (1 if "min_loss_scale" in scaling else 0)
+
+
+@pytest.mark.ci
+def test_such_a_step_is_a_bad_one(model: str, tmp_path: Path) -> None:
+    """``on_bad_step`` decides, as of every other."""
+    trainer = trainer_of(model, tmp_path, "stage2", 32, scaling={"loss_scale": 2.0**31}, on_bad_step="skip")
+    lines, weights, _ = outcome(trainer)
+    assert [line["kind"] for line in events(tmp_path, "bad_step")] == ["fp16 overflow"] * 3
+    assert lines[-1]["bad_steps"] == 3 and lines[-1]["overflows"] == 3
+    assert all((w == 0).all() for name, w in weights.items() if "lora_B" in name), "no weight has changed"
+
+
+@pytest.mark.ci
+def test_a_stop_is_heard_between_two_attempts(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of(model, tmp_path, "stage2", 32)
+    lower = PolicyEngine.lower_loss_scale
+    asked: list[StopReason] = []
+    real = REQUESTS.asked
+
+    def lowered(policy: PolicyEngine) -> bool:
+        asked.append(StopReason.SIGTERM)
+        return lower(policy)
+
+    monkeypatch.setattr(PolicyEngine, "lower_loss_scale", lowered)
+    monkeypatch.setattr(REQUESTS, "asked", lambda *args, **kwargs: asked[0] if asked else real(*args, **kwargs))
+    with contextlib.closing(trainer), pytest.raises(RunStopped):
+        trainer.train()
+    assert len(asked) == 1 and trainer.state.global_step == 0
+
+
+@pytest.mark.ci
+def test_completions_are_kept(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate: Callable[..., Any] = RolloutEngine.generate
+    calls: list[int] = []
+
+    def counted(self: RolloutEngine, request: Any) -> Any:
+        calls.append(len(request.prompts))
+        return generate(self, request)
+
+    monkeypatch.setattr(RolloutEngine, "generate", counted)
+    stage = {**STAGES["stage2"], "fp16": {"initial_scale_power": 32, "hysteresis": 1}}
+    given = options(tmp_path, fp16=True, max_steps=2, max_new_tokens=4, deepspeed=stage)
+    args = OnlineDPOConfig(**{k: v for k, v in given.items() if k != "max_prompt_length"})
+    rows = [{"prompt": row["prompt"]} for row in paired_rows(8)]
+
+    def lengths(completions: list[str]) -> list[float]:
+        return [len(set(text)) + len(text) / 7 for text in completions]
+
+    trainer = OnlineDPOTrainer(model=model, args=args, train_dataset=rows, reward_funcs=lengths)
+    with contextlib.closing(trainer):
+        trainer.train()
+        lines = [line for line in trainer.state.log_history if "overflows" in line]
+    assert lines and lines[-1]["overflows"] > 1
+    assert len(calls) == 2
+
+
+@pytest.mark.ci
+def test_a_resumed_run_counts_on_at_the_scale_that_it_had(model: str, tmp_path: Path) -> None:
+    whole, weights, scale = outcome(trainer_of(model, tmp_path, "stage2", 32, save_strategy="steps", save_steps=1))
+    again = trainer_of(
+        model, tmp_path / "again", "stage2", 32, resume_from_checkpoint=str(tmp_path / "out/checkpoint-1")
+    )
+    found, others, kept = outcome(again)
+    assert differences(weights, others) == [] and kept == scale
+    assert [line["overflows"] for line in found] == [line["overflows"] for line in whole]
+    assert all(event["step"] > 1 for event in events(tmp_path / "again", "overflow"))

@@ -1,0 +1,112 @@
+"""The compute dtype on GPUs of several generations, which ``torch.cuda`` is made to report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fragment_runs import fp16_on_cpu
+from helpers import STAGES
+
+from alignment import KTOConfig
+from alignment.config.dtypes import DtypePlan, compute_dtype, plan_dtypes
+from alignment.config.placement import plan_frozen
+
+CARDS = {"P100": (6, 0), "V100": (7, 0), "T4": (7, 5), "A10": (8, 6), "H100": (9, 0)}
+Plan = Callable[..., DtypePlan]
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """The dtypes of a run on a host with these cards, of which this rank has the first."""
+
+    def planned(*cards: str, ds: dict[str, Any] | None = None, **options: Any) -> DtypePlan:
+        of = [CARDS[card] for card in cards]
+        monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+        for name, answer in {
+            "is_available": lambda: True,
+            "device_count": lambda: len(cards),
+            "current_device": lambda: 0,
+            "get_device_name": lambda: cards[0],
+            "get_device_capability": lambda device=0: of[device],
+            "get_device_properties": lambda device=0: SimpleNamespace(major=of[device][0], minor=of[device][1]),
+            # What an emulated bf16 says of itself.
+            "_check_bf16_tensor_supported": lambda device: True,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+        with fp16_on_cpu():
+            return plan_dtypes(KTOConfig("out", **options), STAGES["stage2"] if ds is None else ds)
+
+    return planned
+
+
+@pytest.mark.parametrize(
+    ("cards", "compute"),
+    [
+        (("A10",), "bfloat16"),
+        (("H100", "A10"), "bfloat16"),
+        (("T4",), "float16"),
+        (("V100",), "float16"),
+        (("P100",), "float32"),
+        # Every rank of a host decides as the oldest card has to.
+        (("A10", "T4"), "float16"),
+        (("T4", "A10"), "float16"),
+        (("A10", "P100"), "float32"),
+    ],
+)
+def test_bf16_is_taken_where_every_card_computes_in_it(cards: tuple[str, ...], compute: str, plan: Plan) -> None:
+    made = plan(*cards)
+    assert (made.compute, made.master) == (compute, "float32")
+    assert (made.note is None) == (compute == "bfloat16")
+    assert compute_dtype(KTOConfig("out")) == compute, "what options say without a JSON is the same"
+
+
+@pytest.mark.parametrize("stage", ["stage0", "stage2", "stage3"])
+def test_turing_trains_in_fp16_at_every_stage_and_says_so(stage: str, plan: Plan) -> None:
+    made = plan("T4", ds=STAGES[stage])
+    assert made.ds["fp16"] == {"enabled": True} and made.ds["bf16"] == {"enabled": False}
+    assert made.note is not None and made.note.startswith("fp16: T4 does not compute in bf16")
+    assert "\n" not in made.note and "dtype: float32" in made.note
+
+
+def test_a_reference_and_a_reward_model_follow(plan: Plan) -> None:
+    made = plan("T4")
+    options = KTOConfig("out")
+    for key in ("ref", "reward"):
+        frozen = plan_frozen(
+            options, key, placement=None, deepspeed=None, hidden_size=32, dtypes=made, world_size=1, micro_batch=2
+        )
+        assert frozen.ds_config["fp16"]["enabled"] and not frozen.ds_config["bf16"]["enabled"]
+
+
+def test_bf16_that_is_asked_for_is_emulated_with_a_warning(plan: Plan) -> None:
+    made = plan("T4", bf16=True)
+    assert made.compute == "bfloat16"
+    assert made.note is not None and "emulates" in made.note and "slow" in made.note
+    assert plan("T4", ds={**STAGES["stage2"], "bf16": {"enabled": True}}).note == made.note
+
+
+@pytest.mark.parametrize(
+    ("options", "ds", "compute"),
+    [
+        ({"fp16": True}, {}, "float16"),
+        ({"dtype": "float32"}, {}, "float32"),
+        ({"bf16": False}, {}, "float32"),
+    ],
+)
+def test_what_is_asked_for_needs_no_words(
+    options: dict[str, Any], ds: dict[str, Any], compute: str, plan: Plan
+) -> None:
+    made = plan("T4", ds={**STAGES["stage2"], **ds}, **options)
+    assert (made.compute, made.note) == (compute, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "ds"), [({"fp16": False}, {}), ({}, {"fp16": {"enabled": False}})], ids=["option", "json"]
+)
+def test_fp16_that_is_ruled_out_leaves_fp32(options: dict[str, Any], ds: dict[str, Any], plan: Plan) -> None:
+    made = plan("T4", ds={**STAGES["stage2"], **ds}, **options)
+    assert made.compute == "float32" and made.note is not None and made.note.startswith("fp32: T4")
