@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -105,13 +106,15 @@ def measure_room(
     batch_size: int | None,
     generations: int,
     scores: int = 0,
+    page: int = 1,
 ) -> Room:
     """Decide from the free memory of every rank's device, of which 80 % may be used; collective.
 
-    A completion is counted with the keys and values of a whole context in all layers, one layer's activations while
-    its prompt is read, and six fp32 vectors of the vocabulary's size. Weights are gathered if they fit beside one
-    chunk: ``batch_size`` completions, or all those of one prompt. Without a ``batch_size`` as many are generated at
-    once as fit, rounded down to a power of two so that a little memory more or less changes nothing.
+    A completion is counted with the keys and values of a whole context in all layers (in whole pages where the cache
+    has pages), one layer's activations while its prompt is read, and six fp32 vectors of the vocabulary's size.
+    Weights are gathered if they fit beside one chunk: ``batch_size`` completions, or all those of one prompt. Without
+    a ``batch_size`` as many are generated at once as fit, rounded down to a power of two so that a little memory more
+    or less changes nothing.
 
     Args:
         model: the policy's model.
@@ -120,11 +123,12 @@ def measure_room(
         batch_size: what was asked for; None: whatever fits.
         generations: completions of one prompt.
         scores: fp32 vectors of the vocabulary's size that each completion keeps besides.
+        page: tokens of a page of the cache; 1: it has none.
     """
     least = -largest_over_ranks(torch.tensor([-_free_bytes(device())], dtype=torch.int64, device=device()))
     budget = _SHARE * float(least)
     weights = weight_bytes(model)
-    each = completion_bytes(model, context, scores)
+    each = completion_bytes(model, context, scores, page)
     if gather is None:
         gather = weights + each * (batch_size or generations) <= budget
     if batch_size is None:
@@ -138,15 +142,22 @@ def weight_bytes(module: nn.Module) -> int:
     return sum(map(whole_bytes, away(module)))
 
 
-def completion_bytes(model: PreTrainedModel, context: int, scores: int = 0) -> int:
-    """What one completion takes while it is generated."""
+def pages(tokens: int, page: int) -> int:
+    """Pages of a sequence of at most so many tokens; one more, for layers with a sliding window take larger lots."""
+    return math.ceil(tokens / page) + 1
+
+
+def completion_bytes(model: PreTrainedModel, context: int, scores: int = 0, page: int = 1) -> int:
+    """What one completion takes while it is generated; see :func:`measure_room`."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None) or 1
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     keys_and_values = 2 * (getattr(config, "num_key_value_heads", None) or heads) * head_dim
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    per_token = config.num_hidden_layers * keys_and_values + 6 * config.hidden_size + 3 * inner
-    return context * per_token * model.dtype.itemsize + (_VOCABULARY_VECTORS + scores) * config.vocab_size * 4
+    kept = pages(context, page) * page if page > 1 else context
+    cache = kept * config.num_hidden_layers * keys_and_values
+    activations = context * (6 * config.hidden_size + 3 * inner)
+    return (cache + activations) * model.dtype.itemsize + (_VOCABULARY_VECTORS + scores) * config.vocab_size * 4
 
 
 def _free_bytes(where: torch.device) -> int:
