@@ -22,6 +22,7 @@ from alignment.engines.compile_lock import abandoned_locks_removed
 from alignment.internals.deepspeed import destroy, partitions_weights, reports_grad_norm, scales_loss, undo_dummy_step
 from alignment.internals.deepspeed_step import discard_gradients, skip_invalid_norm
 from alignment.internals.deepspeed_zero3 import balanced_module_stack, forget_partitioned
+from alignment.models.partitioning import partition_whole
 from alignment.models.scorer import Scorer
 from alignment.models.tasks import CAUSAL_LM, Task
 
@@ -58,6 +59,7 @@ class ScoringEngine:
 
     def __init__(self, scorer: Scorer, ds_config: dict[str, Any], **kwargs: Any) -> None:
         self.scorer, self.device = scorer, device()
+        partition_whole(scorer, ds_config, self.device)
         # Not initialised by DeepSpeed a second time, and the configuration is copied because it writes into it.
         with abandoned_locks_removed():  # some of its features are compiled here
             self.engine, *_ = deepspeed.initialize(

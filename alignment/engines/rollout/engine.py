@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from alignment.config.errors import DataError, OptionError
 from alignment.engines.collectives import largest_over_ranks
+from alignment.engines.memory.states import bytes_to_come
 from alignment.engines.rng import seeded
 from alignment.engines.rollout.backend import (
     Completion,
@@ -81,8 +82,8 @@ class RolloutEngine:
     """Generates with the policy's own weights; whatever that changes in the engine is undone on any exit.
 
     The first rollout decides, for the rest of the run, what depends on free memory: by then everything that stays has
-    been allocated. A machine whose free memory changes from run to run repeats a run exactly only with ``batch_size``
-    and ``gather`` set.
+    been allocated, but for the optimizer's states, whose size is known. A machine whose free memory changes from run
+    to run repeats a run exactly only with ``batch_size`` and ``gather`` set.
 
     Args:
         policy: the engine that learns.
@@ -191,6 +192,7 @@ class RolloutEngine:
                 generations=request.num_generations,
                 scores=request.sampling.max_new_tokens if request.logps else 0,
                 page=likely.page_tokens(self._model),
+                to_come=bytes_to_come(self.policy.engine, self.policy.device),
             )
             whole = room.gather or not self.policy.partitioned
             self.backend = choose_backend(self._asked, self._model, request.sampling, whole=whole)
