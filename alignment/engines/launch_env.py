@@ -17,6 +17,7 @@ import sys
 from alignment.config.dtypes import planned
 from alignment.config.errors import AlignmentError, OptionError, setting
 from alignment.engines.joining.start import join
+from alignment.engines.memory.allocator import grow_segments
 from alignment.internals.bitsandbytes import hush_missing_kernel
 from alignment.internals.deepspeed import skip_shared_memory_op
 from alignment.internals.torch import hush_deprecated_collectives
@@ -226,6 +227,7 @@ def init_distributed(use_cpu: bool) -> None:
 
     wanted = _accelerator(use_cpu or not torch.cuda.is_available())
     if wanted == "cuda":
+        grow_segments()
         _set_cuda_device()
     else:
         _share_cores()

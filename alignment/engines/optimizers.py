@@ -6,7 +6,7 @@ import importlib
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,9 @@ from alignment.config.dtypes import planned, uses_cuda
 from alignment.config.errors import OptionError
 from alignment.config.fields import parse_optim_args
 from alignment.engines.compile_lock import abandoned_locks_removed
+from alignment.internals.bitsandbytes import counts_in_32_bits
 from alignment.internals.deepspeed import is_prebuilt
+from alignment.internals.deepspeed_state import Unit, whole_shape
 from alignment.internals.torch import cuda_toolkit
 from alignment.internals.transformers import parameter_names_outside
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 
 _TORCH = "adamw_torch"  # what takes the place of a DeepSpeed optimizer that cannot be compiled
+_MOST_32_BITS = 2**31 - 1
+_PADDING = 2**20  # elements by which ZeRO may lengthen a group so that it divides evenly
 # The names that transformers' Trainer exempts from weight decay.
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
@@ -114,15 +118,59 @@ def optimizer_kind(options: AlignmentConfig) -> tuple[OptimizerKind, str | None]
     )
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters in two groups: decayed, and biases and norms, which are not."""
+def parameter_groups(model: nn.Module, weight_decay: float, most: int | None = None) -> list[dict[str, Any]]:
+    """Trainable parameters in two groups: decayed, and biases and norms, which are not.
+
+    Args:
+        model: whole or divided by ZeRO-3.
+        weight_decay: of the first group.
+        most: elements of a group, which is divided into several where it has more, the same at every ZeRO stage.
+    """
     decayed = set(parameter_names_outside(model, [nn.LayerNorm], _NO_DECAY))
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups = [
-        {"params": [p for name, p in named if name in decayed], "weight_decay": weight_decay},
-        {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
+        ([p for name, p in named if name in decayed], weight_decay),
+        ([p for name, p in named if name not in decayed], 0.0),
     ]
-    return [group for group in groups if group["params"]]
+    return [
+        {"params": part, "weight_decay": decay}
+        for parameters, decay in groups
+        if parameters
+        for part in ([parameters] if most is None else _parts(parameters, most))
+    ]
+
+
+def _parts(parameters: list[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
+    """Consecutive parameters of at most so many elements together; a larger one is alone."""
+    parts: list[list[nn.Parameter]] = []
+    room = 0
+    for parameter in parameters:
+        size = math.prod(whole_shape(parameter))
+        if size > room:
+            parts.append([])
+            room = most
+        parts[-1].append(parameter)
+        room -= size
+    return parts
+
+
+def check_counts(optimizer: Optimizer, units: Iterable[Unit]) -> None:
+    """Refuse tensors that are too large for the optimizer's kernels, which would not update them, without a word.
+
+    Args:
+        optimizer: the one that takes the steps.
+        units: what it steps on.
+
+    Raises:
+        OptionError: with the sizes.
+    """
+    largest = max((unit.master.numel() for unit in units), default=0)
+    if largest > _MOST_32_BITS and counts_in_32_bits(optimizer):
+        raise OptionError(
+            f"optim: bitsandbytes' {type(optimizer).__name__} counts elements in 32 bits, and this rank would update "
+            f"{largest} of them at once (at most {_MOST_32_BITS}); set optim: adamw_torch, or use ZeRO-3 with more "
+            "ranks or a smaller zero_optimization.sub_group_size"
+        )
 
 
 def build_optimizer(model: nn.Module, options: AlignmentConfig) -> Optimizer:
@@ -135,10 +183,11 @@ def build_optimizer(model: nn.Module, options: AlignmentConfig) -> Optimizer:
     extra = parse_optim_args(options.optim_args)
     if "weight_decay" in extra:  # the groups have their own, so this one would do nothing
         raise OptionError(f"optim_args: {options.optim_args!r} has weight_decay; set the option weight_decay instead")
-    groups = parameter_groups(model, options.weight_decay)
+    kind, _ = optimizer_kind(options)
+    most = _MOST_32_BITS - _PADDING if kind.home[0].startswith("bitsandbytes") else None
+    groups = parameter_groups(model, options.weight_decay, most)
     if not groups:
         raise OptionError("model: no parameter requires a gradient, so there is nothing to train")
-    kind, _ = optimizer_kind(options)
     for name in kind.ignored:
         if name in extra:
             raise OptionError(

@@ -29,6 +29,7 @@ from alignment.internals.deepspeed_step import (
     step_in_fp16,
 )
 from alignment.internals.deepspeed_zero3 import balanced_module_stack, forget_partitioned
+from alignment.models.partitioning import partition_whole
 from alignment.models.scorer import Scorer
 from alignment.models.tasks import CAUSAL_LM, Task
 from alignment.models.tiles.choice import settle
@@ -66,6 +67,7 @@ class ScoringEngine:
 
     def __init__(self, scorer: Scorer, ds_config: dict[str, Any], **kwargs: Any) -> None:
         self.scorer, self.device = scorer, device()
+        partition_whole(scorer, ds_config, self.device)
         # Not initialised by DeepSpeed a second time, and the configuration is copied because it writes into it.
         with abandoned_locks_removed():  # some of its features are compiled here
             self.engine, *_ = deepspeed.initialize(

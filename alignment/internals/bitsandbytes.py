@@ -57,3 +57,21 @@ def state_buffer(optimizer: Any, master: Tensor, dtype: torch.dtype) -> Tensor:
     if getattr(buffer, "is_paged", False):
         torch.cuda.synchronize()  # zeros are written by a kernel, into memory that the host is about to write to
     return buffer
+
+
+def is_paged(optimizer: Any) -> bool:
+    """Whether an optimizer keeps its states in memory that leaves the GPU when something else needs the room.
+
+    Small states (below 100000 elements) stay on the GPU all the same. The attribute has no documentation. Seen with
+    bitsandbytes 0.50.
+    """
+    return bool(getattr(optimizer, "is_paged", False))
+
+
+def counts_in_32_bits(optimizer: Any) -> bool:
+    """Whether an optimizer is one of bitsandbytes', whose kernels are told the size of a tensor in 32 bits.
+
+    Of a tensor of 2**31 elements or more they update a part, or none, without a word. The common base class is
+    documented, the limit is not: the arguments of the kernels are ``c_int32``. Seen with bitsandbytes 0.50.
+    """
+    return any(kind.__module__.partition(".")[0] == "bitsandbytes" for kind in type(optimizer).__mro__)

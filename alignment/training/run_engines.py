@@ -15,7 +15,7 @@ from alignment.config.options import AlignmentConfig
 from alignment.engines.checkpoints.engine_state import EngineState, ScheduleState
 from alignment.engines.checkpoints.frozen import FrozenTensors
 from alignment.engines.collectives import device
-from alignment.engines.optimizers import build_optimizer, build_scheduler
+from alignment.engines.optimizers import build_optimizer, build_scheduler, check_counts
 from alignment.engines.saving import (
     load_adapters,
     load_weights,
@@ -25,6 +25,7 @@ from alignment.engines.saving import (
     written_bytes,
 )
 from alignment.engines.scoring import FrozenEngine, PolicyEngine, ScoringEngine, checked
+from alignment.internals.deepspeed_state import inner_optimizer, state_units
 from alignment.models.adapters.given import Given, equip
 from alignment.models.adapters.injection import REFERENCE
 from alignment.models.loading import disable_dropout, enable_checkpointing
@@ -71,7 +72,9 @@ def build_engine(
             scorer.model.enable_input_require_grads()
     optimizer = optimizers[0] or build_optimizer(scorer, options)
     scheduler = optimizers[1] or build_scheduler(optimizer, options, training_steps)
-    return checked(PolicyEngine(scorer, ds_config, optimizer, scheduler), task)
+    policy = checked(PolicyEngine(scorer, ds_config, optimizer, scheduler), task)
+    check_counts(inner_optimizer(policy.engine), state_units(policy.engine))
+    return policy
 
 
 class RunEngines:

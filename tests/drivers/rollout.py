@@ -173,7 +173,7 @@ def fitting(policy: PolicyEngine) -> int:
     """How many completions fit where the first rank's device has room for 40, and the second's for 5."""
     each = memory.completion_bytes(policy.scorer.model, 64)
     free = int((5 if rank() else 40) * each / 0.8) + 1
-    with mock.patch.object(memory, "_free_bytes", lambda where: free):
+    with mock.patch.object(memory, "free_bytes", lambda where: free):
         return memory.measure_room(policy.scorer.model, 64, gather=False, batch_size=None, generations=2).batch_size
 
 

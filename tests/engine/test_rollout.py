@@ -21,6 +21,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 from alignment.config.errors import DataError, OptionError
 from alignment.data.batching import collate
+from alignment.engines.memory import devices
 from alignment.engines.rollout import memory
 from alignment.engines.rollout.backend import Completion, RolloutRequest
 from alignment.engines.rollout.engine import RolloutEngine
@@ -285,7 +286,7 @@ def test_what_fits_is_measured(policy: PolicyEngine, model: str, monkeypatch: py
     assert memory.weight_bytes(policy.scorer) == 0
 
     def room(free: float, batch_size: int | None = None, gather: bool | None = None) -> tuple[bool, int]:
-        monkeypatch.setattr(memory, "_free_bytes", lambda where: int(free / 0.8) + 1)
+        monkeypatch.setattr(memory, "free_bytes", lambda where: int(free / 0.8) + 1)
         found = memory.measure_room(divided.scorer.model, 100, gather=gather, batch_size=batch_size, generations=2)
         return found.gather, found.batch_size
 
@@ -300,12 +301,12 @@ def test_what_fits_is_measured(policy: PolicyEngine, model: str, monkeypatch: py
 
 
 def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_host_bytes", lambda: 1000)
+    monkeypatch.setattr(devices, "free_host_bytes", lambda: 1000)
     for ranks_here, share in ((None, 1000), ("1", 1000), ("4", 250)):
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
         if ranks_here is not None:
             monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
-        assert memory._free_bytes(torch.device("cpu")) == share
+        assert devices.free_bytes(torch.device("cpu")) == share
 
 
 def test_errors(policy: PolicyEngine, model: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import bitsandbytes
@@ -12,7 +14,13 @@ import pytest
 import torch
 from conftest import ROOT
 
-from alignment.internals.bitsandbytes import compute_as_in_training, keep_packing, state_buffer
+from alignment.internals.bitsandbytes import (
+    compute_as_in_training,
+    counts_in_32_bits,
+    is_paged,
+    keep_packing,
+    state_buffer,
+)
 
 # The warning comes from CPUs with AVX512-BF16 where the package `kernels` is missing or offline: neither is certain
 # here. So the module is imported a second time, as on such a machine, without its kernels being registered again.
@@ -98,3 +106,20 @@ def test_a_buffer_is_the_optimizers_own(dtype: torch.dtype) -> None:
     plain = state_buffer(torch.optim.AdamW([weight]), weight, dtype)
     for made in (buffer, plain):
         assert torch.equal(made, torch.zeros(5, 7, dtype=dtype)) and made.dtype == dtype and not made.requires_grad
+
+
+def test_optimizers_whose_states_leave_the_gpu() -> None:
+    weights = [torch.nn.Parameter(torch.ones(2))]
+    assert is_paged(bitsandbytes.optim.PagedAdamW8bit(weights))
+    assert not is_paged(bitsandbytes.optim.AdamW8bit(weights)) and not is_paged(torch.optim.AdamW(weights))
+
+
+def test_the_size_of_a_tensor_is_counted_in_32_bits() -> None:
+    """The kernels for GPUs are told of a larger tensor that its size is negative."""
+    weights = [torch.nn.Parameter(torch.ones(2))]
+    for kind in (bitsandbytes.optim.AdamW8bit, bitsandbytes.optim.Lion, bitsandbytes.optim.PagedAdamW):
+        assert counts_in_32_bits(kind(weights))
+    assert not counts_in_32_bits(torch.optim.AdamW(weights))
+    kernels = (Path(bitsandbytes.__file__).parent / "backends" / "cuda" / "ops.py").read_text()
+    assert kernels.count("ct.c_int32(g.numel())") >= 2
+    assert ctypes.c_int32(2**31).value < 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from alignment.engines.rollout.memory import free_host_bytes
+from alignment.engines.memory.devices import free_host_bytes
 
 GIB = 2**30
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from alignment.config.errors import CheckpointError
 from alignment.engines.checkpoints.fragment_reading import ExportedTensor, FragmentReader
@@ -34,6 +33,7 @@ from alignment.engines.checkpoints.fragments import (
 from alignment.engines.checkpoints.records import FileRecord
 from alignment.engines.checkpoints.tensors import file_bytes, write_tensors
 from alignment.engines.collectives import together
+from alignment.engines.memory.states import absent_units, first_state_bytes
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.deepspeed_state import (
     Unit,
@@ -45,9 +45,6 @@ from alignment.internals.deepspeed_state import (
     whole_shape,
     zero_stage,
 )
-from alignment.internals.torch import first_states
-
-_SMALL = 8192  # elements; 8-bit optimizers treat tensors below 4096 as others do
 
 
 def trained_names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -168,33 +165,8 @@ def fragment_bytes(policy: PolicyEngine, exported: Collection[str] = ()) -> int:
         return 0
     optimizer = inner_optimizer(policy.engine)
     index, tensors = _contents(policy, exported)
-    absent = [unit for unit in state_units(policy.engine) if not optimizer.state.get(unit.master)]
-    known: dict[tuple[object, ...], int] = {}
-
-    def first_bytes(unit: Unit, numel: int) -> int:
-        key = (unit.group, unit.master.dtype, numel)
-        if key not in known:
-            known[key] = _first_bytes(optimizer, unit, numel)
-        return known[key]
-
     size = file_bytes(tensors.values(), index.metadata())
-    for unit in absent:
-        numel = unit.master.numel()
-        if numel <= 2 * _SMALL:
-            size += first_bytes(unit, numel)
-        else:
-            less, more = first_bytes(unit, _SMALL), first_bytes(unit, 2 * _SMALL)
-            size += less + (more - less) * (numel - _SMALL) // _SMALL
-    return size
-
-
-def _first_bytes(optimizer: Optimizer, unit: Unit, numel: int) -> int:
-    """The size of the states that an optimizer makes for so many elements; of two moments, where it will not say."""
-    try:
-        states = first_states(optimizer, unit.group, unit.master.new_zeros(numel))
-    except Exception:  # a user's optimizer may take matrices only, and says so in its own way
-        return 2 * numel * unit.master.element_size()
-    return sum(value.nbytes for value in states.values() if isinstance(value, Tensor))
+    return size + first_state_bytes(optimizer, list(absent_units(policy.engine)))
 
 
 def _check_same(policy: PolicyEngine, fragments: Fragments, shapes: Collection[str]) -> None:

@@ -11,6 +11,7 @@ from alignment.engines.joining.interfaces import address_for_others, check_named
 from alignment.engines.joining.meeting import Meeting
 from alignment.engines.joining.names import is_loopback, is_own_name, look_up
 from alignment.engines.joining.place import Place
+from alignment.internals.deepspeed_groups import set_timeout_of_new_groups
 from alignment.internals.torch import set_group_timeout
 
 _RESOLVE_S = 10.0
@@ -24,8 +25,8 @@ def join(backend: str) -> None:
     """Join the process group, through DeepSpeed. All ranks have met before, so that it takes seconds or fails.
 
     Afterwards ranks wait for each other for hours: one tokenises, or writes a large model, while the others wait. A
-    rank that is gone is noticed by the guard or the launcher, not by this limit. DEEPSPEED_TIMEOUT, in minutes, takes
-    the place of all three limits if set.
+    rank that is gone is noticed by the guard or the launcher, not by this limit. It is the limit of the groups that
+    DeepSpeed makes as well. DEEPSPEED_TIMEOUT, in minutes, takes the place of all of these limits if set.
 
     Args:
         backend: ``gloo`` or ``nccl``.
@@ -56,6 +57,7 @@ def join(backend: str) -> None:
         )
     if limit is None:
         set_group_timeout(_WORKING)
+    set_timeout_of_new_groups(_WORKING if limit is None else timedelta(seconds=limit))
 
 
 def meet(backend: str, seconds: float) -> Meeting:

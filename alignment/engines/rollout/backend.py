@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -164,6 +165,17 @@ class RolloutBackend(ABC):
     @abstractmethod
     def ticks(self, chunk: Sequence[Work], sampling: Sampling) -> int:
         """Units of progress of a chunk, at most."""
+
+    def page_tokens(self, model: PreTrainedModel) -> int:
+        """Tokens by which the cache of a sequence grows; 1 where it is exactly as long as the sequence."""
+        return 1
+
+    def session(self, parts: Sequence[Sequence[Work]], generation: Generation) -> AbstractContextManager[None]:
+        """Within this context the chunks ``parts`` of one rollout are generated, and may share what is costly to make.
+
+        Weights stay where they are meanwhile. Completions are those of the same calls without it.
+        """
+        return nullcontext()
 
     @abstractmethod
     def generate(self, chunk: Sequence[Work], generation: Generation) -> list[list[Completion]]:

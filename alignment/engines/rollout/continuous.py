@@ -8,7 +8,6 @@ depends on the speed of two threads; and it returns what it has when its thread 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from alignment.config.errors import TrainingError
 from alignment.engines.collectives import device
 from alignment.engines.garbage import old_objects_spared
 from alignment.engines.rollout.backend import Completion, Generation, RolloutBackend, Sampling, Work
+from alignment.engines.rollout.memory import pages
 from alignment.engines.rollout.processors import generation_config
 from alignment.internals.transformers import (
     attention_implementation,
@@ -33,11 +33,13 @@ from alignment.internals.transformers import (
     supports_paged_attention,
     works_in_continuous_batching,
 )
+from alignment.internals.transformers_batching import decodes_from_pages, forget_manager, stop_keeping_graphs
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig
 
 _PAGE_TOKENS = 32
+_FLASH_2_PAGE_TOKENS = 256  # flash_attn_with_kvcache refuses pages whose size is not a multiple of it
 _LARGEST_BATCH = 2048  # tokens of one forward pass; longer prefills are cut
 _LOOK_S = 1.0  # how often to see whether the generating thread is alive
 
@@ -53,6 +55,14 @@ class ContinuousBackend(RolloutBackend):
     name = "continuous"
     needs_whole_weights = True
     unit = "seq"
+
+    def __init__(self) -> None:
+        self._kept: Any = None  # the manager of a session
+        self._begun = False  # whether it has answered a chunk
+
+    def page_tokens(self, model: PreTrainedModel) -> int:
+        """256 where FlashAttention-2 decodes from the pages, 32 with any other attention."""
+        return _FLASH_2_PAGE_TOKENS if decodes_from_pages(model.config, version=2) else _PAGE_TOKENS
 
     def pays(self, model: PreTrainedModel) -> bool:
         """On a GPU with a flash kernel, which alone reads a paged cache in place.
@@ -89,18 +99,43 @@ class ContinuousBackend(RolloutBackend):
         layers = paged_cache_obstacle(config)
         return layers and f"transformers' continuous batching does not support {architecture} ({layers})"
 
+    @contextlib.contextmanager
+    def session(self, parts: Sequence[Sequence[Work]], generation: Generation) -> Iterator[None]:
+        """One manager for all chunks: its cache is made and, on a GPU, its graphs are captured once for a rollout.
+
+        Not for longer: graphs hold the addresses of the weights, which ZeRO-3 gathers elsewhere every time, and the
+        cache would take its memory from training.
+        """
+        if not parts:
+            yield
+            return
+        sizes = _sizes(parts, generation, self.page_tokens(generation.model))
+        with old_objects_spared(), _manager(generation, sizes) as manager:
+            self._kept, self._begun = manager, False
+            try:
+                yield
+            finally:
+                self._kept = None
+
     def generate(self, chunk: Sequence[Work], generation: Generation) -> list[list[Completion]]:
-        """As :meth:`RolloutBackend.generate` says."""
+        """As :meth:`RolloutBackend.generate` says; chunks outside a session have a manager each."""
+        if self._kept is None:
+            with self.session([chunk], generation):
+                return self.generate(chunk, generation)
         found: dict[str, Any] = {}
-        sampling, logps = generation.sampling, generation.logps
-        with old_objects_spared(), _manager(generation.model, chunk, sampling, logps) as manager:
+        sampling, logps, manager = generation.sampling, generation.logps, self._kept
+        with old_objects_spared():
             for place, work in enumerate(chunk):
                 # A copy is made one token before the end of the prompt, which transformers cannot compute if it is
                 # empty.
                 together = work.count if len(work.ids) > 1 else 1
                 set_copies(manager, together)
                 for name in _names(place, work)[::together]:
-                    manager.add_request(list(work.ids), request_id=name)
+                    if manager.add_request(list(work.ids), request_id=name) is None:
+                        _check("a prompt was refused")
+            if self._begun:
+                torch.manual_seed(int(torch.randint(2**31, ())))  # as for the first chunk, by its manager
+            self._begun = True
             # Only now: the first batch holds the same requests in every run.
             manager.start()
             while len(found) < sum(work.count for work in chunk):
@@ -111,6 +146,7 @@ class ContinuousBackend(RolloutBackend):
                     generation.tick()
                 elif generation_error(manager) is not None or not manager.is_running():
                     _check(generation_error(manager) or "its thread has ended")
+            stop_keeping_graphs(manager)
         return [
             [_completion(found[name], sampling, logps) for name in _names(place, work)]
             for place, work in enumerate(chunk)
@@ -135,42 +171,44 @@ def _check(error: object) -> None:
 
 
 @contextlib.contextmanager
-def _manager(model: PreTrainedModel, chunk: Sequence[Work], sampling: Sampling, logps: bool) -> Iterator[Any]:
-    """A manager that holds no more memory than the chunk needs, and is gone on any exit."""
+def _manager(generation: Generation, sizes: ContinuousBatchingConfig) -> Iterator[Any]:
+    """A manager that holds no more memory than its sizes say, and is gone on any exit."""
+    model = generation.model
     attention, manager = attention_implementation(model), None
     with continuous_batching_hushed():  # what goes wrong is raised here
         try:
-            manager = model.init_continuous_batching(generation_config(sampling), _sizes(chunk, sampling, logps))
+            manager = model.init_continuous_batching(generation_config(generation.sampling), sizes)
             yield manager
         finally:
             if manager is not None:
                 manager.stop(block=True, hard_stop=True)
-                manager.destroy()
+                forget_manager(model, manager)
             if attention_implementation(model) != attention:
                 model.set_attn_implementation(attention)
 
 
-def _sizes(chunk: Sequence[Work], sampling: Sampling, logps: bool) -> ContinuousBatchingConfig:
-    """Room for every completion of the chunk at its full length, whatever memory there is."""
+def _sizes(parts: Sequence[Sequence[Work]], generation: Generation, page: int) -> ContinuousBatchingConfig:
+    """Room for every completion of the largest chunk at its full length, whatever memory there is."""
     from transformers import ContinuousBatchingConfig  # older releases have none, and are refused by obstacle()
 
-    completions = sum(work.count for work in chunk)
-    # One page more for each: layers with a sliding window take memory in larger lots.
-    pages = sum(
-        work.count * (math.ceil((len(work.ids) + sampling.max_new_tokens) / _PAGE_TOKENS) + 1) for work in chunk
-    )
+    new = generation.sampling.max_new_tokens
+    completions = max(sum(work.count for work in part) for part in parts)
+    prompts = max(sum(len(work.ids) for work in part) for part in parts)
+    longest = max(len(work.ids) for part in parts for work in part) + new
     return ContinuousBatchingConfig(
-        page_size=_PAGE_TOKENS,
-        num_blocks=pages,
-        max_batch_tokens=max(completions, min(sum(len(work.ids) for work in chunk), _LARGEST_BATCH)),
+        page_size=page,
+        num_blocks=max(sum(work.count * pages(len(work.ids) + new, page) for work in part) for part in parts),
+        # transformers' own answer is 32, and a longer sequence would decode the slow way.
+        max_blocks_per_request=pages(longest, page) if decodes_from_pages(generation.model.config) else 0,
+        max_batch_tokens=max(completions, min(prompts, _LARGEST_BATCH)),
         max_requests_per_batch=completions,
         max_memory_percent=1.0,
         safety_margin=0.0,
         # A prompt that another one's pages hold but for its last token would be scheduled without any token.
         allow_block_sharing=False,
-        # Drawn, not the request's seed: each chunk has its own, and transformers seeds torch with it.
+        # Drawn, not the request's seed: each chunk has its own, and transformers seeds torch with the first one's.
         seed=int(torch.randint(2**31, ())),
-        return_logprobs=logps,
+        return_logprobs=generation.logps,
         # The attention that was loaded is the attention that generates.
         auto_switch_to_flash=False,
         disable_nccl_graph_mixing=False,

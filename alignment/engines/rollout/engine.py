@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from alignment.config.errors import DataError, OptionError
 from alignment.engines.collectives import largest_over_ranks
+from alignment.engines.memory.states import bytes_to_come
 from alignment.engines.rng import seeded
 from alignment.engines.rollout.backend import (
     Completion,
@@ -81,8 +82,8 @@ class RolloutEngine:
     """Generates with the policy's own weights; whatever that changes in the engine is undone on any exit.
 
     The first rollout decides, for the rest of the run, what depends on free memory: by then everything that stays has
-    been allocated. A machine whose free memory changes from run to run repeats a run exactly only with ``batch_size``
-    and ``gather`` set.
+    been allocated, but for the optimizer's states, whose size is known. A machine whose free memory changes from run
+    to run repeats a run exactly only with ``batch_size`` and ``gather`` set.
 
     Args:
         policy: the engine that learns.
@@ -128,13 +129,15 @@ class RolloutEngine:
         cut = False
         try:
             with self._ready(request.seed, by_layer), self._bar(request, parts, backend) as bar:
-                for part in parts:
-                    cut = self._asked_to_stop(together=by_layer)
-                    if cut:
-                        break
-                    for work, completions in zip(part, self._run(part, request, backend, by_layer, bar)):
-                        if work.prompt >= 0:
-                            results[work.prompt] += completions
+                generation = self._generation(request, by_layer, bar)
+                with backend.session(parts, generation):
+                    for part in parts:
+                        cut = self._asked_to_stop(together=by_layer)
+                        if cut:
+                            break
+                        for work, completions in zip(part, self._run(part, generation, backend, bar)):
+                            if work.prompt >= 0:
+                                results[work.prompt] += completions
         finally:
             # A cache that grew token by token leaves the allocator with blocks of every size.
             get_accelerator().empty_cache()
@@ -180,6 +183,7 @@ class RolloutEngine:
     def _decide(self, request: RolloutRequest) -> tuple[Room, RolloutBackend]:
         """Measured at the first call, where all ranks meet."""
         if self.room is None or self.backend is None:
+            likely = choose_backend(self._asked, self._model, request.sampling)
             room = measure_room(
                 self._model,
                 self._longest_context,
@@ -187,6 +191,8 @@ class RolloutEngine:
                 batch_size=self._batch_size,
                 generations=request.num_generations,
                 scores=request.sampling.max_new_tokens if request.logps else 0,
+                page=likely.page_tokens(self._model),
+                to_come=bytes_to_come(self.policy.engine, self.policy.device),
             )
             whole = room.gather or not self.policy.partitioned
             self.backend = choose_backend(self._asked, self._model, request.sampling, whole=whole)
@@ -212,18 +218,19 @@ class RolloutEngine:
                 stack.enter_context(whole_weights(self.policy))
             yield
 
-    def _run(
-        self, part: Sequence[Work], request: RolloutRequest, backend: RolloutBackend, by_layer: bool, bar: tqdm[None]
-    ) -> list[list[Completion]]:
-        sampling, end = request.sampling, bar.n + backend.ticks(part, request.sampling)
-        if part[0].prompt < 0:  # a dummy follows the other ranks, however long they take
-            sampling = replace(sampling, max_new_tokens=1, extra={})
-
+    def _generation(self, request: RolloutRequest, by_layer: bool, bar: tqdm[None]) -> Generation:
         def tick() -> None:
             ACTIVITY.progress()
             bar.update()
 
-        generation = Generation(self._model, sampling, self.policy.device, by_layer, request.logps, tick)
+        return Generation(self._model, request.sampling, self.policy.device, by_layer, request.logps, tick)
+
+    def _run(
+        self, part: Sequence[Work], generation: Generation, backend: RolloutBackend, bar: tqdm[None]
+    ) -> list[list[Completion]]:
+        end = bar.n + backend.ticks(part, generation.sampling)
+        if part[0].prompt < 0:  # a dummy follows the other ranks, however long they take
+            generation = replace(generation, sampling=replace(generation.sampling, max_new_tokens=1, extra={}))
         completions = backend.generate(part, generation)
         bar.update(end - bar.n)  # it may have ended early
         return completions

@@ -2,86 +2,20 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
 
-import psutil
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from alignment.engines.collectives import device, largest_over_ranks
+from alignment.engines.memory.devices import free_bytes
 from alignment.internals.deepspeed_zero3 import away, whole_bytes
 
 _SHARE = 0.8  # of the free memory; the rest is for fragments and the library's small things
 _VOCABULARY_VECTORS = 6  # fp32 each: logits and their copy, scores before and after a cut, probabilities, a sort
-
-
-class _Files(NamedTuple):
-    """What a version of control groups calls its limit, its use, and the part of ``memory.stat`` that can be freed."""
-
-    limit: str
-    usage: str
-    freeable: str
-
-
-_V2 = _Files("memory.max", "memory.current", "inactive_file")
-_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-
-
-def free_host_bytes(root: Path = Path("/")) -> int:
-    """The smaller one of what the host has free and what each control group has left; ``root`` is that of files."""
-    return max(0, min([int(psutil.virtual_memory().available), *_left(root)]))
-
-
-def _left(root: Path) -> Iterator[int]:
-    """What is left of the limit of every control group around this process; nothing where there is no limit."""
-    for folder, files in _folders(root):
-        limit, usage = (_number(folder / name) for name in (files.limit, files.usage))
-        if limit is not None and usage is not None:
-            # The kernel drops cached files before it refuses memory.
-            yield limit - usage + _freeable(folder, files)
-
-
-def _folders(root: Path) -> Iterator[tuple[Path, _Files]]:
-    """Each control group for memory from this process's own to the outermost one that can be seen."""
-    mounts = root / "sys/fs/cgroup"
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, own = (line.split(":", 2) + ["", ""])[:3]
-        if not controllers:
-            top, files = mounts, _V2
-        elif "memory" in controllers.split(","):
-            top, files = mounts / "memory", _V1
-        else:
-            continue
-        # A container may see its own group as the outermost one, and yet be told the path that the host knows.
-        parts = Path(own).parts[1:]
-        for depth in range(len(parts), -1, -1):
-            yield top.joinpath(*parts[:depth]), files
-
-
-def _freeable(folder: Path, files: _Files) -> int:
-    for line in _text(folder / "memory.stat").splitlines():
-        name, _, value = line.partition(" ")
-        if name == files.freeable and value.isdigit():
-            return int(value)
-    return 0
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path).strip()
-    return int(text) if text.isdigit() else None  # "max": no limit
-
-
-def _text(path: Path) -> str:
-    """What a file says; empty where it is missing or may not be read."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 @dataclass(frozen=True)
@@ -105,13 +39,16 @@ def measure_room(
     batch_size: int | None,
     generations: int,
     scores: int = 0,
+    page: int = 1,
+    to_come: int = 0,
 ) -> Room:
     """Decide from the free memory of every rank's device, of which 80 % may be used; collective.
 
-    A completion is counted with the keys and values of a whole context in all layers, one layer's activations while
-    its prompt is read, and six fp32 vectors of the vocabulary's size. Weights are gathered if they fit beside one
-    chunk: ``batch_size`` completions, or all those of one prompt. Without a ``batch_size`` as many are generated at
-    once as fit, rounded down to a power of two so that a little memory more or less changes nothing.
+    A completion is counted with the keys and values of a whole context in all layers (in whole pages where the cache
+    has pages), one layer's activations while its prompt is read, and six fp32 vectors of the vocabulary's size.
+    Weights are gathered if they fit beside one chunk: ``batch_size`` completions, or all those of one prompt. Without
+    a ``batch_size`` as many are generated at once as fit, rounded down to a power of two so that a little memory more
+    or less changes nothing.
 
     Args:
         model: the policy's model.
@@ -120,11 +57,14 @@ def measure_room(
         batch_size: what was asked for; None: whatever fits.
         generations: completions of one prompt.
         scores: fp32 vectors of the vocabulary's size that each completion keeps besides.
+        page: tokens of a page of the cache; 1: it has none.
+        to_come: bytes of this rank's device that are free now, and will be taken for good.
     """
-    least = -largest_over_ranks(torch.tensor([-_free_bytes(device())], dtype=torch.int64, device=device()))
+    free = free_bytes(device()) - to_come
+    least = -largest_over_ranks(torch.tensor([-free], dtype=torch.int64, device=device()))
     budget = _SHARE * float(least)
     weights = weight_bytes(model)
-    each = completion_bytes(model, context, scores)
+    each = completion_bytes(model, context, scores, page)
     if gather is None:
         gather = weights + each * (batch_size or generations) <= budget
     if batch_size is None:
@@ -138,14 +78,19 @@ def weight_bytes(module: nn.Module) -> int:
     return sum(map(whole_bytes, away(module)))
 
 
-def completion_bytes(model: PreTrainedModel, context: int, scores: int = 0) -> int:
-    """What one completion takes while it is generated."""
+def pages(tokens: int, page: int) -> int:
+    """Pages of a sequence of at most so many tokens; one more, for layers with a sliding window take larger lots."""
+    return math.ceil(tokens / page) + 1
+
+
+def completion_bytes(model: PreTrainedModel, context: int, scores: int = 0, page: int = 1) -> int:
+    """What one completion takes while it is generated; see :func:`measure_room`."""
     config = model.config.get_text_config()
     layers = _layer_configs(config)
-    keys_and_values = sum(map(_cached, layers))
-    inner = max(map(_inner, layers))
-    per_token = keys_and_values + 6 * config.hidden_size + 3 * inner
-    return context * per_token * model.dtype.itemsize + (_VOCABULARY_VECTORS + scores) * config.vocab_size * 4
+    kept = pages(context, page) * page if page > 1 else context
+    cache = kept * sum(map(_cached, layers))
+    activations = context * (6 * config.hidden_size + 3 * max(map(_inner, layers)))
+    return (cache + activations) * model.dtype.itemsize + (_VOCABULARY_VECTORS + scores) * config.vocab_size * 4
 
 
 def _layer_configs(config: PretrainedConfig) -> Sequence[PretrainedConfig]:
@@ -166,11 +111,3 @@ def _inner(config: PretrainedConfig) -> int:
     """The width of the widest feed-forward layer; Gemma 3n has a list with an entry per layer."""
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return int(max(inner) if isinstance(inner, (list, tuple)) else inner)
-
-
-def _free_bytes(where: torch.device) -> int:
-    """What this rank may still take: a GPU's free memory and what torch holds unused, or its share of the host's."""
-    if where.type != "cuda":
-        return free_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    unused = torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
-    return int(torch.cuda.mem_get_info(where)[0]) + unused

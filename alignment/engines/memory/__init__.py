@@ -1,0 +1,1 @@
+"""Memory of devices: what is free, what is still to come, and how torch allocates it."""

@@ -1,0 +1,97 @@
+"""Free memory: of a GPU within what this process may take of it, and of the host within its control groups."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import torch
+
+
+class _Files(NamedTuple):
+    """What a version of control groups calls its limit, its use, and the part of ``memory.stat`` that can be freed."""
+
+    limit: str
+    usage: str
+    freeable: str
+
+
+_V2 = _Files("memory.max", "memory.current", "inactive_file")
+_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def free_host_bytes(root: Path = Path("/")) -> int:
+    """The smaller one of what the host has free and what each control group has left; ``root`` is that of files."""
+    return max(0, min([int(psutil.virtual_memory().available), *_left(root)]))
+
+
+def _left(root: Path) -> Iterator[int]:
+    """What is left of the limit of every control group around this process; nothing where there is no limit."""
+    for folder, files in _folders(root):
+        limit, usage = (_number(folder / name) for name in (files.limit, files.usage))
+        if limit is not None and usage is not None:
+            # The kernel drops cached files before it refuses memory.
+            yield limit - usage + _freeable(folder, files)
+
+
+def _folders(root: Path) -> Iterator[tuple[Path, _Files]]:
+    """Each control group for memory from this process's own to the outermost one that can be seen."""
+    mounts = root / "sys/fs/cgroup"
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, own = (line.split(":", 2) + ["", ""])[:3]
+        if not controllers:
+            top, files = mounts, _V2
+        elif "memory" in controllers.split(","):
+            top, files = mounts / "memory", _V1
+        else:
+            continue
+        # A container may see its own group as the outermost one, and yet be told the path that the host knows.
+        parts = Path(own).parts[1:]
+        for depth in range(len(parts), -1, -1):
+            yield top.joinpath(*parts[:depth]), files
+
+
+def _freeable(folder: Path, files: _Files) -> int:
+    for line in _text(folder / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name == files.freeable and value.isdigit():
+            return int(value)
+    return 0
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else None  # "max": no limit
+
+
+def _text(path: Path) -> str:
+    """What a file says; empty where it is missing or may not be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def free_bytes(where: torch.device) -> int:
+    """What this rank may still take: of a GPU, or of the host its share.
+
+    Of a GPU: what is free and what torch holds unused, but no more than ``torch.cuda.set_per_process_memory_fraction``
+    leaves, which the driver knows nothing of.
+    """
+    if where.type != "cuda":
+        return free_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free, _ = torch.cuda.mem_get_info(where)
+    taken = torch.cuda.memory_allocated(where)
+    unused = torch.cuda.memory_reserved(where) - taken
+    return max(0, min(free + unused, total_bytes(where) - taken))
+
+
+def total_bytes(where: torch.device) -> int:
+    """What this process may take of a GPU in all, or the size of the host's memory."""
+    if where.type != "cuda":
+        return int(psutil.virtual_memory().total)
+    _, total = torch.cuda.mem_get_info(where)
+    return int(total * torch.cuda.get_per_process_memory_fraction(where))

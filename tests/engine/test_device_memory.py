@@ -1,0 +1,272 @@
+"""What is free on a device, what an optimizer has yet to take of it, and how torch allocates."""
+
+from __future__ import annotations
+
+import gc
+import platform
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes
+import deepspeed
+import pytest
+import torch
+from drivers.rollout import PROMPTS, SEQUENCES, sampling
+from helpers import STAGES, make_model
+from torch import nn
+
+from alignment import CPOConfig
+from alignment.config.errors import OptionError
+from alignment.data.batching import collate
+from alignment.engines import optimizers
+from alignment.engines.launch_env import init_distributed
+from alignment.engines.memory import allocator, devices
+from alignment.engines.memory.states import bytes_to_come
+from alignment.engines.optimizers import KINDS, check_counts, parameter_groups
+from alignment.engines.rollout import memory
+from alignment.engines.rollout.backend import RolloutRequest
+from alignment.engines.rollout.engine import RolloutEngine
+from alignment.engines.scoring import FrozenEngine, PolicyEngine
+from alignment.internals.deepspeed_groups import set_timeout_of_new_groups
+from alignment.internals.deepspeed_state import Unit, inner_optimizer
+from alignment.models.loading import load_model
+from alignment.models.scorer import CompletionScorer
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+GIB = 2**30
+Made = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Made] = {
+    "adamw": lambda weights: torch.optim.AdamW(weights, fused=True),
+    "8-bit": lambda weights: bitsandbytes.optim.AdamW8bit(weights),
+    "paged": lambda weights: bitsandbytes.optim.PagedAdamW32bit(weights),
+    "adagrad": lambda weights: torch.optim.Adagrad(weights),  # makes its states when it is made
+    "momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("model"), "untied")
+
+
+def policy_engine(model: str, stage: str, made: str, bf16: bool | None) -> PolicyEngine:
+    init_distributed(use_cpu=True)
+    config: dict[str, Any] = STAGES[stage] | {
+        "train_batch_size": 1,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": bf16 is not False},
+    }
+    if bf16 is None:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    dtype = torch.float32 if bf16 is False else torch.bfloat16
+    scorer = CompletionScorer(load_model(model, dtype, ds_config=config))
+    optimizer = OPTIMIZERS[made](list(scorer.parameters()))
+    return PolicyEngine(scorer, config, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0))
+
+
+def live_bytes() -> int:
+    """The memory of every tensor that there is."""
+    gc.collect()
+    storages: dict[int, int] = {}
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.Tensor):
+            for tensor in (one, one.grad if one.is_leaf else None):
+                if tensor is not None and tensor.device.type == "cpu":
+                    storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def step(policy: PolicyEngine) -> None:
+    batch = collate(SEQUENCES[0], 20)
+    policy.backward(-policy.forward(batch).scores.mean(), last=True)
+    policy.step()
+
+
+CASES = [
+    *(("stage0", made, False) for made in OPTIMIZERS),
+    ("stage0", "adamw", True),
+    *(("stage2", made, True) for made in OPTIMIZERS),
+    *(("stage3", made, True) for made in ("adamw", "8-bit", "sgd")),
+    ("stage3", "adamw", False),
+    *((stage, "adamw", None) for stage in ("stage2", "stage3")),  # fp32 accumulation
+    *((stage, "adamw", True) for stage in ("stage2-offload", "stage3-offload")),
+]
+
+
+@pytest.mark.parametrize(("stage", "made", "bf16"), CASES, ids=["-".join(map(str, case)) for case in CASES])
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+def test_what_the_first_step_takes_for_good_is_known_before_it(
+    model: str, stage: str, made: str, bf16: bool | None
+) -> None:
+    policy = policy_engine(model, stage, made, bf16)
+    for _ in range(2):  # its first pass leaves DeepSpeed's own small things
+        with policy.inference():
+            policy.sequence_scores(collate(SEQUENCES[0], 20))
+    inner = inner_optimizer(policy.engine)
+    before, states = live_bytes(), len(inner.state)
+    expected = bytes_to_come(policy.engine, CPU)
+    assert (expected == 0) == (made in ("sgd", "adagrad"))
+    assert len(inner.state) == states, "asking changes nothing"
+    step(policy)
+    assert live_bytes() - before == pytest.approx(expected, abs=3000), "a few scalars and a bucket"
+    assert bytes_to_come(policy.engine, CPU) == 0
+    # Of a GPU an optimizer in host memory takes nothing.
+    assert bytes_to_come(policy.engine, GPU) == 0
+    policy.close()
+
+
+def test_the_room_for_a_rollout_is_that_of_the_second_one(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policy_engine(model, "stage2", "adamw", False)
+    with policy.inference():
+        policy.sequence_scores(collate(SEQUENCES[0], 20))
+    each = memory.completion_bytes(policy.scorer.model, 64)
+    to_come = bytes_to_come(policy.engine, CPU)
+    whole = live_bytes() + to_come + int(3.5 * each / 0.8)
+    assert 3.5 * each + 0.8 * to_come > 4 * each, "what is to come makes a difference"
+    monkeypatch.setattr(memory, "free_bytes", lambda where: whole - live_bytes())
+
+    def room() -> memory.Room | None:
+        made = RolloutEngine(policy, "generate", longest_context=64)
+        made.generate(RolloutRequest(PROMPTS[:1], 1, sampling(), 3))
+        return made.room
+
+    first = room()
+    step(policy)
+    assert first == room() == memory.Room(True, 2)
+    policy.close()
+
+
+def test_an_engine_that_only_answers_has_nothing_to_come(model: str) -> None:
+    init_distributed(use_cpu=True)
+    config = {"train_micro_batch_size_per_gpu": 1, **STAGES["stage3"]}
+    engine = FrozenEngine(CompletionScorer(load_model(model, torch.float32, ds_config=config)), config)
+    assert bytes_to_come(engine.engine, CPU) == 0
+    engine.close()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A GPU of 24 GiB, as torch describes it."""
+
+    def described(free: int, allocated: int, reserved: int, share: float) -> None:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda where: (free * GIB, 24 * GIB))
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda where: allocated * GIB)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda where: reserved * GIB)
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda where: share)
+
+    return described
+
+
+@pytest.mark.parametrize(
+    ("free", "allocated", "reserved", "share", "expected"),
+    [
+        (20, 2, 3, 1.0, 21),  # what torch holds unused is free
+        (20, 2, 3, 0.5, 10),  # a cap of 12 GiB, of which 2 are taken
+        (4, 2, 3, 0.5, 5),  # other processes leave less than the cap
+        (20, 12, 12, 0.25, 0),
+    ],
+)
+def test_free_memory_of_a_gpu_within_the_cap(
+    gpu: Any, free: int, allocated: int, reserved: int, share: float, expected: int
+) -> None:
+    gpu(free, allocated, reserved, share)
+    assert devices.free_bytes(GPU) == expected * GIB
+    assert devices.total_bytes(GPU) == 24 * GIB * share
+
+
+def test_free_memory_is_asked_for_in_one_place() -> None:
+    """The driver's answer alone ignores a cap."""
+    package = Path(devices.__file__).parents[2]
+    asking = {str(file.relative_to(package)) for file in package.rglob("*.py") if "mem_get_info" in file.read_text()}
+    assert asking == {"engines/memory/devices.py"}
+
+
+@pytest.fixture
+def cuda_on_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in allocator.VARIABLES:
+        monkeypatch.setenv(name, "")  # so that whatever is set is undone
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(platform, "release", lambda: "6.1.0-amd64")
+    monkeypatch.setattr("sys.platform", "linux")
+
+
+def settings() -> dict[str, str]:
+    return {name: allocator.os.environ[name] for name in allocator.VARIABLES if allocator.os.environ[name]}
+
+
+@pytest.mark.usefixtures("cuda_on_linux")
+def test_segments_grow_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert allocator.grow_segments() and settings() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert not allocator.grow_segments()
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.8.0"))  # does not know the new name
+    assert allocator.grow_segments() and settings() == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+@pytest.mark.usefixtures("cuda_on_linux")
+@pytest.mark.parametrize(
+    ("where", "name", "value"),
+    [
+        *((allocator.os.environ, name, "max_split_size_mb:128") for name in allocator.VARIABLES),
+        (allocator.os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),
+        (torch.version, "cuda", None),
+        (torch.cuda, "is_initialized", lambda: True),
+        (platform, "release", lambda: "5.15.90.1-microsoft-standard-WSL2"),
+        (allocator.sys, "platform", "win32"),
+    ],
+    ids=["new name", "old name", "of ROCm", "no cache", "no CUDA", "too late", "WSL", "Windows"],
+)
+def test_segments_that_are_left_alone(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, value: Any) -> None:
+    set_one = monkeypatch.setitem if where is allocator.os.environ else monkeypatch.setattr
+    set_one(where, name, value)
+    before = settings()
+    assert not allocator.grow_segments() and settings() == before
+
+
+def test_the_groups_of_an_engine_wait_as_long_as_the_default_one() -> None:
+    init_distributed(use_cpu=True)
+
+    def limit(group: Any) -> timedelta:
+        made: timedelta = group._get_backend(CPU).options._timeout
+        return made
+
+    assert limit(torch.distributed.group.WORLD) == limit(deepspeed.comm.new_group([0])) == timedelta(hours=6)
+    set_timeout_of_new_groups(timedelta(minutes=7))
+    assert limit(deepspeed.comm.new_group([0])) == timedelta(minutes=7)
+    set_timeout_of_new_groups(timedelta(hours=6))
+
+
+def test_groups_that_an_8_bit_optimizer_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(5)])
+    weights = [layer.weight for layer in layers]
+    assert [group["params"] for group in parameter_groups(layers, 0.1)] == [weights, [one.bias for one in layers]]
+    monkeypatch.setattr(optimizers, "_MOST_32_BITS", 130)
+    monkeypatch.setattr(optimizers, "_PADDING", 2)
+    for optim in KINDS.keys() - {"deepspeed_cpu_adam", "deepspeed_fused_adam"}:
+        made = optimizers.build_optimizer(layers, CPOConfig(output_dir="out", optim=optim, weight_decay=0.1))
+        sizes = [sum(one.numel() for one in group["params"]) for group in made.param_groups]
+        assert sizes == ([128, 128, 64, 40] if "bit" in optim else [320, 40]), optim
+        assert [id(one) for group in made.param_groups for one in group["params"] if one.ndim == 2] == [
+            *map(id, weights)
+        ]
+    assert [len(group["params"]) for group in parameter_groups(layers, 0.1, 63)] == [*[1] * 5, 5]
+
+
+@pytest.mark.parametrize("made", [*OPTIMIZERS])
+@pytest.mark.parametrize("more", [0, 1])
+def test_more_elements_than_an_optimizer_can_count(made: str, more: int) -> None:
+    units = [Unit(torch.empty(size, device="meta"), 0, ()) for size in (5, 2**31 - 1 + more)]
+    optimizer = OPTIMIZERS[made]([nn.Parameter(torch.ones(2))])
+    if made in ("8-bit", "paged") and more:
+        with pytest.raises(OptionError, match="32 bits, .* 2147483648 of them .*at most 2147483647.*adamw_torch"):
+            check_counts(optimizer, units)
+    else:
+        check_counts(optimizer, units)
+    check_counts(optimizer, [])

@@ -1,0 +1,85 @@
+"""What `alignment.internals.transformers_batching` relies on, with a tiny model."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from flash_attention import flash_attention
+from helpers import tiny_config
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+from alignment.internals import transformers_batching as internals
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(tiny_config("untied"), attn_implementation="sdpa").eval()
+
+
+def manager(model: Any, page: int = 32, blocks: int = 0) -> Any:
+    generation = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=2)
+    sizes = {"num_blocks": 16, "max_batch_tokens": 64, "max_memory_percent": 1.0}
+    config = ContinuousBatchingConfig(page_size=page, max_blocks_per_request=blocks, **sizes)
+    return model.init_continuous_batching(generation, config)
+
+
+def answer(made: Any, name: str) -> list[int]:
+    """What a manager generates for a prompt that it is given before it starts."""
+    assert made.add_request([0, 5, 9, 11], request_id=name) == name
+    made.start()
+    result = made.get_result(timeout=20)
+    assert result is not None and result.request_id == name, result
+    assert result.error is None, result.error
+    return list(result.generated_tokens)
+
+
+@pytest.mark.parametrize(("version", "page"), [(2, 256), (2, 32), (3, 32)])
+def test_kernels_that_decode_from_pages_by_any_name(model: Any, version: int, page: int) -> None:
+    config = tiny_config("tied")
+    for name in ("sdpa", "eager", "flex_attention", "flash_attention_4"):
+        config._attn_implementation = name
+        assert not internals.decodes_from_pages(config)
+    for name in (f"flash_attention_{version}", f"kernels-community/flash-attn{version}"):
+        config._attn_implementation = name
+        assert internals.decodes_from_pages(config) and internals.decodes_from_pages(config, version)
+        assert not internals.decodes_from_pages(config, 5 - version)
+    # The first token is that of the prefill; with pages that the kernel does not take there is no second one.
+    with flash_attention(model, version) as calls:
+        made = manager(model, page, 2)
+        try:
+            made.add_request([0, 5, 9, 11], request_id="0")
+            made.start()
+            result = made.get_result(timeout=20)
+        finally:
+            made.stop(block=True, hard_stop=True)
+            internals.forget_manager(model, made)
+    assert (result.error is None) == bool(calls.decoded) == (version == 3 or page == 256)
+    assert result.error is None or "divisible by 256" in result.error
+
+
+def test_a_manager_that_stopped_answers_again_with_the_same_cache(model: Any) -> None:
+    made = manager(model)
+    try:
+        first, processor = answer(made, "0"), made.batch_processor
+        internals.stop_keeping_graphs(made)
+        assert not made.is_running()
+        assert answer(made, "1") == first and made.batch_processor is processor
+    finally:
+        made.stop(block=True, hard_stop=True)
+        internals.forget_manager(model, made)
+
+
+def test_the_cache_of_a_manager_that_was_kept_is_released(model: Any) -> None:
+    made = manager(model)
+    answer(made, "0")
+    internals.stop_keeping_graphs(made)
+    cache = weakref.ref(made.batch_processor.cache)
+    gc.collect()
+    assert cache() is not None and model._cached_continuous_batching_manager is made
+    internals.forget_manager(model, made)
+    assert cache() is None and not hasattr(model, "_cached_continuous_batching_manager")
