@@ -17,6 +17,7 @@ import torch  # noqa: E402
 
 from alignment.config.lookup import packaged_names  # noqa: E402
 from benchmarks.comparison import title  # noqa: E402
+from benchmarks.gpu_checks import CHECKS, CheckJob  # noqa: E402
 from benchmarks.gpu_row import RowJob, RowResult  # noqa: E402
 from benchmarks.processes import Failed, run_module  # noqa: E402
 from benchmarks.shapes import HALF_BILLION, TINY, write_model  # noqa: E402
@@ -54,31 +55,66 @@ def plan(options: argparse.Namespace, folder: Path) -> list[RowJob]:
     return [job for job in jobs if not options.rows or any(part in job.name for part in options.rows)]
 
 
+def planned_checks(options: argparse.Namespace, model: Path) -> list[CheckJob]:
+    """The checks to make: all of them, on a CPU those that show something there; none where only rows are chosen."""
+    if options.checks is None and options.rows:
+        return []
+    jobs = [
+        CheckJob(name, str(model), options.cpu) for name, check in CHECKS.items() if not (options.cpu and check.cuda)
+    ]
+    return [job for job in jobs if not options.checks or any(part in job.name for part in options.checks)]
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Run the rows, print the table, return the exit code."""
+    """Make the checks, run the rows, print both tables, return the exit code."""
     options = _parse(arguments)
     if not options.cpu and not torch.cuda.is_available():
         print("no CUDA GPU: torch finds none; --cpu --tiny runs the same rows on a CPU", file=sys.stderr)
         return 2
-    end, failed = time.monotonic() + _WHOLE_TABLE, False
+    failed = False
     with tempfile.TemporaryDirectory(prefix="gpu-smoke-") as name:
         folder = Path(name)
-        jobs = plan(options, folder)
+        jobs, checks = plan(options, folder), planned_checks(options, folder / _MODEL)
         if not jobs:
             print(f"--rows {' '.join(options.rows)}: no row has such a name", file=sys.stderr)
+            return 2
+        if options.checks and not checks:
+            print(f"--checks {' '.join(options.checks)}: no check has such a name", file=sys.stderr)
             return 2
         shape = TINY if options.tiny else HALF_BILLION
         # Half the size on disk; a run on a CPU computes in fp32 all the same.
         parameters = write_model(folder / _MODEL, shape, dtype=torch.bfloat16)
         size = f"{parameters / 1e6:.2f} million parameters"
         print(f"{_machine(options)}. {shape.describe()}, {size}, {options.steps} steps\n")
-        print("| method | policy | reference | s/step | allocated | reserved | host | tokens/s |", flush=True)
+        if checks:
+            print("| check | found |\n|---|---|", flush=True)
+        for number, check in enumerate(checks):
+            line, ok = _check(check, folder / f"check{number}", options.seconds)
+            failed = failed or not ok
+            print(line, flush=True)
+        if options.checks and not options.rows:
+            return int(failed)
+        end = time.monotonic() + _WHOLE_TABLE
+        print("\n| method | policy | reference | s/step | allocated | reserved | host | tokens/s |", flush=True)
         print("|---|---|---|---|---|---|---|---|", flush=True)
         for job in jobs:
             line, ok = _row(job, min(options.seconds, end - time.monotonic()))
             failed = failed or not ok
             print(line, flush=True)
     return int(failed)
+
+
+def _check(job: CheckJob, place: Path, seconds: float) -> tuple[str, bool]:
+    """The check's line of its table, and whether it found what has to be; a failure's whole output goes to stderr."""
+    environment = {"DS_ACCELERATOR": "cpu" if job.cpu else "cuda"}
+    try:
+        return (
+            f"| {job.name} | {run_module('benchmarks.gpu_checks', place, asdict(job), environment, seconds)} |",
+            True,
+        )
+    except Failed as error:
+        print(error.output, file=sys.stderr, flush=True)
+        return f"| {job.name} | failed: {error.reason[:200].replace('|', '/')} |", False
 
 
 def _row(job: RowJob, seconds: float) -> tuple[str, bool]:
@@ -108,6 +144,7 @@ def _machine(options: argparse.Namespace) -> str:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", nargs="+", default=[], help="only rows whose METHOD/POLICY/REFERENCE contains one")
+    parser.add_argument("--checks", nargs="+", help="only checks whose name contains one, and rows only with --rows")
     parser.add_argument("--cpu", action="store_true", help="on the CPU, in fp32; memory of the device is then 0")
     parser.add_argument("--tiny", action="store_true", help="a model of a few thousand parameters")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps of a row (5)")

@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
-# Every file of ds_configs/ on one CUDA GPU: KTO and CPO, 5 steps of a 0.5B-shaped model with random weights, the
-# process capped at 24 GB. Prints a table of peak memory and tokens per second, in under 10 minutes; needs no network.
+# The first thing to run on a CUDA GPU. Checks of what only a GPU shows (benchmarks/gpu_checks.py: continuous batching,
+# fp16, the head, memory under a cap, ...), in a few minutes. Then every file of ds_configs/: KTO and CPO, 5 steps of a
+# 0.5B-shaped model with random weights, the process capped at 24 GB, in under 10 minutes. Prints a table of what was
+# found, and one of peak memory and tokens per second; needs no network.
 #
-#   benchmarks/gpu_smoke.sh                      # all rows
+#   benchmarks/gpu_smoke.sh                      # all checks and rows
+#   benchmarks/gpu_smoke.sh --checks fp16        # those whose name contains it
 #   benchmarks/gpu_smoke.sh --rows kto/zero3     # those whose name contains it
 #   PYTHON=python3.12 PYTHONPATH=$PWD/site benchmarks/gpu_smoke.sh
 #   benchmarks/gpu_smoke.sh --cpu --tiny         # the same code on a CPU with a tiny model
 #
 # PYTHON is the interpreter that has the package's requirements: unset, .venv's if there is one, else python3.
-# Exit code: 0, 1 when a row failed (the others are run all the same), 2 when nothing can be run.
+# Exit code: 0, 1 when a check or a row failed (the others are run all the same), 2 when nothing can be run.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}

@@ -113,11 +113,11 @@ def test_what_the_first_step_takes_for_good_is_known_before_it(
     expected = bytes_to_come(policy.engine, CPU)
     assert (expected == 0) == (made in ("sgd", "adagrad"))
     assert len(inner.state) == states, "asking changes nothing"
+    # Of a GPU an optimizer in host memory takes nothing.
+    assert bytes_to_come(policy.engine, GPU) == 0
     step(policy)
     assert live_bytes() - before == pytest.approx(expected, abs=3000), "a few scalars and a bucket"
     assert bytes_to_come(policy.engine, CPU) == 0
-    # Of a GPU an optimizer in host memory takes nothing.
-    assert bytes_to_come(policy.engine, GPU) == 0
     policy.close()
 
 

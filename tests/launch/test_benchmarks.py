@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 from datasets import Dataset
 
 from alignment.config.lookup import packaged_names
-from benchmarks import gpu_smoke, ours, side_by_side, start_up
+from benchmarks import gpu_checks, gpu_smoke, ours, side_by_side, start_up
 from benchmarks.comparison import Comparison, compare, differences, table, title
+from benchmarks.gpu_checks import CHECKS, CheckJob
+from benchmarks.gpu_checks import run as run_check
 from benchmarks.gpu_row import RowJob, train
 from benchmarks.jobs import LORA, LORA_UNCHECKPOINTED, METHODS, PLAIN, UNCHECKPOINTED, ZERO2, Job, Setting
 from benchmarks.measure import Instant, StepClock, memory_bytes, working_memory
@@ -217,6 +220,36 @@ def test_a_row_that_fails_is_shown_and_the_rest_goes_on(capsys: pytest.CaptureFi
     lines = [line for line in capsys.readouterr().out.splitlines() if "failed" in line]
     assert [line.split(" | ")[1] for line in lines] == ["zero0", "zero3_offload"]
     assert all("did not end within" in line for line in lines)
+
+
+def checks_of(*arguments: str) -> list[str]:
+    options = gpu_smoke._parse(list(arguments))
+    return [job.name for job in gpu_smoke.planned_checks(options, Path("model"))]
+
+
+def test_checks_come_first_unless_rows_are_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert checks_of() == list(CHECKS)
+    assert checks_of("--rows", "kto") == []
+    assert checks_of("--checks", "fp16", "cap") == ["memory cap", "fp16"]
+    assert checks_of("--cpu") == [name for name, check in CHECKS.items() if not check.cuda]
+    assert gpu_smoke.main(["--cpu", "--tiny", "--checks", "nothing"]) == 2
+    assert "no check has such a name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [name for name, check in CHECKS.items() if not check.cuda])
+def test_a_check_finds_what_has_to_be(name: str, model: str) -> None:
+    assert re.search(r"\d", run_check(CheckJob(name, model, cpu=True)))
+
+
+def test_a_check_that_fails_is_shown_and_says_why(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gpu_checks, "_off", lambda *_: 0.5)
+    with pytest.raises(RuntimeError, match="log-probs are off by 0.5"):
+        run_check(CheckJob("continuous batching, sdpa", model, cpu=True))
+    job = CheckJob("head", model, cpu=True)
+    line, ok = gpu_smoke._check(job, tmp_path / "place", seconds=0.2)
+    assert not ok and line.startswith("| head | failed: did not end within")
 
 
 def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

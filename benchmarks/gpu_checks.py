@@ -1,0 +1,265 @@
+"""What only a GPU can show and no row of the table does: ``python -m benchmarks.gpu_checks JOB.json RESULT.json``.
+
+Each check is a function of the device and of a folder with a model. It returns a line of figures, and raises where
+they are not what they have to be.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from alignment.data.batching import Batch, collate
+from alignment.engines.launch_env import init_distributed
+from alignment.engines.memory.devices import free_bytes, total_bytes
+from alignment.engines.memory.states import bytes_to_come
+from alignment.engines.rollout.backend import Generation, Sampling, Work
+from alignment.engines.rollout.continuous import ContinuousBackend
+from alignment.engines.scoring import FrozenEngine, PolicyEngine
+from alignment.models.head import LogProbHead
+from alignment.models.loading import load_model
+from alignment.models.scorer import CompletionScorer
+
+_PLAIN = {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
+_FP16_TRIES = 20  # the loss scale begins at 2**16, and is halved after each overflow
+
+
+class Skipped(Exception):
+    """A check that this machine cannot make, with the reason."""
+
+
+class Check(NamedTuple):
+    """``run``: of device and model; ``cuda``: there is nothing to see of it on a CPU."""
+
+    run: Callable[[torch.device, str], str]
+    cuda: bool
+
+
+@dataclass(frozen=True)
+class CheckJob:
+    """What one process checks: a name of :data:`CHECKS`, the folder of a model, and whether on the CPU."""
+
+    name: str
+    model: str
+    cpu: bool
+
+
+def expect(holds: bool, said: str) -> None:
+    """Fail with a line unless something holds.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    if not holds:
+        raise RuntimeError(said)
+
+
+def cap(where: torch.device, model: str) -> str:
+    """What is measured as free under a cap can be taken, and no more."""
+    torch.cuda.set_per_process_memory_fraction(0.25, where)
+    free, total = free_bytes(where), total_bytes(where)
+    held = torch.empty(int(0.95 * free), dtype=torch.uint8, device=where)
+    try:
+        torch.empty(int(0.1 * free), dtype=torch.uint8, device=where)
+    except torch.OutOfMemoryError:
+        return f"{free / 1e9:.1f} of {total / 1e9:.1f} GB were free, {held.nbytes / 1e9:.1f} GB could be taken"
+    raise RuntimeError(f"more than {free / 1e9:.1f} GB could be taken under the cap")
+
+
+def segments(where: torch.device, model: str) -> str:
+    """The allocator's segments grow, unless the environment says otherwise."""
+    held = torch.empty(2**26, dtype=torch.uint8, device=where)
+    growing = [segment.get("is_expandable", False) for segment in torch.cuda.memory_snapshot()]
+    expect(all(growing) and held.nbytes > 0, f"{growing.count(False)} of {len(growing)} segments do not grow")
+    return f"{len(growing)} segments, all of which grow"
+
+
+def groups(where: torch.device, model: str) -> str:
+    """The groups that DeepSpeed makes wait as long as the default one."""
+    import deepspeed
+
+    found: Any = deepspeed.comm.new_group([0])
+    limit = found._get_backend(where).options._timeout
+    expect(limit == timedelta(hours=6), f"a group of DeepSpeed's waits {limit}")
+    return f"{limit}"
+
+
+def head(where: torch.device, model: str) -> str:
+    """Log-probs and gradients of the head in bf16 (Triton's kernels included, where they are taken) beside fp64."""
+    generator = torch.Generator().manual_seed(0)
+    linear = torch.nn.Linear(256, 8192, bias=False)
+    linear.weight.data = torch.randn(8192, 256, generator=generator) / 8
+    states = torch.randn(700, 256, generator=generator)
+    targets = torch.randint(8192, (700,), generator=generator).to(where)
+    made = LogProbHead.replacing(linear.to(where, torch.bfloat16), _plain_transform(), 2**22)
+    hidden = states.to(where, torch.bfloat16).requires_grad_()
+    found, _ = made(hidden, targets)
+    found.sum().backward()
+    wide, weight = (part.detach().double().requires_grad_() for part in (hidden, made.weight))
+    expected = (wide @ weight.t()).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    expected.sum().backward()
+    assert hidden.grad is not None and made.weight.grad is not None
+    assert wide.grad is not None and weight.grad is not None
+    off = float((found - expected).abs().max())
+    grads = max(_apart(hidden.grad, wide.grad), _apart(made.weight.grad, weight.grad))
+    expect(off < 1e-3, f"log-probs are off by {off:.2g}")
+    expect(grads < 1e-2, f"gradients are off by {grads:.2g} of their size")
+    return f"log-probs within {off:.1g}, gradients within {grads:.1g} of their size"
+
+
+def states(where: torch.device, model: str) -> str:
+    """What an optimizer takes at its first step is what was reserved for it."""
+    policy = _policy(model, where, {"stage": 2}, {"bf16": {"enabled": True}}, torch.bfloat16)
+    _step(policy)
+    first = torch.cuda.memory_allocated(where)
+    policy.close()
+    policy = _policy(model, where, {"stage": 2}, {"bf16": {"enabled": True}}, torch.bfloat16)
+    before, expected = torch.cuda.memory_allocated(where), bytes_to_come(policy.engine, where)
+    _step(policy)
+    taken = torch.cuda.memory_allocated(where) - before
+    expect(abs(taken - expected) < 0.02 * expected + 2**24, f"{taken} bytes were taken, {expected} expected")
+    return f"{taken / 1e6:.0f} MB taken, {expected / 1e6:.0f} MB expected; {first / 1e6:.0f} MB in all"
+
+
+def divided(where: torch.device, model: str) -> str:
+    """A live model is divided from host memory: the GPU holds about one parameter at a time."""
+    from transformers import AutoModelForCausalLM
+
+    live = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    sizes = [parameter.nbytes for parameter in live.parameters()]
+    torch.cuda.reset_peak_memory_stats(where)
+    before = torch.cuda.memory_allocated(where)
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
+    engine = FrozenEngine(CompletionScorer(live), {**_PLAIN, "zero_optimization": zero, "bf16": {"enabled": True}})
+    peak = torch.cuda.max_memory_allocated(where) - before
+    engine.close()
+    expect(peak < 3 * max(sizes) + 2**26, f"{peak} bytes at once, the largest parameter has {max(sizes)}")
+    return (
+        f"{peak / 1e6:.0f} MB at once; the model has {sum(sizes) / 1e6:.0f}, its largest weight {max(sizes) / 1e6:.0f}"
+    )
+
+
+def fp16(where: torch.device, model: str) -> str:
+    """The gradient's norm in fp16 is that in fp32, at stages 0, 2 and 3: what is scaled is scaled back."""
+    norms = {}
+    for stage in (None, 0, 2, 3):
+        section = {"fp16": {"enabled": True}} if stage is not None else {}
+        dtype = torch.float32 if stage is None else torch.float16
+        policy = _policy(model, where, {"stage": stage or 0}, section, dtype)
+        tries = (_step(policy) for _ in range(_FP16_TRIES))
+        norms[stage] = next((norm for norm in tries if math.isfinite(norm)), math.inf)
+        policy.close()
+    expected = norms.pop(None)
+    for stage, norm in norms.items():
+        expect(abs(norm - expected) < 0.05 * expected, f"stage {stage}: norm {norm:.4g}, in fp32 {expected:.4g}")
+    return f"norm {expected:.4g} in fp32; " + ", ".join(f"stage {stage} {norm:.4g}" for stage, norm in norms.items())
+
+
+def continuous(attention: str) -> Callable[[torch.device, str], str]:
+    """Continuous batching with an attention: its log-probs are those of one forward of what it generated."""
+
+    def run(where: torch.device, model: str) -> str:
+        if attention == "flash_attention_2" and find_spec("flash_attn") is None:
+            raise Skipped("flash-attn is not installed")
+        dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+        loaded = load_model(model, dtype, ds_config=_PLAIN, attn_implementation=attention).to(where).eval()
+        vocabulary, longest = loaded.config.vocab_size, 300 if where.type == "cuda" else 20
+        prompts = [[2 + (7 * n + place) % (vocabulary - 2) for place in range(n)] for n in (longest, 5, longest // 2)]
+        parts = [[Work(0, prompts[0], 2), Work(1, prompts[1], 2)], [Work(2, prompts[2], 3)]]
+        sampling = Sampling(max_new_tokens=longest, eos_token_ids=(1,), pad_token_id=0)
+        backend, generation = ContinuousBackend(), Generation(loaded, sampling, where, logps=True)
+        worst, tokens = 0.0, 0
+        with torch.no_grad(), backend.session(parts, generation):
+            for part in parts:
+                for work, answers in zip(part, backend.generate(part, generation)):
+                    for answer in answers:
+                        worst = max(worst, _off(loaded, work.ids, answer.ids, answer.logps or ()))
+                        tokens += len(answer.ids)
+        expect(worst < (0.1 if dtype == torch.bfloat16 else 1e-3), f"log-probs are off by {worst:.3g} on average")
+        return f"{tokens} tokens in two chunks, pages of {backend.page_tokens(loaded)}, log-probs within {worst:.2g}"
+
+    return run
+
+
+def _off(model: Any, prompt: Any, answer: tuple[int, ...], logps: tuple[float, ...]) -> float:
+    """By how much the log-probs of an answer differ from those of a forward, on average."""
+    ids = torch.tensor([[*prompt, *answer]], device=model.device)
+    logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+    expected = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+    return float((expected - torch.tensor(logps, device=model.device)).abs().mean())
+
+
+def _apart(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def _plain_transform() -> Any:
+    from transformers import LlamaConfig
+
+    from alignment.models.head import logit_transform
+
+    return logit_transform(LlamaConfig())
+
+
+def _policy(
+    model: str, where: torch.device, zero: dict[str, Any], more: dict[str, Any], dtype: torch.dtype
+) -> PolicyEngine:
+    config = {**_PLAIN, "zero_optimization": zero, "zero_allow_untested_optimizer": True, **more}
+    torch.manual_seed(0)
+    scorer = CompletionScorer(load_model(model, dtype, ds_config=config))
+    scorer.eval()
+    optimizer = torch.optim.AdamW(scorer.parameters(), lr=1e-6, fused=True)
+    return PolicyEngine(scorer, config, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0))
+
+
+def _batch() -> Batch:
+    return collate([(tuple(range(2, 12)), tuple(range(20, 60))), (tuple(range(2, 8)), tuple(range(30, 50)))], 60)
+
+
+def _step(policy: PolicyEngine) -> float:
+    """The norm of the gradient of a mean log-prob, with the step taken."""
+    policy.backward(-policy.forward(_batch().to(policy.device)).scores.sum() / 60, last=True)
+    return policy.step()
+
+
+CHECKS: dict[str, Check] = {
+    "memory cap": Check(cap, True),
+    "growing segments": Check(segments, True),
+    "limits of groups": Check(groups, False),
+    "head": Check(head, False),
+    "states to come": Check(states, True),
+    "live model under ZeRO-3": Check(divided, True),
+    "fp16": Check(fp16, True),
+    "continuous batching, sdpa": Check(continuous("sdpa"), False),
+    "continuous batching, flash_attention_2": Check(continuous("flash_attention_2"), True),
+}
+
+
+def run(job: CheckJob) -> str:
+    """The line of a check.
+
+    Raises:
+        RuntimeError: figures are not what they have to be.
+    """
+    init_distributed(use_cpu=job.cpu)
+    where = torch.device("cpu") if job.cpu else torch.device("cuda", torch.cuda.current_device())
+    try:
+        return CHECKS[job.name].run(where, job.model)
+    except Skipped as reason:
+        return f"skipped: {reason}"
+
+
+if __name__ == "__main__":
+    job_file, result_file = map(Path, sys.argv[1:])
+    found = run(CheckJob(**json.loads(job_file.read_text(encoding="utf-8"))))
+    result_file.write_text(json.dumps(found), encoding="utf-8")
