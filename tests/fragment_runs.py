@@ -57,6 +57,8 @@ LAYERS = {
 # These two are of bf16 alone: fp32 accumulation at stage 1 has a class of its own.
 BF16_LAYERS = {"stage1-fp32-accumulation": zero(1), "stage2-bf16-masters": zero(2)}
 BF16_LAYERS["stage1-fp32-accumulation"]["data_types"] = {"grad_accum_dtype": "fp32"}
+for _stage in ("stage2", "stage2-offload"):
+    BF16_LAYERS[f"{_stage}-fp32-accumulation"] = {**LAYERS[_stage], "data_types": {"grad_accum_dtype": "fp32"}}
 BF16_LAYERS["stage2-bf16-masters"]["bf16"] = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 LAYERS["stage2-round-robin"]["zero_optimization"]["round_robin_gradients"] = True
 LAYERS["stage3-sub-groups"]["zero_optimization"]["sub_group_size"] = 3000
@@ -136,7 +138,7 @@ def tiny_model(seed: int, dtype: torch.dtype, frozen: bool = False) -> Any:
     return model.to(dtype)
 
 
-def engine(case: Case, out: Path, seed: int = 0) -> PolicyEngine:
+def engine(case: Case, out: Path, seed: int = 0, reduce_once: bool = False) -> PolicyEngine:
     """A training engine with two parameter groups, of which one decays, and a rate that rises."""
     options, ds_config, dtype = config(case, out)
     scorer = CAUSAL_LM.scorer(tiny_model(seed, dtype, case.frozen), False)
@@ -146,7 +148,8 @@ def engine(case: Case, out: Path, seed: int = 0) -> PolicyEngine:
     else:
         optimizer = build_optimizer(scorer, options)
     assert len(optimizer.param_groups) == 2
-    return PolicyEngine(scorer, ds_config, optimizer, LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8)))
+    schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8))
+    return PolicyEngine(scorer, ds_config, optimizer, schedule, reduce_once)
 
 
 def train(policy: PolicyEngine, first: int, steps: int) -> list[float]:

@@ -15,8 +15,8 @@ from alignment.config.errors import OptionError, setting
 
 BF16, FP16, FP32 = "bfloat16", "float16", "float32"
 _SECTION = {BF16: "bf16", FP16: "fp16"}
-_SHORT = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
-_LONG = {short: long for long, short in _SHORT.items()} | {long: long for long in _SHORT}
+SHORT = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
+_LONG = {short: long for long, short in SHORT.items()} | {long: long for long in SHORT}
 # Below this AdamW's updates vanish in bf16 master weights: they are smaller than half a unit in the last place.
 LEAST_RATE_FOR_BF16_MASTERS = 1e-4
 _AMPERE, _VOLTA = 8, 7  # major compute capabilities: the first with bf16, the first with fast fp16
@@ -28,7 +28,8 @@ class DtypePlan:
 
     ``compute``: weights and activations in forward and backward. ``master``: the optimizer's copy of the weights.
     ``accumulate``: gradients between micro-batches. ``ds``: the sections of the DeepSpeed JSON that say so.
-    ``note``: a line for the user where the GPU is not made for bf16.
+    ``note``: a line for the user where the GPU is not made for bf16. ``accumulation_is_free``: nobody asked for
+    ``accumulate``, and fp32 may take its place where it fits.
     """
 
     compute: str
@@ -36,6 +37,7 @@ class DtypePlan:
     accumulate: str
     ds: dict[str, dict[str, Any]] = field(default_factory=dict)
     note: str | None = None
+    accumulation_is_free: bool = False
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ def _accumulate(compute: str, stage: Any, ds_config: dict[str, Any]) -> str:
     if accumulate not in (compute, FP32):
         raise OptionError(
             f"data_types.grad_accum_dtype={value!r} in the DeepSpeed JSON: while computing in {compute}, set "
-            f'"{_SHORT[compute]}", "fp32" or "auto"'
+            f'"{SHORT[compute]}", "fp32" or "auto"'
         )
     if stage == 0 and accumulate != compute:
         raise OptionError(
@@ -294,6 +296,7 @@ def plan_dtypes(options: Any, ds_config: dict[str, Any]) -> DtypePlan:
     sections: dict[str, dict[str, Any]] = {
         "bf16": {"enabled": compute == BF16},
         "fp16": {"enabled": compute == FP16},
-        "data_types": {"grad_accum_dtype": _SHORT[accumulate]},
+        "data_types": {"grad_accum_dtype": SHORT[accumulate]},
     }
-    return DtypePlan(compute, master, accumulate, sections, _note(options, compute, asked))
+    free = _explicit(ds_config, "data_types", "grad_accum_dtype") is None and master == FP32
+    return DtypePlan(compute, master, accumulate, sections, _note(options, compute, asked), free)

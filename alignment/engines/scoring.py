@@ -20,6 +20,14 @@ from alignment.data.batching import Batch
 from alignment.engines.collectives import device
 from alignment.engines.compile_lock import abandoned_locks_removed
 from alignment.internals.deepspeed import destroy, partitions_weights, reports_grad_norm, scales_loss, undo_dummy_step
+from alignment.internals.deepspeed_reduction import (
+    accumulate_locally,
+    can_reduce_once,
+    complete_offloaded,
+    hold_back,
+    let_go,
+    reduce_held,
+)
 from alignment.internals.deepspeed_step import (
     discard_gradients,
     loss_scale,
@@ -156,14 +164,23 @@ class PolicyEngine(ScoringEngine):
         ds_config: the policy's DeepSpeed configuration.
         optimizer: over the scorer's trainable parameters.
         scheduler: stepped by the engine, with the optimizer.
+        reduce_once: each rank sums the gradients of a window's micro-batches, and they are reduced after the last.
     """
 
     def __init__(
-        self, scorer: Scorer, ds_config: dict[str, Any], optimizer: Optimizer, scheduler: LRScheduler
+        self,
+        scorer: Scorer,
+        ds_config: dict[str, Any],
+        optimizer: Optimizer,
+        scheduler: LRScheduler,
+        reduce_once: bool = False,
     ) -> None:
         super().__init__(scorer, ds_config, optimizer=optimizer, lr_scheduler=scheduler)
         undo_dummy_step(self.engine.optimizer)
         skip_invalid_norm(self.engine)
+        self.reduces_once, self._holding = reduce_once and can_reduce_once(self.engine), False
+        if self.reduces_once:
+            accumulate_locally(self.engine)
         self.scheduler = scheduler
         self.world_size = torch.distributed.get_world_size()
         self.engine.train()
@@ -177,9 +194,17 @@ class PolicyEngine(ScoringEngine):
             last: whether this is the window's last micro-batch.
         """
         self.engine.set_gradient_accumulation_boundary(last)
+        if self.reduces_once and not last and not self._holding:
+            hold_back(self.engine)
+            self._holding = True
         loss = scaled_where_missing(self.engine, loss)
         with balanced_module_stack():
             self.engine.backward(loss * self.world_size, scale_wrt_gas=False)
+        if last and self._holding:
+            self._holding = False
+            reduce_held(self.engine)
+        elif last:
+            complete_offloaded(self.engine)
 
     def step(self) -> float:
         """Apply the accumulated gradient; return its global L2 norm before clipping.
@@ -203,6 +228,9 @@ class PolicyEngine(ScoringEngine):
 
     def discard(self) -> None:
         """Forget the accumulated gradient; no weight, no state of the optimizer and no loss scale changes."""
+        if self._holding:
+            self._holding = False
+            let_go(self.engine)
         discard_gradients(self.engine)
 
     @property

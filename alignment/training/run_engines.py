@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, enable_full_determinism, set_seed
 
+from alignment.config.dtypes import SHORT
 from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
 from alignment.engines.checkpoints.engine_state import EngineState, ScheduleState
 from alignment.engines.checkpoints.frozen import FrozenTensors
 from alignment.engines.collectives import device
+from alignment.engines.launch_env import world_size
 from alignment.engines.optimizers import build_optimizer, build_scheduler, check_counts
 from alignment.engines.saving import (
     load_adapters,
@@ -32,6 +34,13 @@ from alignment.models.loading import disable_dropout, enable_checkpointing
 from alignment.models.scorer import Scorer
 from alignment.models.tasks import CAUSAL_LM, Task
 from alignment.planning.engines import EnginePlan
+from alignment.planning.gradients import (
+    GradientPlan,
+    bytes_in_use,
+    plan_gradients,
+    situation_of,
+    sizes_of,
+)
 from alignment.references.adapter import AdapterReferencePlan
 from alignment.references.base import Reference
 from alignment.references.engine import ReferencePlan
@@ -51,6 +60,7 @@ def build_engine(
     training_steps: int | None,
     optimizers: tuple[Any, Any] = (None, None),
     task: Task = CAUSAL_LM,
+    reduce_once: bool = False,
 ) -> ScoringEngine:
     """Wrap a model in its engine and check once that its scores are its own.
 
@@ -61,6 +71,7 @@ def build_engine(
         training_steps: length of the schedule; None for a frozen engine.
         optimizers: the user's own optimizer and schedule, or Nones.
         task: what the model is.
+        reduce_once: see :class:`PolicyEngine`.
     """
     if training_steps is None:
         return checked(FrozenEngine(scorer, ds_config), task)
@@ -72,7 +83,7 @@ def build_engine(
             scorer.model.enable_input_require_grads()
     optimizer = optimizers[0] or build_optimizer(scorer, options)
     scheduler = optimizers[1] or build_scheduler(optimizer, options, training_steps)
-    policy = checked(PolicyEngine(scorer, ds_config, optimizer, scheduler), task)
+    policy = checked(PolicyEngine(scorer, ds_config, optimizer, scheduler, reduce_once), task)
     check_counts(inner_optimizer(policy.engine), state_units(policy.engine))
     return policy
 
@@ -112,6 +123,7 @@ class RunEngines:
         self._frozen: FrozenTensors | None = None
         self._pass: WindowPass | None = None
         self._given: Given | None = None
+        self._gradients: GradientPlan | None = None
         self._trainable = False
 
     @property
@@ -197,6 +209,7 @@ class RunEngines:
         self._pass = self.resources.window_pass(context, self.models, self.aux_coefficient)
         for line in (self.plan.describe(self._given), *self.plan.notes):
             context.tell(line)
+        context.tell(None if self._gradients is None else self._gradients.describe())
         self.resources.built(policy.scorer.model)
 
     def know(self, datasets: Iterable[PreparedData]) -> None:
@@ -227,7 +240,9 @@ class RunEngines:
                 reference = plan.reference.build(args) if self.stores is None else self.stores.reference()
                 built.callback(reference.close)
             ds_config = plan.policy_frozen if training_steps is None else plan.policy
+            others = bytes_in_use()
             scorer, self._given = self._scorer(ds_config)
+            self._gradients = None if training_steps is None else self._planned_gradients(scorer, others)
             policy = build_engine(
                 scorer,
                 args,
@@ -235,6 +250,7 @@ class RunEngines:
                 training_steps=training_steps,
                 optimizers=self.optimizers,
                 task=self.context.method.task,
+                reduce_once=self._gradients is not None and self._gradients.once,
             )
             built.callback(policy.close)
             if isinstance(plan.reference, AdapterReferencePlan):
@@ -242,6 +258,17 @@ class RunEngines:
                 reference = plan.reference.of(policy, self._given)
             built.pop_all()
         return Models(policy, reference)
+
+    def _planned_gradients(self, scorer: Scorer, others: int) -> GradientPlan | None:
+        """How the policy's gradients are summed, which is written into its configuration too; collective."""
+        args, plan = self.context.args, self.plan
+        at = situation_of(
+            plan.policy, world_size(), args.gradient_accumulation_steps, bool(args.gradient_checkpointing)
+        )
+        made = plan_gradients(sizes_of(scorer, others), plan.dtypes, at)
+        if made is not None:
+            plan.policy["data_types"]["grad_accum_dtype"] = SHORT[made.accumulate]
+        return made
 
     def _scorer(self, ds_config: dict[str, Any]) -> tuple[Scorer, Given | None]:
         """The policy's model with head and adapters, and how the policy as given is computed with it."""

@@ -1,0 +1,49 @@
+"""Gradients that two ranks sum and reduce once are those of one rank, whatever a micro-batch leaves out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import DRIVERS
+from drivers.traffic import CASES
+from fragment_runs import distance
+
+from tools.ranks import RankServer
+
+pytestmark = pytest.mark.ci
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, ranks: RankServer) -> dict[int, Any]:
+    folder = tmp_path_factory.mktemp("traffic")
+    for world in (1, 2):
+        ranks.run(DRIVERS / "traffic.py", folder, nproc=world, timeout=240)
+    return {world: torch.load(folder / f"{world}.pt") for world in (1, 2)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_update_as_one_does(case: str, results: dict[int, Any]) -> None:
+    """Also where an expert is idle in a rank's last micro-batch, or in all of them; clipped by the same norm."""
+    one, two = results[1][case], results[2][case]
+    off = 1e-5 if "fp32/" in case else 2e-2
+    for step, (found, wanted) in enumerate(zip(two["updates"], one["updates"], strict=True)):
+        assert distance(found, wanted) < off, f"step {step}"
+    expert = [name for name in one["updates"][0] if "layers.1.mlp" in name]
+    assert expert and all(one["updates"][0][name].any() for name in expert), "the first micro-batch went through it"
+    assert two["norms"][:4] == pytest.approx(one["norms"], rel=off)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_reduced_before_the_last_micro_batch(case: str, results: dict[int, Any]) -> None:
+    first, second, single, last = results[2][case]["calls"]
+    assert {*first[:-1], *second[:-1], *last[:-1]} == {0} and min(first[-1], second[-1], last[-1]) > 0
+    assert len(single) == 1 and single[0] > 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_window_that_is_given_up_leaves_nothing(case: str, results: dict[int, Any]) -> None:
+    assert results[2][case]["discarded"]
+    norms = results[2][case]["norms"]
+    assert len(norms) == 5 and 0 < norms[4] < float("inf")
