@@ -14,11 +14,12 @@ import torch
 from datasets import Dataset
 
 from alignment.config.lookup import packaged_names
-from benchmarks import gpu_checks, gpu_smoke, ours, side_by_side, start_up
+from benchmarks import gpu_checks, gpu_smoke, head, ours, side_by_side, start_up
 from benchmarks.comparison import Comparison, compare, differences, table, title
 from benchmarks.gpu_checks import CHECKS, CheckJob
 from benchmarks.gpu_checks import run as run_check
 from benchmarks.gpu_row import RowJob, train
+from benchmarks.head_worker import FULL, OURS, TORCH, TRL, HeadResult
 from benchmarks.jobs import LORA, LORA_UNCHECKPOINTED, METHODS, PLAIN, UNCHECKPOINTED, ZERO2, Job, Setting
 from benchmarks.measure import Instant, StepClock, memory_bytes, working_memory
 from benchmarks.processes import Failed, run_module
@@ -178,6 +179,38 @@ def test_without_trl_one_line_says_what_to_install(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert side_by_side.main([]) == 2
     assert capsys.readouterr().err == 'TRL is not installed: pip install ".[bench]"\n'
+
+
+# The head ------------------------------------------------------------------------------------------------------------
+
+
+def test_ratios_of_the_head_are_of_the_same_turn() -> None:
+    mine = [HeadResult(0.1, 0.1, 2**20, -5.0), HeadResult(0.2, 0.2, 2**21, -5.0), HeadResult(0.3, 0.3, 2**20, -5.0)]
+    full = [HeadResult(0.2, 0.4, 2**23, -5.0), HeadResult(0.2, 0.4, 2**22, -5.0), HeadResult(0.3, 0.9, 2**22, -5.0)]
+    found = {OURS: mine, FULL: full}
+    assert head.table(found).splitlines()[2:] == [
+        "| ours | 200.0 ms | 200.0 ms | 400.0 ms | 1.00 | 2 MiB |",
+        "| full logits | 200.0 ms | 400.0 ms | 600.0 ms | 2.00 | 8 MiB |",
+    ]
+    assert head.disagreements(found) == []
+    found[TORCH] = [HeadResult(0.1, 0.1, 1, -5.01)]
+    assert head.disagreements(found) == [f"{TORCH}: the log-probs sum to -5.01, those of full logits to -5"]
+
+
+@pytest.mark.ci
+def test_the_head_beside_others(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that are installed compute the same log-probs."""
+    sizes = ["--tokens", "64", "--width", "16", "--vocabulary", "700", "--repeats", "1", "--rounds", "1"]
+    assert head.main(["--cpu", *sizes]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "| torch's operations, bfloat16 | 8.5 | 5.5 |" in lines
+    ways = [line.split(" | ")[0][2:] for line in lines if line.endswith(" MiB |")]
+    assert ways == head.chosen_ways(on_gpu=False) and {OURS, FULL} <= set(ways)
+
+
+def test_without_trl_the_head_has_no_row_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert TRL not in head.chosen_ways(on_gpu=True) and head.chosen_ways(on_gpu=True)[0] == OURS
 
 
 # The GPU table -------------------------------------------------------------------------------------------------------
