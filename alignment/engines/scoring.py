@@ -21,7 +21,7 @@ from alignment.engines.collectives import device
 from alignment.engines.compile_lock import abandoned_locks_removed
 from alignment.internals.deepspeed import destroy, partitions_weights, reports_grad_norm, scales_loss, undo_dummy_step
 from alignment.internals.deepspeed_step import discard_gradients, skip_invalid_norm
-from alignment.internals.deepspeed_zero3 import balanced_module_stack, divide_again, forget_partitioned, settle
+from alignment.internals.deepspeed_zero3 import balanced_module_stack, forget_partitioned
 from alignment.models.scorer import Scorer, look_at_positions
 from alignment.models.tasks import CAUSAL_LM, Task
 
@@ -226,10 +226,8 @@ def checked(engine: Engine, task: Task) -> Engine:
     """
     try:
         task.check_scorer(engine.scorer, engine.device)
-        look_at_positions(engine.scorer, engine.device)
-        if engine.partitioned:  # a second pass keeps what a third would use soon
-            settle(engine.engine, engine.scorer)
-            divide_again(engine.scorer)
+        if not engine.partitioned:  # a further pass would leave weights whole
+            look_at_positions(engine.scorer, engine.device)
     except BaseException:
         engine.close()
         raise
