@@ -27,6 +27,8 @@ _MUST_BE: dict[str, tuple[Any, str]] = {
     "zero_allow_untested_optimizer": (True, "the optimizer is chosen by optim"),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": (True, "the saved folder needs the whole weights"),
 }
+# By default DeepSpeed waits for the GPU before and after each micro-batch, to report a speed that nobody asks for.
+_TIMER = "timers.throughput.enabled"
 _DEFAULTS = {"steps_per_print": _NEVER, "wall_clock_breakdown": False}
 
 
@@ -250,5 +252,7 @@ def finished(
         set_at(config, path, value)
     for key, value in _DEFAULTS.items():
         config.setdefault(key, value)
+    if value_at(config, _TIMER) is None:
+        set_at(config, _TIMER, False)
     check_values(config, where)
     return config

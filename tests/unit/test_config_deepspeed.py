@@ -194,6 +194,19 @@ def test_agreement_is_accepted() -> None:
     assert build({"steps_per_print": 5})["steps_per_print"] == 5
 
 
+def test_deepspeeds_throughput_timer_waits_only_where_it_is_asked_to() -> None:
+    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig, get_timers_config
+
+    for given in ({}, {"timers": {}}, {"timers": {"throughput": {"synchronized": True}}}):
+        assert not get_timers_config(build(given)).enabled
+    assert get_timers_config(build({"timers": {"throughput": {"enabled": True}}})).enabled
+    assert SECTIONS["timers.throughput"] == set(DeepSpeedThroughputTimerConfig.model_fields)
+    with pytest.raises(OptionError, match="timers.throughput.enable=True: DeepSpeed has no such key.*enabled"):
+        build({"timers": {"throughput": {"enable": True}}})
+    with pytest.raises(OptionError, match="timers.throughput=True: expected a mapping"):
+        build({"timers": {"throughput": True}})
+
+
 @pytest.mark.parametrize(
     ("base", "said"),
     [
