@@ -6,6 +6,7 @@ model's forward. The weights of a leaf module are fetched together, so that the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from alignment.config.deepspeed_keys import value_at
-from alignment.internals.deepspeed_zero3 import forget_leaf, is_partitioned
+from alignment.internals.deepspeed_state import whole_shape
+from alignment.internals.deepspeed_zero3 import forget_leaf
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -34,7 +36,7 @@ def mark_leaves(model: PreTrainedModel, ds_config: Mapping[str, Any]) -> list[nn
         return []
     layers = decoder_layers(model)
     most = value_at(dict(ds_config), "zero_optimization.stage3_max_live_parameters")
-    if any(most is not None and _parameters(layer) > most for layer in layers):
+    if any(most is not None and whole_parameters(layer) > most for layer in layers):
         return []
     for layer in layers:
         set_z3_leaf_module(layer, True)
@@ -48,5 +50,6 @@ def unmark_leaves(layers: list[nn.Module]) -> None:
         forget_leaf(layer)
 
 
-def _parameters(layer: nn.Module) -> int:
-    return sum(int(getattr(p, "ds_numel", 0)) if is_partitioned(p) else p.numel() for p in layer.parameters())
+def whole_parameters(module: nn.Module) -> int:
+    """How many parameters a module has, also while ZeRO-3 has divided them."""
+    return sum(math.prod(whole_shape(parameter)) for parameter in module.parameters())

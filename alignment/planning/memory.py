@@ -16,8 +16,8 @@ from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import HasLengths
 from alignment.config.options_online import OnlineOptions
 from alignment.engines.collectives import device, largest_numbers
-from alignment.internals.deepspeed_zero3 import is_partitioned
-from alignment.models.leaves import decoder_layers
+from alignment.engines.memory.devices import total_bytes
+from alignment.models.leaves import decoder_layers, whole_parameters
 from alignment.models.logprobs import DEFAULT_TILE_BYTES
 from alignment.models.source import ModelSource
 
@@ -78,19 +78,15 @@ def census(source: ModelSource) -> Census | None:
         with torch.device("meta"):
             model = source.task.auto.from_config(source.config)
     config = source.config.get_text_config()
-    layers = [sum(map(_numel, layer.parameters())) for layer in decoder_layers(model)]
+    layers = [whole_parameters(layer) for layer in decoder_layers(model)]
     return Census(
-        parameters=sum(map(_numel, model.parameters())),
+        parameters=whole_parameters(model),
         layer=max(layers, default=0),
         layers=len(layers),
         hidden=int(config.hidden_size),
         inner=int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
         positions=int(getattr(config, "max_position_embeddings", None) or _LONGEST),
     )
-
-
-def _numel(parameter: Any) -> int:
-    return int(parameter.ds_numel) if is_partitioned(parameter) else int(parameter.numel())
 
 
 def use_of_policy(
@@ -195,8 +191,7 @@ def smallest_card() -> float | None:
     here = device()
     if here.type != "cuda":
         return None
-    own = torch.cuda.get_device_properties(here).total_memory * torch.cuda.get_per_process_memory_fraction(here)
-    return -largest_numbers([-float(own)])[0]
+    return -largest_numbers([-float(total_bytes(here))])[0]
 
 
 def _gb(size: float) -> str:

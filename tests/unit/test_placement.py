@@ -110,11 +110,8 @@ def test_a_run_says_where_its_reference_lives_and_why(
 
 
 def test_the_smallest_card_of_all_ranks_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Properties:
-        total_memory = 24 * 10**9
-
     monkeypatch.setattr(memory, "device", lambda: torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 24 * 10**9))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.5)
     other = 11e9
     monkeypatch.setattr(memory, "largest_numbers", lambda values: [max(values[0], -other)])
