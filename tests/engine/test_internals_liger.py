@@ -22,7 +22,7 @@ from tools.ranks.client import environment
 SAMPLE = ("llama", "gemma2")
 # Their kernels for experts are tuned when they are first called, which takes a GPU; those of Qwen3.5's mixture are
 # refused, because Liger 0.8.5 imports what it does not have. On a GPU: python -m tools.architectures.liger.
-NOT_INTERPRETED = {"deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe", "hunyuan_v1_moe"}
+NOT_INTERPRETED = {"deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe", "qwen3_next", "hunyuan_v1_moe"}
 NOT_INTERPRETED |= {"qwen3_5_moe", "qwen3_5_moe_text"}
 
 
