@@ -6,42 +6,15 @@ A process of its own, because Triton decides when it is imported whether it inte
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
-from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"
+import interpreting  # noqa: F401 - first
+from transformers.utils import logging
 
-import torch  # noqa: E402
-from transformers.utils import logging  # noqa: E402
-
-from alignment.internals.liger import put_into  # noqa: E402
-from alignment.models.loading import disable_dropout  # noqa: E402
-from tools.architectures.comparison import both_ways  # noqa: E402
-from tools.architectures.tiny import tiny_model  # noqa: E402
-
-
-def compared(model_type: str) -> dict[str, Any]:
-    """Differences in parts of the largest log-prob and the gradient's norm, and what computes by a kernel."""
-    model = tiny_model(model_type).train()
-    disable_dropout(model)
-    plain, gradient = both_ways(model)
-    file = sys.modules[type(model).__module__]
-    before = dict(vars(file))
-    put_into(model, {})
-    found, ours = both_ways(model)
-    return {
-        "logps": float((found - plain).abs().max() / plain.abs().max()),
-        "gradient": float((ours - gradient).norm() / gradient.norm()),
-        "modules": sorted({m._get_name() for m in model.modules() if m._get_name().startswith("Liger")}),
-        "functions": sorted(n for n in before if vars(file)[n] is not before[n]),
-        "classes": sorted(n for n in before if isinstance(before[n], type) and vars(file)[n] is not before[n]),
-    }
-
+from tools.architectures.liger import compared
 
 if __name__ == "__main__":
     logging.set_verbosity_error()
-    torch.manual_seed(0)
     out, *types = sys.argv[1:]
     Path(out).write_text(json.dumps({model_type: compared(model_type) for model_type in types}))
