@@ -323,6 +323,7 @@ def test_the_check_of_a_cap(model: str, counted: dict[str, Any], monkeypatch: py
     assert "could be taken" in run_check(CheckJob("memory cap", model, cpu=True))
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize(("norms", "reason"), [([2.0, 2.0, 2.0], ""), ([2e-5, 2.0, 2.0], "stage 0: norm 2e-05")])
 def test_the_check_of_fp16(norms: list[float], reason: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
