@@ -97,7 +97,6 @@ OFTEN = [
 ]
 CASES = [
     *(("stage0", made, False) for made in OPTIMIZERS),
-    ("stage0", "adamw", True),
     *(("stage2", made, True) for made in OPTIMIZERS),
     *(("stage3", made, True) for made in ("adamw", "8-bit", "sgd")),
     ("stage3", "adamw", False),
