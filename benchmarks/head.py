@@ -72,7 +72,8 @@ def measure(job: HeadJob, ways: Sequence[str], repeats: int) -> dict[str, list[H
 
 def table(found: dict[str, list[HeadResult]]) -> str:
     """A Markdown table; ratios above 1 are in favour of the first way."""
-    lines = ["| head | forward | backward | both | times as long | memory |", "|---|---|---|---|---|---|"]
+    heads = ("head", "forward", "backward", "both", "times as long", "processor time ratio", "memory")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     first = next(iter(found.values()))
     for way, results in found.items():
         forward, backward = (
@@ -80,9 +81,10 @@ def table(found: dict[str, list[HeadResult]]) -> str:
         )
         both = [result.forward + result.backward for result in results]
         ratio = statistics.median(own / (one.forward + one.backward) for own, one in zip(both, first))
+        busy = statistics.median(own.processor / one.processor for own, one in zip(results, first))
         memory = max(result.memory for result in results) / _MIB
         times = " | ".join(f"{1e3 * seconds:.1f} ms" for seconds in (forward, backward, statistics.median(both)))
-        lines.append(f"| {way} | {times} | {ratio:.2f} | {memory:.0f} MiB |")
+        lines.append(f"| {way} | {times} | {ratio:.2f} | {busy:.2f} | {memory:.0f} MiB |")
     return "\n".join(lines)
 
 

@@ -41,10 +41,11 @@ class HeadJob:
 
 @dataclass(frozen=True)
 class HeadResult:
-    """Median seconds of both passes, bytes of memory at most beyond the inputs, and the sum of the log-probs."""
+    """Medians of both passes and of their processor time in seconds, memory in bytes, the sum of the log-probs."""
 
     forward: float
     backward: float
+    processor: float
     memory: int
     total: float
 
@@ -98,30 +99,31 @@ def measured(job: HeadJob) -> HeadResult:
 
     torch.set_num_threads(job.threads)
     generator, dtype = torch.Generator().manual_seed(0), getattr(torch, job.dtype)
-    hidden = torch.randn(job.tokens, job.width, generator=generator).to(job.device, dtype).requires_grad_()
-    weight = (torch.randn(job.vocabulary, job.width, generator=generator) * job.width**-0.5).to(job.device, dtype)
-    weight.requires_grad_()
+    # Without temporaries: what the allocator keeps of them would be taken for memory that a way does without.
+    hidden = torch.empty(job.tokens, job.width, dtype=dtype).normal_(generator=generator).to(job.device)
+    weight = torch.empty(job.vocabulary, job.width, dtype=dtype).normal_(0, job.width**-0.5, generator=generator)
+    weight = weight.to(job.device)
     targets = torch.randint(0, job.vocabulary, (job.tokens,), generator=generator).to(job.device)
-    for tensor in (hidden, weight):
+    small = [tensor[:rows].clone().requires_grad_() for tensor, rows in ((hidden, 32), (weight, 600))]
+    for tensor in (hidden.requires_grad_(), weight.requires_grad_()):
         tensor.grad = torch.ones_like(tensor)  # touched, so that it counts as there
     way, on_gpu = WAYS[job.way], job.device != "cpu"
-    small = (hidden[:32, :], weight[:600], targets[:32] % 600)
-    way(*small).backward()  # imports and compiles what it needs
+    way(*small, targets[:32] % 600).backward()  # imports and compiles what it needs
     before = torch.cuda.memory_allocated() if on_gpu else memory_bytes("VmRSS")
-    seconds: list[tuple[float, float]] = []
+    seconds: list[tuple[float, float, float]] = []
     total = 0.0
     for _ in range(job.rounds + 1):
         hidden.grad, weight.grad = None, None
-        times = [_now(on_gpu)]
+        busy, times = time.process_time(), [_now(on_gpu)]
         result = way(hidden, weight, targets)
         times.append(_now(on_gpu))
         result.backward()
         times.append(_now(on_gpu))
-        seconds.append((times[1] - times[0], times[2] - times[1]))
+        seconds.append((times[1] - times[0], times[2] - times[1], time.process_time() - busy))
         total = float(result)
     peak = torch.cuda.max_memory_allocated() if on_gpu else memory_bytes("VmHWM")
-    forward, backward = (statistics.median(column) for column in zip(*seconds[1:]))
-    return HeadResult(forward, backward, max(0, peak - before), total)
+    medians = (statistics.median(column) for column in zip(*seconds[1:]))
+    return HeadResult(*medians, max(0, peak - before), total)
 
 
 def _now(on_gpu: bool) -> float:

@@ -186,15 +186,16 @@ def test_without_trl_one_line_says_what_to_install(
 
 
 def test_ratios_of_the_head_are_of_the_same_turn() -> None:
-    mine = [HeadResult(0.1, 0.1, 2**20, -5.0), HeadResult(0.2, 0.2, 2**21, -5.0), HeadResult(0.3, 0.3, 2**20, -5.0)]
-    full = [HeadResult(0.2, 0.4, 2**23, -5.0), HeadResult(0.2, 0.4, 2**22, -5.0), HeadResult(0.3, 0.9, 2**22, -5.0)]
+    mine = [HeadResult(0.1, 0.1, 2.0, 2**20, -5.0), HeadResult(0.2, 0.2, 1.0, 2**21, -5.0)]
+    full = [HeadResult(0.2, 0.4, 4.0, 2**23, -5.0), HeadResult(0.3, 0.3, 3.0, 2**22, -5.0)]
+    mine, full = [*mine, HeadResult(0.3, 0.3, 1.0, 0, -5.0)], [*full, HeadResult(0.2, 1.0, 8.0, 0, -5.0)]
     found = {OURS: mine, FULL: full}
     assert head.table(found).splitlines()[2:] == [
-        "| ours | 200.0 ms | 200.0 ms | 400.0 ms | 1.00 | 2 MiB |",
-        "| full logits | 200.0 ms | 400.0 ms | 600.0 ms | 2.00 | 8 MiB |",
+        "| ours | 200.0 ms | 200.0 ms | 400.0 ms | 1.00 | 1.00 | 2 MiB |",
+        "| full logits | 200.0 ms | 400.0 ms | 600.0 ms | 2.00 | 3.00 | 8 MiB |",
     ]
     assert head.disagreements(found) == []
-    found[TORCH] = [HeadResult(0.1, 0.1, 1, -5.01)]
+    found[TORCH] = [HeadResult(0.1, 0.1, 1.0, 1, -5.01)]
     assert head.disagreements(found) == [f"{TORCH}: the log-probs sum to -5.01, those of full logits to -5"]
 
 
