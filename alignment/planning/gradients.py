@@ -110,6 +110,8 @@ def _candidates(sizes: Sizes, dtypes: DtypePlan, at: Situation) -> Iterator[Grad
             # The sums, beside them the gradients of one backward pass, and the partition that they are reduced into.
             held = own if same else own + _BYTES[dtypes.compute]
             yield GradientPlan(accumulate, True, held * sizes.trained + own * share, at.ranks)
+            if at.stage == 1:
+                continue  # it does so anyway
         yield GradientPlan(accumulate, False, 0 if at.offloaded and same else own * share, at.ranks)
 
 

@@ -20,7 +20,7 @@ from alignment.config.options_online import REWARD_PLACEMENTS
 from alignment.config.placement import PLACEMENTS, FrozenPlan, placement_of, plan_frozen
 from alignment.methods.kto_options import KTOConfig
 
-POLICIES = ("zero0", "zero2", "zero2_offload", "zero3", "zero3_offload")
+POLICIES = ("zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
 HIDDEN = 1024
 
 
@@ -110,6 +110,24 @@ def test_every_packaged_file_is_tested() -> None:
 def test_world_size_enters_the_batch() -> None:
     base = load_deepspeed_config(None, "zero2")
     assert build(base, world_size=4, gradient_accumulation_steps=2)["train_batch_size"] == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "overlaps", "robin"),
+    [
+        ("zero1", 2, False, False),
+        ("zero2", 1, False, False),
+        ("zero2", 2, True, False),
+        ("zero2_offload", 1, False, False),
+        ("zero2_offload", 2, True, True),
+        ("zero3", 1, True, False),
+        ("zero3_offload", 1, True, False),
+    ],
+)
+def test_only_several_ranks_overlap_and_take_turns(name: str, world: int, overlaps: bool, robin: bool) -> None:
+    """Stage 3 also overlaps the fetching of weights."""
+    zero = build(load_deepspeed_config(None, name), world_size=world)["zero_optimization"]
+    assert (zero["overlap_comm"], zero.get("round_robin_gradients", False)) == (overlaps, robin)
 
 
 @pytest.mark.parametrize("path", sorted(_RULES))
