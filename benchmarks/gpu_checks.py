@@ -109,7 +109,7 @@ def head(where: torch.device, model: str) -> str:
     expected.sum().backward()
     assert hidden.grad is not None and made.weight.grad is not None
     assert wide.grad is not None and weight.grad is not None
-    off = float((found - expected).abs().max())
+    off = float((found - expected).detach().abs().max())
     grads = max(_apart(hidden.grad, wide.grad), _apart(made.weight.grad, weight.grad))
     expect(off < 1e-3, f"log-probs are off by {off:.2g}")
     expect(grads < 1e-2, f"gradients are off by {grads:.2g} of their size")
