@@ -31,7 +31,6 @@ from alignment.models.loading import load_model
 from alignment.models.scorer import CompletionScorer
 
 _PLAIN = {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
-_FP16_TRIES = 20  # the loss scale begins at 2**16, and is halved after each overflow
 
 
 class Skipped(Exception):
@@ -156,8 +155,9 @@ def fp16(where: torch.device, model: str) -> str:
         section = {"fp16": {"enabled": True}} if stage is not None else {}
         dtype = torch.float32 if stage is None else torch.float16
         policy = _policy(model, where, {"stage": stage or 0}, section, dtype)
-        tries = (_step(policy) for _ in range(_FP16_TRIES))
-        norms[stage] = next((norm for norm in tries if math.isfinite(norm)), math.inf)
+        norms[stage] = _step(policy)
+        while not math.isfinite(norms[stage]) and policy.scales_loss and policy.lower_loss_scale():
+            norms[stage] = _step(policy)
         policy.close()
     expected = norms.pop(None)
     for stage, norm in norms.items():

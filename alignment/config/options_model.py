@@ -84,7 +84,7 @@ class PrecisionOptions:
         choices=DTYPES,
     )
     bf16: bool | None = option(
-        None, "Compute in bfloat16; unset: where every GPU of the host computes in it, and not on a CPU."
+        None, "Compute in bfloat16; unset: where every GPU in use computes in it, and not on a CPU."
     )
     fp16: bool | None = option(None, "Compute in float16 with dynamic loss scaling.")
     tf32: bool | None = option(None, "Allow TF32 in fp32 matrix products (Ampere or newer); unset: torch's setting.")

@@ -29,7 +29,10 @@ from alignment.internals.deepspeed_reduction import (
     reduce_held,
 )
 from alignment.internals.deepspeed_step import (
+    complete_partitioned,
     discard_gradients,
+    drop_older,
+    forget_sums,
     loss_scale,
     lower_loss_scale,
     scaled_where_missing,
@@ -190,6 +193,7 @@ class PolicyEngine(ScoringEngine):
         undo_dummy_step(self.engine.optimizer)
         skip_invalid_norm(self.engine)
         self.reduces_once, self._holding = reduce_once and can_reduce_once(self.engine), False
+        self._begun = False  # whether a micro-batch of the window has been summed already
         if self.reduces_once:
             accumulate_locally(self.engine)
         self.scheduler = scheduler
@@ -211,11 +215,15 @@ class PolicyEngine(ScoringEngine):
         loss = scaled_where_missing(self.engine, loss)
         with balanced_module_stack():
             self.engine.backward(loss * self.world_size, scale_wrt_gas=False)
+        if not self._begun and not self._holding:
+            drop_older(self.engine, several=not last)
+        self._begun = not last
         if last and self._holding:
             self._holding = False
             reduce_held(self.engine)
         elif last:
             complete_offloaded(self.engine)
+            complete_partitioned(self.engine)
 
     def step(self) -> float:
         """Apply the accumulated gradient; return its global L2 norm before clipping.
@@ -223,6 +231,12 @@ class PolicyEngine(ScoringEngine):
         Where the norm is not finite no update is made, and the schedule stays where it is: see :meth:`discard`. In
         fp16 it is then inf, and the same window may do at a lower loss scale: see :meth:`lower_loss_scale`.
         """
+        norm = self._stepped()
+        if not math.isfinite(norm):
+            forget_sums(self.engine)
+        return norm
+
+    def _stepped(self) -> float:
         if self.scales_loss:
             norm = step_in_fp16(self.engine)
             return math.inf if norm is None else norm
@@ -239,10 +253,12 @@ class PolicyEngine(ScoringEngine):
 
     def discard(self) -> None:
         """Forget the accumulated gradient; no weight, no state of the optimizer and no loss scale changes."""
+        self._begun = False
         if self._holding:
             self._holding = False
             let_go(self.engine)
         discard_gradients(self.engine)
+        forget_sums(self.engine)
 
     @property
     def scales_loss(self) -> bool:

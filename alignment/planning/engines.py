@@ -12,6 +12,7 @@ from alignment.config.dtypes import DtypePlan, plan_dtypes, planned, uses_cuda
 from alignment.config.errors import OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.config.placement import PLACEMENTS, placement_of, plan_frozen
+from alignment.engines.collectives import gathered
 from alignment.engines.launch_env import world_size
 from alignment.models.adapters.given import Given
 from alignment.models.adapters.plan import plan_adapters
@@ -74,6 +75,18 @@ class EnginePlan:
         if self.reference is None:
             return f"{text}; no reference model"
         return f"{text}; {self.reference.describe(given)}"
+
+
+def check_alike(plan: EnginePlan) -> None:
+    """Refuse ranks that would compute in different formats, as hosts with different GPUs would; collective.
+
+    Raises:
+        OptionError: on every rank, with the formats.
+    """
+    found = gathered(plan.dtypes.compute)
+    if len({*found}) > 1:
+        ranks = ", ".join(f"{dtype} on rank {found.index(dtype)}" for dtype in sorted({*found}))
+        raise OptionError(f"dtype: the GPUs of this run choose different formats ({ranks}); set dtype for all of them")
 
 
 def plan_engines(
