@@ -105,7 +105,7 @@ def lower_loss_scale(engine: Any) -> bool:
     that is tried again, which overflows at the same scale again, that second one is counted at once. At the minimum
     ZeRO's scaler raises a bare ``Exception``, and that of stage 0 does nothing. Seen with DeepSpeed 0.19.8.
     """
-    scaler, before = dynamic_scaler(engine), loss_scale(engine)
+    scaler = dynamic_scaler(engine)
     if scaler is None:
         return False
     least = scaler.min_scale if hasattr(scaler, "min_scale") else scaler.min_loss_scale
@@ -113,7 +113,7 @@ def lower_loss_scale(engine: Any) -> bool:
         if loss_scale(engine) <= least:
             return False
         engine.optimizer._update_scale(True)
-    return loss_scale(engine) < before
+    return True
 
 
 def drop_older(engine: Any, several: bool) -> None:
