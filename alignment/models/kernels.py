@@ -45,7 +45,7 @@ def put_liger_kernels(model: PreTrainedModel, kernels: Mapping[str, bool] | None
         if target is None or liger_type(target.config) is None:
             raise ValueError(f"it has no kernels for a {model.config.model_type} model")
         put_into(target, kernels or {})
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, ImportError) as error:
         raise ModelError(
             f"use_liger_kernel: Liger cannot be put into a {type(model).__name__}: {first_line(error)}; leave it out"
         ) from error

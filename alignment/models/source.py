@@ -170,9 +170,8 @@ class ModelSource:
         :func:`load_model`. With the layer kernels that the options ask for, where there are any for its type.
         """
         model = self._loaded(options, dtype, ds_config, device, tell)
-        if (
-            options.use_liger_kernel and liger_type(self.config) is not None
-        ):  # a reward model of any other type has none
+        # A reward model of a type without kernels goes without; any other model was refused.
+        if options.use_liger_kernel and liger_type(self.config) is not None:
             put_liger_kernels(model, options.liger_kernel_config)
         return model
 

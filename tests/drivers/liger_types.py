@@ -6,20 +6,18 @@ A process of its own, because Triton decides when it is imported whether it inte
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"
+import interpreting  # noqa: F401 - first
+import torch
+from transformers.utils import logging
 
-import torch  # noqa: E402
-from transformers.utils import logging  # noqa: E402
-
-from alignment.internals.liger import put_into  # noqa: E402
-from alignment.models.loading import disable_dropout  # noqa: E402
-from tools.architectures.comparison import both_ways  # noqa: E402
-from tools.architectures.tiny import tiny_model  # noqa: E402
+from alignment.internals.liger import put_into
+from alignment.models.loading import disable_dropout
+from tools.architectures.comparison import both_ways
+from tools.architectures.tiny import tiny_model
 
 
 def compared(model_type: str) -> dict[str, Any]:

@@ -1,0 +1,81 @@
+"""Runs whose layers compute by Liger's kernels, in Triton's interpreter: the numbers of the same run without them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import DRIVERS, ROOT
+from helpers import STAGES, make_model, options
+from safetensors.torch import load_file
+
+from tools.ranks.client import environment
+
+ROWS = [{"prompt": "abc", "chosen": "defg", "rejected": "hi"}, {"prompt": "jk", "chosen": "l", "rejected": "mnop"}]
+# A whole model at stage 0 and 3, layers recomputed there; adapters, whose reference is the policy without them.
+CASES: dict[str, dict[str, Any]] = {
+    "whole": {"deepspeed": STAGES["stage0"], "gradient_checkpointing": False, "ref_placement": "replica"},
+    "divided": {"deepspeed": STAGES["stage3"], "gradient_checkpointing": True, "ref_placement": "sharded"},
+    "adapters": {"deepspeed": STAGES["stage2"], "gradient_checkpointing": True, "use_peft": True, "lora_dropout": 0.0},
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case with and without kernels; one process, because its imports take longer than its runs."""
+    folder = tmp_path_factory.mktemp("runs")
+    runs = []
+    for kind in ("tied", "capped"):
+        make_model(folder / kind, kind, layers=1)
+    for name, case in CASES.items():
+        for kernels in (False, True):
+            label = f"{name}-{kernels}"
+            args = options(
+                folder / label,
+                **{"per_device_train_batch_size": 1, "max_steps": 2, "learning_rate": 0.1, "optim": "sgd", **case},
+                use_liger_kernel=kernels,
+            )
+            model = str(folder / ("capped" if name == "adapters" else "tied"))
+            save = str(folder / label / "saved")
+            runs.append({"name": label, "trainer": "DPO", "model": model, "args": args, "train": ROWS, "save": save})
+    (folder / "spec.json").write_text(json.dumps(runs))
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    done = subprocess.run(
+        [sys.executable, str(DRIVERS / "liger_runs.py"), str(folder / "spec.json")],
+        env=environment(PYTHONPATH=paths, OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu"),
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+def update(trained: Path, label: str, start: str) -> torch.Tensor:
+    """The change of every weight that was saved, in one vector; of adapters their values, half of which begin at 0."""
+    adapters = trained / label / "saved" / "adapter_model.safetensors"
+    if adapters.is_file():
+        return torch.cat([value.flatten() for _, value in sorted(load_file(adapters).items())])
+    before = load_file(trained / start / "model.safetensors")
+    after = load_file(trained / label / "saved" / "model.safetensors")
+    return torch.cat([(after[name] - before[name]).flatten() for name in sorted(before)])
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", CASES)
+def test_the_numbers_are_those_without_kernels(trained: Path, name: str) -> None:
+    plain, ours = (json.loads((trained / f"{name}-{kernels}.json").read_text())["log"] for kernels in (False, True))
+    keys = [key for key in plain[0] if key.startswith(("loss", "logps", "rewards", "grad_norm", "entropy"))]
+    assert len(keys) > 5
+    for before, after in zip(plain[:2], ours[:2], strict=True):
+        for key in keys:
+            assert after[key] == pytest.approx(before[key], rel=1e-4, abs=1e-5), key
+    expected, found = (update(trained, f"{name}-{kernels}", "tied") for kernels in (False, True))
+    assert float(expected.norm()) > 1e-3 and not torch.equal(found, expected), "kernels round in another way"
+    assert float((found - expected).norm() / expected.norm()) < 1e-4
