@@ -37,6 +37,7 @@ from alignment.internals.deepspeed_step import (
     step_in_fp16,
 )
 from alignment.internals.deepspeed_zero3 import balanced_module_stack, forget_partitioned
+from alignment.models.kernels import choose_hub_kernels_again
 from alignment.models.partitioning import partition_whole
 from alignment.models.scorer import Scorer
 from alignment.models.tasks import CAUSAL_LM, Task
@@ -267,6 +268,7 @@ def checked(engine: Engine, task: Task) -> Engine:
     """
     try:
         settle(engine.device)
+        choose_hub_kernels_again(engine.scorer)
         task.check_scorer(engine.scorer, engine.device)
     except BaseException:
         engine.close()
