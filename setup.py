@@ -47,7 +47,7 @@ EXTRAS = {
         "triton>=3.4,<4",
         "liger-kernel>=0.8,<0.9",
     ],
-    # For use_liger_kernel: the release whose kernels were compared with transformers' layers, type by type.
+    # For use_liger_kernel: 0.8 is the release whose kernels were compared with transformers' layers, type by type.
     "liger": ["liger-kernel>=0.8,<0.9"],
     # For `make mutants`: mutmut's operators on syntax trees, and which tests run which lines.
     "mutants": ["mutmut==3.8.*", "pytest-cov>=7,<8"],

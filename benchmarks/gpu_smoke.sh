@@ -11,9 +11,16 @@
 #   benchmarks/gpu_smoke.sh --cpu --tiny         # the same code on a CPU with a tiny model
 #
 # PYTHON is the interpreter that has the package's requirements: unset, .venv's if there is one, else python3.
-# Exit code: 0, 1 when a check or a row failed (the others are run all the same), 2 when nothing can be run.
+# All rows are followed by Liger's kernels, if it is installed: log-probs and gradients with and without, type by type.
+# Exit code: 0, 1 when a check or a row failed or differs (the others are run all the same), 2 when nothing can be run.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}
 command -v "$python" >/dev/null || python=python3
-exec "$python" "$root/benchmarks/gpu_smoke.py" "$@"
+status=0
+"$python" "$root/benchmarks/gpu_smoke.py" "$@" || status=$?
+if [[ $# -eq 0 && $status -ne 2 ]] && "$python" -c "import liger_kernel" 2>/dev/null; then
+    echo
+    (cd "$root" && "$python" -m tools.architectures.liger) || status=1  # Liger's kernels, type by type
+fi
+exit "$status"

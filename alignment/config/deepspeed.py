@@ -27,6 +27,8 @@ _MUST_BE: dict[str, tuple[Any, str]] = {
     "zero_allow_untested_optimizer": (True, "the optimizer is chosen by optim"),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": (True, "the saved folder needs the whole weights"),
 }
+# By default DeepSpeed waits for the GPU before and after each micro-batch, to report a speed that nobody asks for.
+_TIMER = "timers.throughput.enabled"
 _DEFAULTS = {"steps_per_print": _NEVER, "wall_clock_breakdown": False}
 
 
@@ -37,6 +39,8 @@ class Situation:
     hidden_size: int
     stage: int
     pin_memory: bool
+    ranks: int = 1
+    offloaded: bool = False  # the optimizer
 
     @property
     def layer(self) -> int:
@@ -62,11 +66,14 @@ _RULES: dict[str, Callable[[Situation], Any]] = {
     "zero_optimization.stage3_max_live_parameters": _live,
     "zero_optimization.stage3_max_reuse_distance": _live,
     "zero_optimization.sub_group_size": lambda at: 100_000_000,
-    "zero_optimization.overlap_comm": lambda at: at.stage == 3,
+    # At stage 3 weights are fetched beside the computation too, from host memory also by one rank. At stage 2 there is
+    # nothing to overlap without another rank, and it costs a second bucket and a wait per micro-batch.
+    "zero_optimization.overlap_comm": lambda at: at.stage == 3 or (at.stage == 2 and at.ranks > 1),
     "zero_optimization.contiguous_gradients": lambda at: True,
     "zero_optimization.reduce_scatter": lambda at: True,
     "zero_optimization.allgather_partitions": lambda at: True,
-    "zero_optimization.round_robin_gradients": lambda at: False,
+    # It spreads the copies to host memory over the ranks.
+    "zero_optimization.round_robin_gradients": lambda at: at.stage == 2 and at.offloaded and at.ranks > 1,
     "zero_optimization.offload_param.pin_memory": lambda at: at.pin_memory,
     "zero_optimization.offload_optimizer.pin_memory": lambda at: at.pin_memory,
 }
@@ -183,7 +190,8 @@ def policy_config(
     for section in ("bf16", "fp16", "data_types"):
         for key, value in plan.ds[section].items():
             fixed[f"{section}.{key}"] = (value, f"computing in {plan.compute}")
-    return finished(config, {**fixed, **_MUST_BE}, Situation(hidden_size, stage, uses_cuda(options)), where)
+    situation = Situation(hidden_size, stage, uses_cuda(options), world_size, offloaded)
+    return finished(config, {**fixed, **_MUST_BE}, situation, where)
 
 
 def _check_optimizer_place(options: Any, offloaded: bool, where: str) -> None:
@@ -250,5 +258,7 @@ def finished(
         set_at(config, path, value)
     for key, value in _DEFAULTS.items():
         config.setdefault(key, value)
+    if value_at(config, _TIMER) is None:
+        set_at(config, _TIMER, False)
     check_values(config, where)
     return config

@@ -88,6 +88,8 @@ SECTIONS: dict[str, frozenset[str]] = {
             "min_loss_scale fp16_master_weights_and_grads"
         )
     ),
+    "timers": frozenset({"throughput"}),
+    "timers.throughput": frozenset({"enabled", "synchronized"}),
     "data_types": frozenset({"grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"}),
 }
 

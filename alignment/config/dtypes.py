@@ -122,24 +122,32 @@ def compute_dtype(options: Any) -> str:
 
 
 def computes_bf16() -> bool:
-    """Whether every GPU of this host computes in bf16 itself.
+    """Whether every GPU that this host's ranks compute on computes in bf16 itself.
 
     Others, such as Turing's (RTX 20, T4) and Volta's, emulate it in fp32, several times slower than they are at fp16.
-    A host may have both kinds, and all ranks have to decide alike.
+    A host may have both kinds, and all ranks have to decide alike; a card that no rank uses, such as that of the
+    display, has no say.
     """
     import torch
 
-    others = range(torch.cuda.device_count())
     return torch.cuda.is_bf16_supported(including_emulation=False) and all(
-        torch.cuda.get_device_capability(i)[0] >= _AMPERE for i in others
+        torch.cuda.get_device_capability(card)[0] >= _AMPERE for card in _used_cards()
     )
 
 
 def computes_fp16() -> bool:
-    """Whether every GPU of this host is fast at fp16, as DeepSpeed asks for it too: Volta's and newer ones."""
+    """Whether every GPU in use here is fast at fp16, as DeepSpeed asks for it too: Volta's and newer ones."""
     import torch
 
-    return all(torch.cuda.get_device_capability(i)[0] >= _VOLTA for i in range(torch.cuda.device_count()))
+    return all(torch.cuda.get_device_capability(card)[0] >= _VOLTA for card in _used_cards())
+
+
+def _used_cards() -> range:
+    """The GPUs of this host's ranks, which take them by local rank."""
+    import torch
+
+    ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
+    return range(min(torch.cuda.device_count(), int(ranks) if ranks.isdecimal() else 1))
 
 
 def _note(options: Any, compute: str, asked: bool) -> str | None:

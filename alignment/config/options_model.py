@@ -45,9 +45,9 @@ class ModelOptions:
     ref_placement: str | None = option(
         None,
         "Where the reference's log-probs come from: `adapter` (the policy without its adapters, or with a frozen copy "
-        "of them; the default with adapters), `offload` (ZeRO-3, parameters in host memory; the default without, on a "
-        "GPU), `sharded` (ZeRO-3 on the device), `replica` (a whole copy; the default on CPU), `precomputed` "
-        "(computed once and kept on disk).",
+        "of them; the default with adapters), `replica` (a whole copy on each device; the default on CPU), `sharded` "
+        "(ZeRO-3 on the devices), `offload` (ZeRO-3, parameters in host memory), `precomputed` (computed once and "
+        "kept on disk). Unset on a GPU: the first of `replica`, `sharded` and `offload` that fits, by size.",
         choices=REF_PLACEMENTS,
     )
     ref_deepspeed: str | dict[str, Any] | None = option(
@@ -84,7 +84,7 @@ class PrecisionOptions:
         choices=DTYPES,
     )
     bf16: bool | None = option(
-        None, "Compute in bfloat16; unset: where every GPU of the host computes in it, and not on a CPU."
+        None, "Compute in bfloat16; unset: where every GPU in use computes in it, and not on a CPU."
     )
     fp16: bool | None = option(None, "Compute in float16 with dynamic loss scaling.")
     tf32: bool | None = option(None, "Allow TF32 in fp32 matrix products (Ampere or newer); unset: torch's setting.")

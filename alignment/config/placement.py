@@ -68,7 +68,7 @@ def placement_of(base: dict[str, Any]) -> str:
 
 
 def default_placement(options: Any) -> str:
-    """``offload`` where there is a GPU; ``replica`` on a CPU, where there is no second memory to move to."""
+    """Where sizes do not say: ``offload`` on a GPU; ``replica`` on a CPU, which has no second memory to move to."""
     return "offload" if uses_cuda(options) else "replica"
 
 

@@ -6,7 +6,7 @@ sequences, never rows of a matrix, so that several sequences may share a row of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeVar
 
@@ -15,12 +15,13 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
+from alignment.data.transfer import transferred
 from alignment.data.windows import MicroBatch, RowTable, WindowPlan, WindowSampler
 
 # What one more pass through the model costs, as a number of padded tokens.
 _BLOCK_COST = 256
 TokenIds = Sequence[int]
-Self = TypeVar("Self", bound="_OnDevice")
+Self = TypeVar("Self", bound="OnDevice")
 
 
 class AnyBatch(Protocol):
@@ -34,20 +35,34 @@ BatchT = TypeVar("BatchT", bound=AnyBatch)
 
 
 @dataclass(frozen=True)
-class _OnDevice:
-    """Something whose tensor fields move to a device together."""
+class OnDevice:
+    """Something whose tensor fields move to a device together, in one copy that the host does not wait for."""
 
-    def to(self: Self, device: torch.device) -> Self:
-        """The same batch with every tensor on ``device``."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name, value in moved.items():
-            if isinstance(value, (Tensor, _OnDevice)):
-                moved[name] = value.to(device)
-        return replace(self, **moved)
+    def to(self: Self, device: torch.device, leave: Collection[str] = ()) -> Self:
+        """The same batch with every tensor on ``device``, but for those in the fields that ``leave`` names."""
+        return self._with(iter(transferred(self._tensors(leave), device)), leave)
+
+    def _tensors(self, leave: Collection[str]) -> list[Tensor]:
+        """Those of this batch and of the batches in it, in the order of the fields."""
+        found: list[Tensor] = []
+        for value in self._moving(leave).values():
+            found += [value] if isinstance(value, Tensor) else value._tensors(leave)
+        return found
+
+    def _with(self: Self, tensors: Iterator[Tensor], leave: Collection[str]) -> Self:
+        """The same batch with other tensors, in the order of :meth:`_tensors`."""
+        values = self._moving(leave).items()
+        return replace(
+            self, **{n: next(tensors) if isinstance(v, Tensor) else v._with(tensors, leave) for n, v in values}
+        )
+
+    def _moving(self, leave: Collection[str]) -> dict[str, Tensor | OnDevice]:
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in leave}
+        return {name: value for name, value in values.items() if isinstance(value, (Tensor, OnDevice))}
 
 
 @dataclass(frozen=True)
-class Batch(_OnDevice):
+class Batch(OnDevice):
     """Sequences for one forward.
 
     Attributes:
@@ -152,7 +167,7 @@ def cut_into_blocks(widths: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 @dataclass(frozen=True)
-class UnpairedBatch(_OnDevice):
+class UnpairedBatch(OnDevice):
     """PromptCompletion answers with a label, for KTO.
 
     Attributes:
@@ -173,7 +188,7 @@ class UnpairedBatch(_OnDevice):
 
 
 @dataclass(frozen=True)
-class PreferenceBatch(_OnDevice):
+class PreferenceBatch(OnDevice):
     """Pairs: ``pairs`` holds 2P sequences, the chosen answers first; ``margins`` (P,) fp32, where rows have them."""
 
     rows: tuple[int, ...]
@@ -182,7 +197,7 @@ class PreferenceBatch(_OnDevice):
 
 
 @dataclass(frozen=True)
-class CompletionBatch(_OnDevice):
+class CompletionBatch(OnDevice):
     """Answers to imitate: ``completions`` holds one sequence per row."""
 
     rows: tuple[int, ...]
@@ -190,7 +205,7 @@ class CompletionBatch(_OnDevice):
 
 
 @dataclass(frozen=True)
-class PromptBatch(_OnDevice):
+class PromptBatch(OnDevice):
     """Prompts to answer, as token ids: nothing to score yet, so no tensors."""
 
     rows: tuple[int, ...]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from alignment.config.errors import AlignmentError, CheckpointError
+from alignment.data.transfer import transferred
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
@@ -25,8 +26,17 @@ def largest_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
+def largest_numbers(values: Sequence[float]) -> list[float]:
+    """The largest of each number over all ranks, on every rank; the host waits for the device once."""
+    numbers = torch.tensor(values, dtype=torch.float64)
+    found: list[float] = largest_over_ranks(transferred([numbers], device())[0]).tolist()
+    return found
+
+
 def gathered(value: Any) -> list[Any]:
     """A picklable object of every rank, on every rank."""
+    if dist.get_world_size() == 1:
+        return [value]  # without a round trip through the device
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     return everyone

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -36,13 +36,34 @@ class PhaseRecord:
     entries: int = 0
 
 
+class _Stretch(NamedTuple):
+    """A stretch of a GPU's work of which the end may still be to come."""
+
+    record: PhaseRecord
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+
 class Phases:
-    """Times named stretches of work, one at a time; ``records`` has the totals by name."""
+    """Times named stretches of work, one at a time.
+
+    A GPU works behind the host, which does not wait for the end of a phase: two events measure it, and their times are
+    read once the GPU has come past them.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.records: dict[str, PhaseRecord] = {}
+        self._records: dict[str, PhaseRecord] = {}
+        self._running: list[_Stretch] = []
         self._cuda = device if device.type == "cuda" else None
         self._prefix = ""
+
+    @property
+    def records(self) -> dict[str, PhaseRecord]:
+        """The totals by name; waits for a GPU to end what has begun."""
+        if self._running:
+            self._running[-1].end.synchronize()
+            self._read()
+        return self._records
 
     @contextlib.contextmanager
     def of_evaluation(self) -> Iterator[None]:
@@ -57,16 +78,26 @@ class Phases:
     def __call__(self, name: str) -> Iterator[PhaseRecord]:
         """Measure the body as part of phase ``name``, whether it returns or raises; it adds its tokens itself."""
         name = name if name == "evaluate" else self._prefix + name
-        record = self.records.setdefault(name, PhaseRecord())
+        record = self._records.setdefault(name, PhaseRecord())
         self._reset_peak()
-        start = time.monotonic()
+        start = time.monotonic() if self._cuda is None else _now()
         try:
             with ACTIVITY(name):
                 yield record
         finally:
             record.peak_bytes = max(record.peak_bytes, self._peak())
-            record.seconds += time.monotonic() - start
+            if isinstance(start, float):
+                record.seconds += time.monotonic() - start
+            else:
+                self._running.append(_Stretch(record, start, _now()))
+                self._read()
             record.entries += 1
+
+    def _read(self) -> None:
+        """Add the times of what the GPU has done."""
+        while self._running and self._running[0].end.query():
+            record, begin, end = self._running.pop(0)
+            record.seconds += begin.elapsed_time(end) / 1e3
 
     def _reset_peak(self) -> None:
         if self._cuda is not None:
@@ -77,7 +108,6 @@ class Phases:
     def _peak(self) -> int:
         if self._cuda is None:
             return _SAMPLER.stop()
-        torch.cuda.synchronize(self._cuda)
         return int(torch.cuda.max_memory_allocated(self._cuda))
 
     def summary(self) -> dict[str, dict[str, float]]:
@@ -90,7 +120,8 @@ class Phases:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave."""
-        self.records = {_NAMES.get(name, name): PhaseRecord(**record) for name, record in state["records"].items()}
+        self._running.clear()
+        self._records = {_NAMES.get(name, name): PhaseRecord(**record) for name, record in state["records"].items()}
 
     def redistributed(self, states: Sequence[Any], rank: int) -> Any:
         """For another number of ranks: the first one takes over every rank's tokens."""
@@ -98,6 +129,13 @@ class Phases:
         if rank:
             records = {name: {**record, "tokens": 0} for name, record in records.items()}
         return {"records": records}
+
+
+def _now() -> torch.cuda.Event:
+    """A mark behind what the GPU has been given so far."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def over_ranks(summaries: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import deepspeed
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from alignment.data.batching import Batch
+from alignment.data.batching import Batch, OnDevice
 from alignment.engines.collectives import device
 from alignment.engines.compile_lock import abandoned_locks_removed
 from alignment.internals.deepspeed import destroy, partitions_weights, reports_grad_norm, scales_loss, undo_dummy_step
@@ -29,7 +29,10 @@ from alignment.internals.deepspeed_reduction import (
     reduce_held,
 )
 from alignment.internals.deepspeed_step import (
+    complete_partitioned,
     discard_gradients,
+    drop_older,
+    forget_sums,
     loss_scale,
     lower_loss_scale,
     scaled_where_missing,
@@ -37,11 +40,14 @@ from alignment.internals.deepspeed_step import (
     step_in_fp16,
 )
 from alignment.internals.deepspeed_zero3 import balanced_module_stack, forget_partitioned
+from alignment.models.checking import look_at_positions
 from alignment.models.kernels import choose_hub_kernels_again
 from alignment.models.partitioning import partition_whole
 from alignment.models.scorer import Scorer
 from alignment.models.tasks import CAUSAL_LM, Task
 from alignment.models.tiles.choice import settle
+
+Placed = TypeVar("Placed", bound=OnDevice)
 
 
 class SequenceOutput(NamedTuple):
@@ -84,17 +90,25 @@ class ScoringEngine:
             )
         self.partitioned = partitions_weights(self.engine)
 
+    def placed(self, batch: Placed, leave: Collection[str] = ()) -> Placed:
+        """A batch whose tensors are where :meth:`forward` needs them: all that it reads, with one copy.
+
+        Args:
+            batch: on the host.
+            leave: fields that are to stay there.
+        """
+        return batch.to(self.device, (*leave, *(() if self.scorer.reads_mask else ("attention_mask",))))
+
     def forward(self, batch: Batch, stats: bool = False, tokens: bool = False) -> SequenceOutput:
         """Scores of the sequences of a batch; ``stats`` adds those of their distributions, ``tokens`` per-token ones.
 
-        They carry a graph also when the batch holds no sequence: a rank without rows takes part in every collective of
-        the backward pass.
+        The batch is one that :meth:`placed` gave. Scores carry a graph also when it holds no sequence: a rank without
+        rows takes part in every collective of the backward pass.
         """
         # Where weights are gathered for each pass, every rank must make equally many.
         blocks = () if self.partitioned else batch.blocks
-        output = self.engine(
-            batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.longest, stats, blocks
-        )
+        mask = batch.attention_mask if self.scorer.reads_mask else None
+        output = self.engine(batch.input_ids, mask, batch.positions, batch.targets, batch.longest, stats, blocks)
         zeros = output.scores.new_zeros(batch.lengths.shape[0])
         scores, *measured = (
             zeros.index_add(0, batch.segments, part) for part in (output.scores, *(output.stats or ()))
@@ -105,12 +119,12 @@ class ScoringEngine:
     @torch.no_grad()
     def sequence_scores(self, batch: Batch) -> Tensor:
         """(S,) scores without graph; see :class:`SequenceOutput`."""
-        return self.forward(batch.to(self.device)).scores
+        return self.forward(self.placed(batch)).scores
 
     @torch.no_grad()
     def token_logps(self, batch: Batch) -> Tensor:
         """(N,) log-probs of the completion tokens without graph, in the order of ``batch.targets``."""
-        found = self.forward(batch.to(self.device), tokens=True).token_logps
+        found = self.forward(self.placed(batch), tokens=True).token_logps
         assert found is not None
         return found
 
@@ -180,6 +194,7 @@ class PolicyEngine(ScoringEngine):
         undo_dummy_step(self.engine.optimizer)
         skip_invalid_norm(self.engine)
         self.reduces_once, self._holding = reduce_once and can_reduce_once(self.engine), False
+        self._begun = False  # whether a micro-batch of the window has been summed already
         if self.reduces_once:
             accumulate_locally(self.engine)
         self.scheduler = scheduler
@@ -201,11 +216,15 @@ class PolicyEngine(ScoringEngine):
         loss = scaled_where_missing(self.engine, loss)
         with balanced_module_stack():
             self.engine.backward(loss * self.world_size, scale_wrt_gas=False)
+        if not self._begun and not self._holding:
+            drop_older(self.engine, several=not last)
+        self._begun = not last
         if last and self._holding:
             self._holding = False
             reduce_held(self.engine)
         elif last:
             complete_offloaded(self.engine)
+            complete_partitioned(self.engine)
 
     def step(self) -> float:
         """Apply the accumulated gradient; return its global L2 norm before clipping.
@@ -213,6 +232,12 @@ class PolicyEngine(ScoringEngine):
         Where the norm is not finite no update is made, and the schedule stays where it is: see :meth:`discard`. In
         fp16 it is then inf, and the same window may do at a lower loss scale: see :meth:`lower_loss_scale`.
         """
+        norm = self._stepped()
+        if not math.isfinite(norm):
+            forget_sums(self.engine)
+        return norm
+
+    def _stepped(self) -> float:
         if self.scales_loss:
             norm = step_in_fp16(self.engine)
             return math.inf if norm is None else norm
@@ -229,10 +254,12 @@ class PolicyEngine(ScoringEngine):
 
     def discard(self) -> None:
         """Forget the accumulated gradient; no weight, no state of the optimizer and no loss scale changes."""
+        self._begun = False
         if self._holding:
             self._holding = False
             let_go(self.engine)
         discard_gradients(self.engine)
+        forget_sums(self.engine)
 
     @property
     def scales_loss(self) -> bool:
@@ -270,6 +297,8 @@ def checked(engine: Engine, task: Task) -> Engine:
         settle(engine.device)
         choose_hub_kernels_again(engine.scorer)
         task.check_scorer(engine.scorer, engine.device)
+        if not engine.partitioned:  # a further pass would leave weights whole
+            look_at_positions(engine.scorer, engine.device)
     except BaseException:
         engine.close()
         raise

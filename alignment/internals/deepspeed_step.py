@@ -57,6 +57,7 @@ def discard_gradients(engine: Any) -> None:
             replace("step", optimizer._skip_invalid_grad_norm)
         if kind not in ("bf16", None):
             replace("_update_scale", lambda has_overflow=False: None)
+        engine.set_gradient_accumulation_boundary(True)  # elsewhere, in the middle of a window, it would do nothing
         engine.step()
 
 
@@ -104,7 +105,7 @@ def lower_loss_scale(engine: Any) -> bool:
     that is tried again, which overflows at the same scale again, that second one is counted at once. At the minimum
     ZeRO's scaler raises a bare ``Exception``, and that of stage 0 does nothing. Seen with DeepSpeed 0.19.8.
     """
-    scaler, before = dynamic_scaler(engine), loss_scale(engine)
+    scaler = dynamic_scaler(engine)
     if scaler is None:
         return False
     least = scaler.min_scale if hasattr(scaler, "min_scale") else scaler.min_loss_scale
@@ -112,4 +113,59 @@ def lower_loss_scale(engine: Any) -> bool:
         if loss_scale(engine) <= least:
             return False
         engine.optimizer._update_scale(True)
-    return loss_scale(engine) < before
+    return True
+
+
+def drop_older(engine: Any, several: bool) -> None:
+    """After the first micro-batch of a window: what it left alone is not added to the sums of the window before.
+
+    DeepSpeed writes the gradients of the first micro-batch over the older sums and adds those of the others. For a
+    parameter without a gradient in the first, such as an expert that no token went through, the older sums stay: at
+    stage 3, and at stages 1 and 2 in host memory. Seen with DeepSpeed 0.19.8.
+
+    Args:
+        engine: a training one.
+        several: the window has further micro-batches; of a single one stages 1 and 2 keep no sums.
+    """
+    optimizer, kind = engine.optimizer, wrapper(engine)
+    if kind == "zero3":
+        sums = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        arrived = getattr(optimizer, "_offload_boundary_param_ids", None)
+    elif kind == "zero12" and optimizer.cpu_offload and several:
+        sums = optimizer.accumulated_grads_in_cpu
+        arrived = getattr(optimizer, "_offload_accumulated_param_ids", None)
+    else:
+        return
+    if arrived is not None:  # earlier releases of 0.19 may not note what has arrived
+        for number in sums.keys() - arrived:
+            sums[number].zero_()
+
+
+def complete_partitioned(engine: Any) -> None:
+    """After the last micro-batch, at stage 3: an offloaded optimizer steps on the gradient of the window.
+
+    The copy for the optimizer is made as a parameter's gradient arrives in the last micro-batch. Of one that has none
+    there, the gradient of the window before would stay, and the norm would leave it out. Seen with DeepSpeed 0.19.8.
+    """
+    optimizer = engine.optimizer
+    if wrapper(engine) != "zero3" or not optimizer.offload_optimizer:
+        return
+    if not hasattr(optimizer, "_finalize_offload_gradient_accumulation"):
+        return  # an earlier release of 0.19
+    arrived, kept = optimizer.norm_for_param_grads, optimizer._offload_boundary_param_ids
+    parameters = (p for group in optimizer.fp16_groups for p in group if p.requires_grad)
+    optimizer._offload_boundary_param_ids = {p.ds_id for p in parameters if optimizer.get_param_id(p) not in arrived}
+    optimizer._finalize_offload_gradient_accumulation()
+    optimizer._offload_boundary_param_ids = kept
+
+
+def forget_sums(engine: Any) -> None:
+    """After a step that made no update: nothing that was summed is added to the next window.
+
+    A step of stages 1 and 2 that overflows drops an offloaded optimizer's gradients in host memory, but keeps the fp32
+    sums on the device, which the next window is added to: nan stays nan, at whatever loss scale. Without offload it
+    keeps what was summed of a window that was given up before its last micro-batch. Seen with DeepSpeed 0.19.8.
+    """
+    if wrapper(engine) == "zero12":
+        engine.optimizer.averaged_gradients.clear()
+        engine.optimizer.all_grad_tensors.clear()

@@ -115,6 +115,17 @@ def forget_partitioned(module: nn.Module) -> None:
     forget_release_plans()
 
 
+def forget_leaf(module: nn.Module) -> None:
+    """Let the parameters of a module that was a leaf module be like any others.
+
+    Its engine has written into each of them which leaf they belong to. Taking the flag from the module leaves that,
+    and an engine that trains them later would wait for the whole leaf before it reduces a gradient. Seen with
+    DeepSpeed 0.19.8.
+    """
+    for parameter in module.parameters():
+        vars(parameter).pop("ds_z3_leaf_module", None)
+
+
 def forget_release_plans() -> None:
     """Clear what ZeRO-3 remembers of which weights to let go of after which module.
 

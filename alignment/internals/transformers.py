@@ -11,9 +11,10 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, PretrainedConfig, PreTrainedModel
 
 
@@ -46,6 +47,23 @@ def parameter_names_outside(model: nn.Module, layers: Sequence[type[nn.Module]],
     from transformers.trainer_pt_utils import get_parameter_names
 
     return list(get_parameter_names(model, list(layers), list(patterns)))
+
+
+@contextlib.contextmanager
+def deciding_on_packing(
+    decide: Callable[[Tensor, Callable[[Tensor], Tensor | None]], Tensor | None],
+) -> Iterator[None]:
+    """Within this context ``decide`` says whether rows without an attention mask are packed sequences.
+
+    It is given the positions that the model made, (B, T), and the library's own function of them: None where every row
+    is one sequence, else the number of the sequence that each token is of. That function looks at the values, in every
+    forward, and the host waits for them; no argument of a model says that it need not. Seen with transformers 5.23.
+    """
+    from transformers import masking_utils
+
+    look = masking_utils.find_packed_sequence_indices
+    with mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda positions: decide(positions, look)):
+        yield
 
 
 def load_balancing_function(model: PreTrainedModel) -> Callable[..., Any] | None:

@@ -34,6 +34,7 @@ class KTOMethod(Method[UnpairedBatch]):
     kind = "unpaired_preference"
     completions = ("completion_ids",)
     metrics = ("kl", "entropy", *sides("rewards", "logps", "logits"))
+    untrained = ("mismatched", "joint")
     logs_sums = True
     reduced_windows = "windows_without_kl"
     options: KTOConfig

@@ -144,4 +144,5 @@ class OnlineDPOTrainer(AlignmentTrainer):
             trained=trained,
             beta=self.method.beta,
             retries=self.retries,
+            cards=self.engine_plan.cards,
         )

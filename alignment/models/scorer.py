@@ -25,6 +25,7 @@ from alignment.models.head import (
     logit_transform,
 )
 from alignment.models.logprobs import DEFAULT_TILE_BYTES, TokenStats
+from alignment.models.packing import PackingCheck
 
 
 class ScorerOutput(NamedTuple):
@@ -50,6 +51,11 @@ class Scorer(nn.Module):
         # Re-entrant checkpointing would finish each weight's gradient once per pass, and ZeRO-1 and 2 take only one.
         self.one_pass = False
 
+    @property
+    def reads_mask(self) -> bool:
+        """Whether :meth:`forward` reads the attention mask; where it does not, None may take its place."""
+        return True
+
 
 class DecoderScorer(Scorer):
     """A decoder whose hidden states at chosen positions are scored; a subclass says how.
@@ -67,11 +73,16 @@ class DecoderScorer(Scorer):
         if decoder_of(model) is None:
             raise ModelError(f"model {type(model).__name__} ({model.config.model_type}) has no decoder of its own")
         self.balancing_loss = balancing_loss(model) if router_aux_loss else None
+        self.packing = PackingCheck()
+
+    @property
+    def reads_mask(self) -> bool:
+        return self.balancing_loss is not None
 
     def forward(
         self,
         input_ids: Tensor,
-        attention_mask: Tensor,
+        attention_mask: Tensor | None,
         positions: Tensor,
         targets: Tensor,
         longest: int,
@@ -82,7 +93,7 @@ class DecoderScorer(Scorer):
 
         Args:
             input_ids: (B, T) int64, padded on the right.
-            attention_mask: (B, T) int64, 1 on real tokens.
+            attention_mask: (B, T) int64, 1 on real tokens; only a balancing loss reads it, see :attr:`reads_mask`.
             positions: (N,) int64 into the flattened (B*T) hidden states: for log-probs the position *before* each
                 target, for a reward that of the sequence's last token.
             targets: (N,) int64 token ids.
@@ -100,13 +111,15 @@ class DecoderScorer(Scorer):
         assert decoder is not None
         parts = []
         for rows, (_, width) in zip(input_ids.split([count for count, _ in blocks]), blocks):
-            outputs = decoder(input_ids=rows[:, :width], use_cache=False, return_dict=True, **moe)
+            with self.packing():
+                outputs = decoder(input_ids=rows[:, :width], use_cache=False, return_dict=True, **moe)
             parts.append(nn.functional.pad(outputs.last_hidden_state, (0, 0, 0, input_ids.shape[1] - width)))
         states = torch.cat(parts)
         states = states.reshape(-1, states.shape[-1]).index_select(0, positions)
         scores, measured = self._scores(states, targets, longest, stats)
         aux_loss = scores.new_zeros(())
         if self.balancing_loss is not None:
+            assert attention_mask is not None
             aux_loss = self.balancing_loss(outputs.router_logits, attention_mask)
         return ScorerOutput(scores, aux_loss, measured)
 

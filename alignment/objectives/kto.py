@@ -33,7 +33,7 @@ def kto_kl_sums(policy_kl_logps: Tensor, reference_kl_logps: Tensor) -> tuple[Te
         ranks of a window, for :func:`kto_kl`.
     """
     ratios = (policy_kl_logps - reference_kl_logps).detach()
-    return ratios.sum(), ratios.new_tensor(float(ratios.numel()))
+    return ratios.sum(), ratios.new_full((), float(ratios.numel()))
 
 
 def kto_kl(total: Tensor, count: Tensor) -> Tensor:

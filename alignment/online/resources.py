@@ -20,6 +20,7 @@ from alignment.engines.rollout.engine import RolloutEngine
 from alignment.engines.rollout.processors import check_generation_kwargs
 from alignment.engines.scoring import ScoringEngine
 from alignment.engines.watch.retries import NEVER, Retries
+from alignment.models.source import ModelSource
 from alignment.online.arguments import (
     check_apart,
     check_judge_alone,
@@ -32,6 +33,7 @@ from alignment.online.arguments import (
 from alignment.online.completion_log import CompletionLog, CompletionTable
 from alignment.online.ranking import JudgeRanker, Ranker, RewardRanker
 from alignment.online.window import Online, OnlineWindowPass
+from alignment.planning.memory import Cards
 from alignment.rewards.combined import Rewards
 from alignment.rewards.functions import FunctionReward
 from alignment.rewards.judges import Judge
@@ -62,6 +64,7 @@ class OnlineResources(Resources):
         trained: live models of the run that no classifier may be.
         beta: of an epoch, by its number.
         retries: of reward functions and judges.
+        cards: the GPUs, on which reward models are placed; None: as the machine has it.
 
     Raises:
         OptionError: nothing scores, or a judge and rewards both would; or one of them cannot be used.
@@ -80,8 +83,9 @@ class OnlineResources(Resources):
         trained: Sequence[Any] = (),
         beta: Callable[[int], float] = lambda epoch: 0.0,
         retries: Retries = NEVER,
+        cards: Cards | None = None,
     ) -> None:
-        self.options, self.dtypes, self.beta = options, dtypes, beta
+        self.options, self.dtypes, self.beta, self.cards = options, dtypes, beta, cards
         check_generation_kwargs(options.generation_kwargs or {})
         if options.ds3_gather_for_generation is not None and stage != 3:
             raise OptionError(
@@ -127,9 +131,15 @@ class OnlineResources(Resources):
             deepspeed=options.reward_deepspeed,
             batch_size=options.reward_batch_size,
             in_4bit=bool(options.reward_load_in_4bit),
+            place=self._place,
         )
         self.classifiers.append(classifier)
         return classifier
+
+    def _place(self, source: ModelSource, bits: int | None) -> str | None:
+        """Where a reward model goes beside all that was placed before it."""
+        choice = None if self.cards is None else self.cards.place(source, bits)
+        return None if choice is None else choice.placement
 
     def _check_used(self) -> None:
         """No option of the reward model's is set where there is none."""

@@ -148,7 +148,7 @@ class OnlineWindowPass(WindowPass):
         if train:
             self._epoch = plan.epoch
         beta = self.beta(self._epoch)
-        sums.add_once("beta", torch.tensor(beta, dtype=torch.float64, device=self.device))
+        sums.add_once("beta", torch.full((), beta, dtype=torch.float64, device=self.device))
         groups, rankings = self._answered(plan, batches, data, sums, count=options.num_generations, train=train)
         self._measure(groups, rankings, sums)
         if train:

@@ -12,6 +12,7 @@ from alignment.config.dtypes import DtypePlan, plan_dtypes, planned, uses_cuda
 from alignment.config.errors import OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.config.placement import PLACEMENTS, placement_of, plan_frozen
+from alignment.engines.collectives import gathered
 from alignment.engines.launch_env import world_size
 from alignment.models.adapters.given import Given
 from alignment.models.adapters.plan import plan_adapters
@@ -19,6 +20,7 @@ from alignment.models.adapters.record import Adapters
 from alignment.models.quantization import plan_quantization
 from alignment.models.source import ModelSource
 from alignment.planning.kernels import check_kernels
+from alignment.planning.memory import Cards, census, smallest_card, use_of_policy
 from alignment.references.adapter import AdapterReferencePlan
 from alignment.references.engine import ReferencePlan
 
@@ -35,6 +37,7 @@ class EnginePlan:
         policy: JSON of the engine that trains it.
         policy_frozen: JSON of the engine that only evaluates it.
         reference: the reference; None for a method without one.
+        cards: the GPUs, on which frozen models may be placed; None where there are none.
     """
 
     dtypes: DtypePlan
@@ -44,6 +47,7 @@ class EnginePlan:
     reference: ReferencePlan | AdapterReferencePlan | None
     adapters: Adapters | None = None
     notes: tuple[str, ...] = ()
+    cards: Cards | None = None
 
     @property
     def compute(self) -> torch.dtype:
@@ -71,6 +75,18 @@ class EnginePlan:
         if self.reference is None:
             return f"{text}; no reference model"
         return f"{text}; {self.reference.describe(given)}"
+
+
+def check_alike(plan: EnginePlan) -> None:
+    """Refuse ranks that would compute in different formats, as hosts with different GPUs would; collective.
+
+    Raises:
+        OptionError: on every rank, with the formats.
+    """
+    found = gathered(plan.dtypes.compute)
+    if len({*found}) > 1:
+        ranks = ", ".join(f"{dtype} on rank {found.index(dtype)}" for dtype in sorted({*found}))
+        raise OptionError(f"dtype: the GPUs of this run choose different formats ({ranks}); set dtype for all of them")
 
 
 def plan_engines(
@@ -125,14 +141,34 @@ def plan_engines(
         options, policy, peft_config=peft_config, live=live, quantization=quantization, stage=stage
     )
     plan = replace(plan, source=policy, adapters=adapters)
+    plan = replace(plan, cards=_cards(options, plan))
     return replace(plan, reference=_planned_reference(options, plan, reference, own, shared))
+
+
+def _cards(options: AlignmentConfig, plan: EnginePlan) -> Cards | None:
+    """The GPUs as training leaves them; None without any, or where the policy's size is not known. Collective."""
+    card = smallest_card()
+    trained = None if card is None else census(plan.source)
+    if card is None or trained is None:
+        return None
+    itemsize, ranks, quantization = plan.compute.itemsize, world_size(), plan.source.quantization
+    use = use_of_policy(
+        options,
+        trained,
+        plan.policy,
+        itemsize=itemsize,
+        ranks=ranks,
+        bits=None if quantization is None else quantization.bits,
+        adapters=plan.adapters is not None,
+    )
+    return Cards(options, use, itemsize, ranks, card)
 
 
 def _planned_reference(
     options: AlignmentConfig, plan: EnginePlan, reference: ModelSource | None, own: bool, shared: dict[str, Any]
 ) -> ReferencePlan | AdapterReferencePlan | None:
     """Where the reference's log-probs come from; ``own``: it is the policy as given."""
-    policy, adapters = plan.source, plan.adapters
+    policy, adapters, cards = plan.source, plan.adapters, plan.cards
     if reference is None:
         for name in ("ref_deepspeed", "ref_adapter_name"):
             if getattr(options, name) is not None:
@@ -142,10 +178,16 @@ def _planned_reference(
         assert adapters is not None
         return AdapterReferencePlan(adapters)
     precomputed = options.ref_placement == "precomputed"
+    asked = None if precomputed else options.ref_placement
+    choice = None
+    if asked is None and options.ref_deepspeed is None and cards is not None:
+        of_policy = None if plan.source.quantization is None else plan.source.quantization.bits
+        bits = 4 if options.ref_load_in_4bit else of_policy if own and options.ref_load_in_4bit is None else None
+        choice = cards.place(reference, bits, alone=precomputed)
     frozen = plan_frozen(
         options,
         "ref",
-        placement=None if precomputed else options.ref_placement,
+        placement=asked if choice is None else choice.placement,
         deepspeed=options.ref_deepspeed,
         hidden_size=_width(reference),
         **shared,
@@ -172,7 +214,9 @@ def _planned_reference(
         )
     given = adapters if own and adapters is not None and not adapters.are_new else None
     source = replace(reference, quantization=quantization)
-    return ReferencePlan(source, policy, frozen, plan.compute, precomputed, given)
+    return ReferencePlan(
+        source, policy, frozen, plan.compute, precomputed, given, "" if choice is None else choice.why
+    )
 
 
 def _by_adapters(options: AlignmentConfig, adapters: Adapters | None, own: bool) -> bool:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 from torch import nn
 
 from alignment.config.dtypes import DtypePlan
 from alignment.engines.collectives import device, gathered
+from alignment.engines.memory.devices import total_bytes
 from alignment.internals.deepspeed_state import whole_shape
 
 # Of a device: the most that may stay on it while activations come and go, with and without checkpointing.
@@ -110,6 +109,8 @@ def _candidates(sizes: Sizes, dtypes: DtypePlan, at: Situation) -> Iterator[Grad
             # The sums, beside them the gradients of one backward pass, and the partition that they are reduced into.
             held = own if same else own + _BYTES[dtypes.compute]
             yield GradientPlan(accumulate, True, held * sizes.trained + own * share, at.ranks)
+            if at.stage == 1:
+                continue  # it does so anyway
         yield GradientPlan(accumulate, False, 0 if at.offloaded and same else own * share, at.ranks)
 
 
@@ -132,7 +133,7 @@ def sizes_of(model: nn.Module, others: int) -> Sizes:
         numel = torch.Size(whole_shape(parameter)).numel()
         weights += numel * parameter.element_size()
         trained += numel if parameter.requires_grad else 0
-    least = min(gathered((capacity() - others, others)))
+    least = min(gathered((total_bytes(device()) - others, others)))
     return Sizes(weights, trained, least[1], sum(least))
 
 
@@ -140,26 +141,6 @@ def bytes_in_use() -> int:
     """Of this rank's device by tensors; 0 on a CPU, whose host has room for them."""
     here = device()
     return int(torch.cuda.memory_allocated(here)) if here.type == "cuda" else 0
-
-
-def capacity() -> int:
-    """Bytes that this process may use: of the card, up to its own cap; on a CPU its share of the host's."""
-    here = device()
-    if here.type != "cuda":
-        ranks = max(1, torch.distributed.get_world_size())
-        return int(min([psutil.virtual_memory().total, *_limits()])) // ranks
-    total = torch.cuda.get_device_properties(here).total_memory
-    return int(total * torch.cuda.get_per_process_memory_fraction(here))
-
-
-def _limits() -> Iterator[int]:
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            text = (Path("/sys/fs/cgroup") / name).read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if text.isdecimal():
-            yield int(text)
 
 
 def situation_of(ds_config: dict[str, Any], ranks: int, micro_batches: int, checkpointing: bool) -> Situation:

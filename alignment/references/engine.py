@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from alignment.config.options import AlignmentConfig
 from alignment.config.placement import FrozenPlan
@@ -15,6 +15,7 @@ from alignment.engines.launch_env import world_size
 from alignment.engines.scoring import FrozenEngine, checked
 from alignment.models.adapters.given import Given, equip
 from alignment.models.adapters.record import Adapters
+from alignment.models.leaves import mark_leaves, unmark_leaves
 from alignment.models.loading import disable_dropout, snapshot
 from alignment.models.source import ModelSource
 from alignment.models.tasks import CAUSAL_LM
@@ -22,10 +23,10 @@ from alignment.references.base import RowIds
 
 
 class EngineReference:
-    """Computes log-probs when it is asked; row numbers are of no use to it."""
+    """Computes log-probs when it is asked; row numbers are of no use to it. ``leaves``: of :func:`mark_leaves`."""
 
-    def __init__(self, engine: FrozenEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: FrozenEngine, leaves: list[nn.Module]) -> None:
+        self.engine, self._leaves = engine, leaves
 
     def sequence_logps(self, batch: Batch, ids: RowIds) -> Tensor:
         """As :class:`~alignment.references.base.Reference` says."""
@@ -38,6 +39,7 @@ class EngineReference:
     def close(self) -> None:
         """Release the engine."""
         self.engine.close()
+        unmark_leaves(self._leaves)
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class ReferencePlan:
         dtype: of weights and activations.
         precomputed: whether the model is only asked before training, and its answers are kept.
         adapters: those that the policy as given has already.
+        why: the sizes that its placement was chosen by; empty where it was asked for, or is the only one.
     """
 
     source: ModelSource
@@ -59,6 +62,7 @@ class ReferencePlan:
     dtype: torch.dtype
     precomputed: bool = False
     adapters: Adapters | None = None
+    why: str = ""
 
     @property
     def own(self) -> bool:
@@ -85,7 +89,8 @@ class ReferencePlan:
         scorer = CAUSAL_LM.scorer(model, False)
         if self.adapters is not None:
             equip(model, self.adapters, ds_config=config, dtype=self.dtype, seed=options.seed, keep=False)
-        return EngineReference(checked(FrozenEngine(scorer, config), CAUSAL_LM))
+        leaves = mark_leaves(model, config)
+        return EngineReference(checked(FrozenEngine(scorer, config), CAUSAL_LM), leaves)
 
     def describe(self, given: Given | None = None) -> str:
         """Whose log-probs, where they come from, and what that costs; for the line that a run begins with."""
@@ -94,4 +99,5 @@ class ReferencePlan:
         kept = "" if quantization is None else f" with {quantization.describe()}"
         size = self.dtype.itemsize if quantization is None else quantization.bits / 8
         how = ", log-probs precomputed by" if self.precomputed else ","
-        return f"reference: {own}{kept}{how} {self.frozen.placement.describe(f'{size:g}', world_size())}"
+        placed = self.frozen.placement.describe(f"{size:g}", world_size())
+        return f"reference: {own}{kept}{how} {placed}{f', {self.why}' if self.why else ''}"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from alignment.config.errors import OptionError
 from alignment.data.batching import Batch
+from alignment.data.transfer import transferred
 from alignment.engines.collectives import device
 from alignment.references.base import RowIds
 from alignment.references.store import Rows
@@ -68,7 +69,7 @@ class PrecomputedReference:
         rows, columns = places(ids, self.completions)
         if len(rows) != len(batch.lengths):
             raise RuntimeError(f"{len(batch.lengths)} sequences were asked for, {len(rows)} are stored for their rows")
-        return table.values[rows, columns].to(device())
+        return transferred([table.values[rows, columns]], device())[0]
 
     def token_logps(self, batch: Batch, ids: RowIds) -> Tensor:
         """Refused: sums are all that is kept.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedModel
@@ -23,11 +23,14 @@ from alignment.engines.launch_env import world_size
 from alignment.engines.scoring import FrozenEngine, frozen_engine
 from alignment.models.classifier import longest_sequence
 from alignment.models.kernels import liger_type
+from alignment.models.leaves import mark_leaves, unmark_leaves
 from alignment.models.quantization import plan_quantization
-from alignment.models.source import model_source
+from alignment.models.source import ModelSource, model_source
 from alignment.models.tasks import CLASSIFIER
 from alignment.rewards.callables import raise_together
 from alignment.rewards.samples import Samples, spoken
+
+Place: TypeAlias = Callable[[ModelSource, int | None], str | None]
 
 
 class ClassifierReward:
@@ -45,6 +48,7 @@ class ClassifierReward:
         deepspeed: JSON of its engine: path, packaged name or mapping; None: the packaged one of the placement.
         batch_size: sequences of one forward; None: two for each row of the policy's micro-batch.
         in_4bit: keep its weights in 4 bits.
+        place: the placement of a model with weights of so many bits, if neither ``placement`` nor ``deepspeed`` says.
 
     Attributes:
         name: what metrics call it.
@@ -70,6 +74,7 @@ class ClassifierReward:
         deepspeed: str | dict[str, Any] | None = None,
         batch_size: int | None = None,
         in_4bit: bool = False,
+        place: Place = lambda source, bits: None,
     ) -> None:
         self.source = model_source(model, "reward_model_path", options, task=CLASSIFIER)
         self.options, self.dtypes = options, dtypes
@@ -77,6 +82,8 @@ class ClassifierReward:
         tokenizer = self.source.tokenizer(tokenizer, "reward_processing_class", options.trust_remote_code)
         check_vocabulary(tokenizer, config.vocab_size, self.source.name)
         self.rows, self._longest = RowTokenizer(tokenizer), int(tokenizer.model_max_length)
+        if placement is None and deepspeed is None:
+            placement = place(self.source, 4 if in_4bit else None)
         self.batch_size = batch_size or 2 * options.per_device_train_batch_size
         self.frozen = plan_frozen(
             options,
@@ -137,6 +144,7 @@ class ClassifierReward:
             compute = getattr(torch, self.dtypes.compute)
             model = self.source.load(self.options, compute, self.frozen.ds_config, device())
             self._longest = min(self._longest, longest_sequence(model) or self._longest)
+            self._leaves = mark_leaves(model, self.frozen.ds_config)
             self._engine = frozen_engine(model, self.frozen.ds_config, CLASSIFIER)
         return self._engine
 
@@ -193,4 +201,5 @@ class ClassifierReward:
         """Release the engine; another :meth:`score` builds it anew."""
         if self._engine is not None:
             self._engine.close()
+            unmark_leaves(self._leaves)
         self._engine = None

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-import torch
 from transformers import DefaultFlowCallback, EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 
 from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
-from alignment.engines.collectives import device, largest_over_ranks
+from alignment.engines.collectives import largest_numbers
 from alignment.engines.launch_env import world_size
 from alignment.engines.watch.requests import REQUESTS
 from alignment.engines.watch.stop import StopReason
@@ -107,7 +106,7 @@ class Events:
         leave = int(REQUESTS.asked(every=0.0) or 0)
         if world_size() > 1:
             own = [*(float(getattr(self.control, flag)) for flag in _FLAGS), float(leave)]
-            *wanted, asked = largest_over_ranks(torch.tensor(own, device=device())).tolist()
+            *wanted, asked = largest_numbers(own)
             for flag, value in zip(_FLAGS, wanted, strict=True):
                 setattr(self.control, flag, bool(value))
             leave = int(asked)

@@ -1,6 +1,6 @@
 """From the datasets of a run to planned, tokenised rows on every rank, and the windows of its training.
 
-Local rank 0 tokenises, the others read its cache.
+The first rank tokenises, the others read its cache; a node with a cache of its own tokenises for itself.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from alignment.data.truncation import Limits
 from alignment.data.windows import Rows, RowTable, WindowPlan, WindowSampler, row_table, set_partners
 from alignment.engines.collectives import barrier, from_first_rank, gathered
 from alignment.engines.launch_env import local_rank, world_size
+from alignment.engines.node_folders import check_filled, fills
 from alignment.engines.watch.retries import NEVER, Retries
 from alignment.internals.datasets import cache_folder
 from alignment.training.method import AnyMethod
@@ -161,10 +162,10 @@ def prepare_data(
     where: str,
     retries: Retries = NEVER,
 ) -> PreparedData:
-    """Tokenise a dataset on local rank 0, or find it in the cache; read it on every rank.
+    """Tokenise a dataset on one rank for each cache, or find it there; read it on every rank. Collective.
 
     Args:
-        load: gives a Dataset, an IterableDataset, a list of rows or a mixture; called on local rank 0 only.
+        load: gives a Dataset, an IterableDataset, a list of rows or a mixture; called where rows are tokenised.
         limit: use only the first so many rows.
         method: decides the kind of rows.
         tokenizer: the policy's.
@@ -173,25 +174,31 @@ def prepare_data(
         retries: of reads that fail for a reason that may pass.
 
     Raises:
-        DataError: naming file, row, key and value.
+        DataError: naming file, row, key and value; or a node that has prepared other rows than the first one.
     """
     made = None
     if local_rank() == 0:
         check_cache(cache_folder())
+    if fills(cache_folder()):
         given = retries(where, load)
         parts = given if isinstance(given, tuple) else (Part(where, lambda: given),)
         made = [
-            (part.where, _tokenised(part, limit, method, tokenizer, options, retries), part.weight) for part in parts
+            (part.where, _tokenised(part, limit, method, tokenizer, options, retries).name, part.weight)
+            for part in parts
         ]
-    # A folder's name is a hash of content: the first rank's is right for every machine.
+    # A folder's name is a hash of content: the first rank's is right for every machine, wherever its cache lies.
     made = from_first_rank(made)
     barrier()
-    read = [(name, retries(name, functools.partial(load_prepared, path)), weight) for name, path, weight in made]
+    folder = tokenised_folder()
+    check_filled(folder, [name for _, name, _ in made], where)
+    read = [
+        (name, retries(name, functools.partial(load_prepared, folder / key)), weight) for name, key, weight in made
+    ]
     retries.counted(gathered(retries.taken()))
     dataset, reports = mixed(read, limit, order_seed(options))
     table = row_table(dataset, method.completions, limits_of(options).max_length)
     datasets_used = tuple(PreparedPart(name, report) for (name, _, _), report in zip(read, reports))
-    chosen = [(path.name, weight) for _, path, weight in made]
+    chosen = [(name, weight) for _, name, weight in made]
     key = hashlib.blake2b(repr((chosen, limit, order_seed(options))).encode(), digest_size=16).hexdigest()
     return PreparedData(where, key, dataset, table, joined(reports), datasets_used)
 

@@ -95,6 +95,7 @@ class Method(ABC, Generic[BatchT]):
         metrics: the names of what it measures beside the loss.
         task: what is trained.
         needs_tokens: :meth:`losses` gets the log-prob of each completion token as well.
+        untrained: fields of its batches that neither :meth:`scored` nor :meth:`losses` reads; they stay on the host.
         logs_sums: log sums and counts of each class beside the means.
         trains_adapters: adapters are trained, and not the whole model; set by the trainer.
         reduced_windows: what the number of windows that :meth:`check_window` noted is called.
@@ -105,6 +106,7 @@ class Method(ABC, Generic[BatchT]):
     metrics: ClassVar[tuple[str, ...]]
     task: ClassVar[Task] = CAUSAL_LM
     needs_tokens: ClassVar[bool] = False
+    untrained: ClassVar[tuple[str, ...]] = ()
     logs_sums: ClassVar[bool] = False
     reduced_windows: ClassVar[str] = "reduced_windows"
     trains_adapters: bool = False
@@ -176,7 +178,8 @@ class Method(ABC, Generic[BatchT]):
         """Loss of one micro-batch; metrics go to ``window.sums``.
 
         Args:
-            batch: on the host.
+            batch: its tensors are where the policy computes, but for those of :attr:`untrained` and attention masks
+                that no model reads.
             index: number of the micro-batch in its window.
             scores: of :meth:`scored`'s sequences, with statistics.
             known: what :meth:`before_training` returned.

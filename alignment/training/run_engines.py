@@ -236,11 +236,13 @@ class RunEngines:
             built.callback(self.resources.close)
             for line in self.resources.build():
                 self.context.tell(line)
+            others = bytes_in_use()
             if isinstance(plan.reference, ReferencePlan):
                 reference = plan.reference.build(args) if self.stores is None else self.stores.reference()
                 built.callback(reference.close)
+            if self.stores is None:  # one that was only asked may have left something; after a resume it would not
+                others = bytes_in_use()
             ds_config = plan.policy_frozen if training_steps is None else plan.policy
-            others = bytes_in_use()
             scorer, self._given = self._scorer(ds_config)
             self._gradients = None if training_steps is None else self._planned_gradients(scorer, others)
             policy = build_engine(
@@ -262,9 +264,10 @@ class RunEngines:
     def _planned_gradients(self, scorer: Scorer, others: int) -> GradientPlan | None:
         """How the policy's gradients are summed, which is written into its configuration too; collective."""
         args, plan = self.context.args, self.plan
-        at = situation_of(
-            plan.policy, world_size(), args.gradient_accumulation_steps, bool(args.gradient_checkpointing)
-        )
+        # By tokens a window is cut into as many micro-batches as it takes, at most one for each row.
+        parts = 1 if args.max_tokens_per_batch is None else args.per_device_train_batch_size
+        most = parts * args.gradient_accumulation_steps
+        at = situation_of(plan.policy, world_size(), most, bool(args.gradient_checkpointing))
         made = plan_gradients(sizes_of(scorer, others), plan.dtypes, at)
         if made is not None:
             plan.policy["data_types"]["grad_accum_dtype"] = SHORT[made.accumulate]

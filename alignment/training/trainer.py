@@ -25,7 +25,7 @@ from alignment.engines.optimizers import check_optimization
 from alignment.engines.phases import Phases
 from alignment.engines.watch.retries import Retries
 from alignment.models.adapters.record import unwrapped
-from alignment.planning.engines import plan_engines
+from alignment.planning.engines import check_alike, plan_engines
 from alignment.references.engine import ReferencePlan
 from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.log import JsonlLog, strict
@@ -201,6 +201,7 @@ class AlignmentTrainer:
         self.engine_plan = plan_engines(
             self.args, self.policy_source, self.reference_source if needed else None, peft_config, adapted
         )
+        check_alike(self.engine_plan)
         self.tell(self.engine_plan.dtypes.note)
         adapters = self.engine_plan.adapters
         if adapters is not None:

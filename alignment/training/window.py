@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from alignment.config.errors import TrainingError
-from alignment.data.batching import AnyBatch
+from alignment.data.batching import AnyBatch, OnDevice
 from alignment.data.windows import WindowCounts, WindowPlan
 from alignment.engines.collectives import gathered, sum_over_ranks
 from alignment.engines.launch_env import rank
@@ -196,8 +196,11 @@ class WindowPass:
                 pass
 
     def _micro_batch(self, batch: AnyBatch, index: int, known: Any, window: Window[Any], losses: list[Any]) -> Tensor:
-        scored = self.method.scored(batch).to(self.device)
-        output = self.models.policy.forward(scored, stats=True, tokens=self.method.needs_tokens)
+        policy = self.models.policy
+        if isinstance(batch, OnDevice):
+            batch = policy.placed(batch, self.method.untrained)
+        scored = policy.placed(self.method.scored(batch))
+        output = policy.forward(scored, stats=True, tokens=self.method.needs_tokens)
         result = self.method.losses(batch, index, output, known, window)
         local = result.local
         if self.aux_coefficient is not None:

@@ -122,6 +122,51 @@ def test_phases_add_up_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     }
 
 
+class FakeEvent:
+    """Of a GPU that is done with what it was given before ``done``; its clock is ``given``."""
+
+    given, done, synchronized = 0.0, 0.0, 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = FakeEvent.given
+
+    def query(self) -> bool:
+        return self.at <= FakeEvent.done
+
+    def synchronize(self) -> None:
+        FakeEvent.synchronized += 1
+        FakeEvent.done = max(FakeEvent.done, self.at)
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert end.query(), "torch raises where the end is still to come"
+        return 1e3 * (end.at - self.at)
+
+
+def test_phases_of_a_gpu_are_timed_without_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("waited for the GPU"))
+    phases = Phases(torch.device("cuda", 0))
+    for seconds in (2.0, 3.0):
+        with phases("train") as record:
+            FakeEvent.given += seconds
+        assert record.seconds == 0 and FakeEvent.synchronized == 0, "the GPU is still at it"
+    FakeEvent.done = 2.0
+    with pytest.raises(KeyError), phases("step"):
+        FakeEvent.given += 0.5
+        raise KeyError
+    assert record.seconds == 2.0 and FakeEvent.synchronized == 0
+    assert phases.summary() == {
+        "train": {"seconds": 5.0, "tokens": 0, "peak_bytes": 7, "entries": 2},
+        "step": {"seconds": 0.5, "tokens": 0, "peak_bytes": 7, "entries": 1},
+    }
+    assert FakeEvent.synchronized == 1
+
+
 def test_phases_of_an_older_state_are_read_by_their_new_names() -> None:
     phases = Phases(torch.device("cpu"))
     record = {"seconds": 2.5, "tokens": 120, "peak_bytes": 7, "entries": 2}

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from conftest import DRIVERS
 from drivers.traffic import CASES
 from fragment_runs import distance
+from helpers import STAGES, make_model, options, paired_rows
 
+from alignment import CPOConfig, CPOTrainer
 from tools.ranks import RankServer
 
 pytestmark = pytest.mark.ci
@@ -47,3 +53,15 @@ def test_a_window_that_is_given_up_leaves_nothing(case: str, results: dict[int, 
     assert results[2][case]["discarded"]
     norms = results[2][case]["norms"]
     assert len(norms) == 5 and 0 < norms[4] < float("inf")
+
+
+def test_a_run_says_and_does_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a host with room: sums in fp32, by what was planned for two ranks; the JSON that is written says it too."""
+    given = options(tmp_path, bf16=True, max_steps=1, deepspeed=STAGES["stage2"])
+    trainer = CPOTrainer(model=make_model(tmp_path / "model"), args=CPOConfig(**given), train_dataset=paired_rows(8))
+    with contextlib.closing(trainer), mock.patch("alignment.training.run_engines.world_size", return_value=2):
+        trainer.train()
+        assert trainer.engines.policy.reduces_once
+    assert "gradients: summed in float32, reduced once per step, 0.00 GiB on each device" in capsys.readouterr().out
+    written = json.loads((tmp_path / "out" / "deepspeed.json").read_text())
+    assert written["data_types"] == {"grad_accum_dtype": "fp32"}

@@ -39,6 +39,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from alignment.engines.launch_env import init_distributed
 from alignment.internals import transformers as internals
 from alignment.internals.transformers import loading
+from alignment.models.packing import PackingCheck
 
 STAGE3 = {"train_micro_batch_size_per_gpu": 1, **zero(3)}
 IDS = torch.tensor([[0, 5, 9, 11]])
@@ -433,3 +434,64 @@ def test_what_continuous_batching_logs(model: Any, hushed: bool) -> None:
     finally:
         logging.setLogRecordFactory(make)
     assert any("a layer failed" in message for message in messages) != hushed
+
+
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    from transformers import masking_utils
+
+    sizes: list[int] = []
+    look = masking_utils.find_packed_sequence_indices
+
+    def counted(position_ids: torch.Tensor) -> torch.Tensor | None:
+        sizes.append(position_ids.shape[0])
+        return look(position_ids)
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", counted)
+    return sizes
+
+
+def test_positions_that_rows_share_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row alone does not tell; from two rows on it is known, and the states are the same to the bit."""
+    sizes = asked(monkeypatch)
+    model = AutoModelForCausalLM.from_config(tiny_config("capped")).eval()  # with a sliding window: two masks
+    check, ids = PackingCheck(), torch.arange(2 * 40).reshape(2, 40) % 20
+    expected = [model.model(input_ids=ids[:rows], use_cache=False).last_hidden_state for rows in (1, 2)]
+    masks = len(sizes) // 2
+    assert masks == 2
+    sizes.clear()
+    found = []
+    for rows in (1, 1, 2, 1, 2):
+        with check():
+            found.append(model.model(input_ids=ids[:rows], use_cache=False).last_hidden_state)
+    assert sizes == [1, 1, 1, 1, 2] and check.shared
+    assert all(torch.equal(one, expected[len(one) - 1]) for one in found)
+
+
+def test_positions_that_are_made_of_the_tokens_are_looked_at_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = asked(monkeypatch)
+    model = AutoModelForCausalLM.from_config(tiny_config("tied")).eval()
+    check, ids = PackingCheck(), torch.arange(12).reshape(2, 6)
+    packed = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3]])
+    expected = model.model(input_ids=ids, position_ids=packed, use_cache=False).last_hidden_state
+    sizes.clear()
+    for _ in range(2):
+        with check():
+            assert torch.equal(
+                model.model(input_ids=ids, position_ids=packed, use_cache=False).last_hidden_state, expected
+            )
+    assert sizes == [2, 2] and not check.shared
+
+
+def test_the_answer_about_packed_positions_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("tied")).eval()
+    ids, packed = torch.arange(6)[None], torch.tensor([[0, 1, 2, 0, 1, 2]])
+    whole, apart = (
+        model.model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
+        for positions, mask in ((packed, torch.ones_like(ids)), (packed, None))
+    )
+    with internals.deciding_on_packing(lambda positions, look: None):
+        found = model.model(input_ids=ids, position_ids=packed, use_cache=False).last_hidden_state
+    assert torch.equal(found, whole) and not torch.allclose(found, apart)
+    with internals.deciding_on_packing(lambda positions, look: look(positions)):
+        found = model.model(input_ids=ids, position_ids=packed, use_cache=False).last_hidden_state
+    assert torch.equal(found, apart)

@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.utils import z3_leaf_module
 from helpers import make_model, options, paired_rows, unpaired_rows
 from torch import Tensor
+from transformers import PreTrainedModel
 
 import alignment
 from alignment.data.batching import Batch
+from alignment.models.leaves import decoder_layers
+from alignment.references import engine as references
 from alignment.references.base import RowIds
 from alignment.references.engine import EngineReference, ReferencePlan
 from alignment.training.trainer import AlignmentTrainer
@@ -110,3 +115,56 @@ def test_a_reference_needs_no_policy(tmp_path: Path) -> None:
     assert trainer.engines.models is not None
     torch.testing.assert_close(trainer.engines.models.reference.sequence_logps(batch.joint, ids), sums)
     trainer.close()
+
+
+def built(folder: Path, placement: str, **more: Any) -> tuple[Any, Any, RowIds]:
+    """A reference with an engine of its own, a batch, and its rows."""
+    model, reference = make_model(folder / "model"), make_model(folder / "reference", "untied", seed=1, layers=3)
+    args = alignment.KTOConfig(**options(folder, ref_placement=placement, **more))
+    trainer = alignment.KTOTrainer(model, reference, args=args, train_dataset=unpaired_rows(4))
+    data, plan = trainer.train_data, trainer.engine_plan.reference
+    assert data is not None and trainer.sampler is not None and isinstance(plan, ReferencePlan)
+    batch: Any = trainer.method.collate(data.dataset, data.table, trainer.sampler.plan(0, 0), 0, 0)
+    return plan.build(args), batch, RowIds(data.key, batch.rows, batch.partners)
+
+
+def leaves_of(model: PreTrainedModel) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+@pytest.mark.parametrize("placement", ["sharded", "offload"])
+def test_leaf_layers_change_no_bit(placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetches: list[torch.nn.Module] = []
+    fetch = PartitionedParameterCoordinator.fetch_sub_module
+
+    def counted(self: Any, module: torch.nn.Module, forward: bool) -> None:
+        fetches.append(module)
+        fetch(self, module, forward)
+
+    monkeypatch.setattr(PartitionedParameterCoordinator, "fetch_sub_module", counted)
+    found, counts = [], []
+    for marks in (True, False):
+        with monkeypatch.context() as patched:
+            if not marks:
+                patched.setattr(references, "mark_leaves", lambda *_: [])
+            reference, batch, ids = built(tmp_path / str(marks), placement)
+        model = reference.engine.scorer.model
+        assert leaves_of(model) == (decoder_layers(model) if marks else [])
+        layer = [p for p in decoder_layers(model)[0].parameters() if hasattr(p, "ds_z3_leaf_module")]
+        assert len(layer) == (len(list(decoder_layers(model)[0].parameters())) if marks else 0)
+        fetches.clear()
+        found += [reference.sequence_logps(batch.joint, ids) for _ in range(2)]
+        counts.append(len(fetches))
+        reference.close()
+        assert not leaves_of(model)
+        assert not any(hasattr(p, "ds_z3_leaf_module") for p in model.parameters()), "forget_leaf has seen to it"
+    assert all(torch.equal(found[0], one) for one in found[1:])
+    assert 3 * counts[0] < counts[1], counts
+
+
+def test_a_layer_that_may_not_be_whole_is_no_leaf(tmp_path: Path) -> None:
+    least = {"stage": 3, "stage3_max_live_parameters": 1000, "stage3_param_persistence_threshold": 0}
+    reference, batch, ids = built(tmp_path, "sharded", ref_deepspeed={"zero_optimization": least})
+    assert not leaves_of(reference.engine.scorer.model)
+    assert reference.sequence_logps(batch.joint, ids).isfinite().all()
+    reference.close()

@@ -334,11 +334,19 @@ def test_a_part_that_is_not_registered_is_missed(
 
 def test_the_parts_are_these(models: dict[str, str], tmp_path: Path) -> None:
     """``rollout`` changes at the first window only, ``boundary`` where a callback ends the run, ``run`` never,
-    ``retries`` where a read or a reward call fails."""
+    ``retries`` where a read or a reward call fails, ``overflows`` in fp16."""
     trainer = make("OnlineDPO", models, tmp_path, max_steps=1)
     trainer.train()
     state = trainer.context.run_state.state_dict()
-    assert {*state["shared"], *state["own"]} == {*PARTS, "rollout", "boundary", "engine", "run", "retries"}
+    assert {*state["shared"], *state["own"]} == {
+        *PARTS,
+        "rollout",
+        "boundary",
+        "engine",
+        "run",
+        "retries",
+        "overflows",
+    }
     assert set(state["own"]) == {"phases", "random", "online"}
     rollout = state["shared"]["rollout"]
     assert rollout["backend"] == "generate" and rollout["batch_size"] >= 1

@@ -495,7 +495,7 @@ def test_worker_processes_change_nothing(paths: dict[str, str], tmp_path: Path) 
 def test_other_ranks_read_what_the_first_has_tokenised(
     paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that is not its machine's first neither opens the data nor tokenises."""
+    """A rank that fills no cache neither opens the data nor tokenises."""
     first = CPOTrainer(model=paths["policy"], args=CPOConfig(**options(tmp_path)), train_dataset=paired_rows(6))
     made = []
     monkeypatch.setattr(data_setup, "from_first_rank", lambda path: made.append(path) or path)
@@ -504,7 +504,7 @@ def test_other_ranks_read_what_the_first_has_tokenised(
     def unread() -> None:
         raise AssertionError("the data was opened")
 
-    monkeypatch.setattr(data_setup, "local_rank", lambda: 1)
+    monkeypatch.setattr(data_setup, "fills", lambda folder: False)
     monkeypatch.setattr(data_setup, "prepare", unread)
     monkeypatch.setattr(data_setup, "from_first_rank", lambda path: made[0])
     other = CPOTrainer(model=paths["policy"], args=CPOConfig(**options(tmp_path)), train_dataset=unread)

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from deepspeed.accelerator import get_accelerator
 
 from alignment.config.lookup import packaged_names
-from benchmarks import gpu_checks, gpu_smoke, ours, side_by_side, start_up
+from benchmarks import gpu_checks, gpu_smoke, head, ours, side_by_side, start_up
 from benchmarks.comparison import Comparison, compare, differences, table, title
 from benchmarks.gpu_checks import CHECKS, CheckJob
 from benchmarks.gpu_checks import run as run_check
 from benchmarks.gpu_row import RowJob, train
+from benchmarks.head_worker import FULL, OURS, TORCH, TRL, HeadResult
 from benchmarks.jobs import LORA, LORA_UNCHECKPOINTED, METHODS, PLAIN, UNCHECKPOINTED, ZERO2, Job, Setting
 from benchmarks.measure import Instant, StepClock, memory_bytes, working_memory
 from benchmarks.processes import Failed, run_module
@@ -180,6 +182,39 @@ def test_without_trl_one_line_says_what_to_install(
     assert capsys.readouterr().err == 'TRL is not installed: pip install ".[bench]"\n'
 
 
+# The head ------------------------------------------------------------------------------------------------------------
+
+
+def test_ratios_of_the_head_are_of_the_same_turn() -> None:
+    mine = [HeadResult(0.1, 0.1, 2.0, 2**20, -5.0), HeadResult(0.2, 0.2, 1.0, 2**21, -5.0)]
+    full = [HeadResult(0.2, 0.4, 4.0, 2**23, -5.0), HeadResult(0.3, 0.3, 3.0, 2**22, -5.0)]
+    mine, full = [*mine, HeadResult(0.3, 0.3, 1.0, 0, -5.0)], [*full, HeadResult(0.2, 1.0, 8.0, 0, -5.0)]
+    found = {OURS: mine, FULL: full}
+    assert head.table(found).splitlines()[2:] == [
+        "| ours | 200.0 ms | 200.0 ms | 400.0 ms | 1.00 | 1.00 | 2 MiB |",
+        "| full logits | 200.0 ms | 400.0 ms | 600.0 ms | 2.00 | 3.00 | 8 MiB |",
+    ]
+    assert head.disagreements(found) == []
+    found[TORCH] = [HeadResult(0.1, 0.1, 1.0, 1, -5.01)]
+    assert head.disagreements(found) == [f"{TORCH}: the log-probs sum to -5.01, those of full logits to -5"]
+
+
+@pytest.mark.ci
+def test_the_head_beside_others(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that are installed compute the same log-probs."""
+    sizes = ["--tokens", "64", "--width", "16", "--vocabulary", "700", "--repeats", "1", "--rounds", "1"]
+    assert head.main(["--cpu", *sizes]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "| torch's operations, bfloat16 | 8.5 | 5.5 |" in lines
+    ways = [line.split(" | ")[0][2:] for line in lines if line.endswith(" MiB |")]
+    assert ways == head.chosen_ways(on_gpu=False) and {OURS, FULL} <= set(ways)
+
+
+def test_without_trl_the_head_has_no_row_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert TRL not in head.chosen_ways(on_gpu=True) and head.chosen_ways(on_gpu=True)[0] == OURS
+
+
 # The GPU table -------------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +285,89 @@ def test_a_check_that_fails_is_shown_and_says_why(
     job = CheckJob("head", model, cpu=True)
     line, ok = gpu_smoke._check(job, tmp_path / "place", seconds=0.2)
     assert not ok and line.startswith("| head | failed: did not end within")
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What torch says of the memory of a GPU, by name, where there is none; a list is said one after the other."""
+    said: dict[str, Any] = {}
+
+    def saying(name: str) -> Any:
+        return lambda *_: said[name].pop(0) if isinstance(said.get(name), list) else said.get(name)
+
+    for name in (
+        "memory_allocated",
+        "max_memory_allocated",
+        "reset_peak_memory_stats",
+        "set_per_process_memory_fraction",
+    ):
+        monkeypatch.setattr(torch.cuda, name, saying(name))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: said["segments"])
+    monkeypatch.setattr(gpu_checks, "free_bytes", lambda where: 1000)
+    monkeypatch.setattr(gpu_checks, "total_bytes", lambda where: 6000)
+    monkeypatch.setattr(gpu_checks, "bytes_to_come", lambda engine, where: 2**30)
+    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)  # an instance keeps a trace
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad", "reason"),
+    [
+        (
+            "growing segments",
+            {"segments": [{"is_expandable": True}]},
+            {"segments": [{}]},
+            "1 of 1 segments do not grow",
+        ),
+        (
+            "states to come",
+            {"memory_allocated": [7, 5, 5 + 2**30]},
+            {"memory_allocated": [7, 5, 5]},
+            "0 bytes were taken, 1073741824 expected",
+        ),
+        (
+            "live model under ZeRO-3",
+            {"memory_allocated": 5, "max_memory_allocated": 1000},
+            {"memory_allocated": 5, "max_memory_allocated": 2**30},
+            "bytes at once, the largest parameter has",
+        ),
+    ],
+)
+def test_checks_of_memory(
+    name: str, good: dict[str, Any], bad: dict[str, Any], reason: str, model: str, counted: dict[str, Any]
+) -> None:
+    counted.update(good)
+    assert re.search(r"\d", run_check(CheckJob(name, model, cpu=True)))
+    counted.update(bad)
+    with pytest.raises(RuntimeError, match=reason):
+        run_check(CheckJob(name, model, cpu=True))
+
+
+def test_the_check_of_a_cap(model: str, counted: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="more than 0.0 GB could be taken under the cap"):
+        run_check(CheckJob("memory cap", model, cpu=True))
+    make = torch.empty
+
+    def limited(size: int, **more: Any) -> torch.Tensor:
+        if size == 100:
+            raise torch.OutOfMemoryError("none left")
+        return make(size, **more)
+
+    monkeypatch.setattr(torch, "empty", limited)
+    assert "could be taken" in run_check(CheckJob("memory cap", model, cpu=True))
+
+
+@pytest.mark.ci
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize(("norms", "reason"), [([2.0, 2.0, 2.0], ""), ([2e-5, 2.0, 2.0], "stage 0: norm 2e-05")])
+def test_the_check_of_fp16(norms: list[float], reason: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([2.01, *(one for norm in norms for one in (float("inf"), norm))])
+    monkeypatch.setattr(gpu_checks, "_step", lambda policy: next(answers))
+    if reason:
+        with pytest.raises(RuntimeError, match=reason):
+            run_check(CheckJob("fp16", model, cpu=True))
+    else:
+        assert run_check(CheckJob("fp16", model, cpu=True)).count("stage") == 3
 
 
 def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,9 @@ from helpers import STAGES
 
 from alignment import KTOConfig
 from alignment.config.dtypes import DtypePlan, compute_dtype, plan_dtypes
+from alignment.config.errors import OptionError
 from alignment.config.placement import plan_frozen
+from alignment.planning import engines
 
 CARDS = {"P100": (6, 0), "V100": (7, 0), "T4": (7, 5), "A10": (8, 6), "H100": (9, 0)}
 Plan = Callable[..., DtypePlan]
@@ -21,11 +23,12 @@ Plan = Callable[..., DtypePlan]
 
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch) -> Plan:
-    """The dtypes of a run on a host with these cards, of which this rank has the first."""
+    """The dtypes of a run on a host with these cards, a rank for each or ``ranks``; this one has the first."""
 
-    def planned(*cards: str, ds: dict[str, Any] | None = None, **options: Any) -> DtypePlan:
+    def planned(*cards: str, ds: dict[str, Any] | None = None, ranks: int | None = None, **options: Any) -> DtypePlan:
         of = [CARDS[card] for card in cards]
         monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks or len(cards)))
         for name, answer in {
             "is_available": lambda: True,
             "device_count": lambda: len(cards),
@@ -62,6 +65,22 @@ def test_bf16_is_taken_where_every_card_computes_in_it(cards: tuple[str, ...], c
     assert (made.compute, made.master) == (compute, "float32")
     assert (made.note is None) == (compute == "bfloat16")
     assert compute_dtype(KTOConfig("out")) == compute, "what options say without a JSON is the same"
+
+
+def test_a_card_that_no_rank_uses_has_no_say(plan: Plan) -> None:
+    assert plan("A10", "P100", ranks=1).compute == "bfloat16"
+    assert plan("T4", "P100", ranks=1).compute == "float16"
+    assert plan("A10", "A10", "P100", ranks=3).compute == "float32"
+
+
+def test_hosts_with_different_cards_are_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each decides by its own cards, and ranks that compute differently would wait for each other for ever."""
+    made: Any = SimpleNamespace(dtypes=plan("A10"))
+    monkeypatch.setattr(engines, "gathered", lambda own: [own, own, "float16", "float16"])
+    with pytest.raises(OptionError, match=r"bfloat16 on rank 0, float16 on rank 2\); set dtype"):
+        engines.check_alike(made)
+    monkeypatch.setattr(engines, "gathered", lambda own: [own, own])
+    engines.check_alike(made)
 
 
 @pytest.mark.parametrize("stage", ["stage0", "stage2", "stage3"])

@@ -20,7 +20,7 @@ from alignment.config.options_online import REWARD_PLACEMENTS
 from alignment.config.placement import PLACEMENTS, FrozenPlan, placement_of, plan_frozen
 from alignment.methods.kto_options import KTOConfig
 
-POLICIES = ("zero0", "zero2", "zero2_offload", "zero3", "zero3_offload")
+POLICIES = ("zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
 HIDDEN = 1024
 
 
@@ -112,6 +112,24 @@ def test_world_size_enters_the_batch() -> None:
     assert build(base, world_size=4, gradient_accumulation_steps=2)["train_batch_size"] == 64
 
 
+@pytest.mark.parametrize(
+    ("name", "world", "overlaps", "robin"),
+    [
+        ("zero1", 2, False, False),
+        ("zero2", 1, False, False),
+        ("zero2", 2, True, False),
+        ("zero2_offload", 1, False, False),
+        ("zero2_offload", 2, True, True),
+        ("zero3", 1, True, False),
+        ("zero3_offload", 1, True, False),
+    ],
+)
+def test_only_several_ranks_overlap_and_take_turns(name: str, world: int, overlaps: bool, robin: bool) -> None:
+    """Stage 3 also overlaps the fetching of weights."""
+    zero = build(load_deepspeed_config(None, name), world_size=world)["zero_optimization"]
+    assert (zero["overlap_comm"], zero.get("round_robin_gradients", False)) == (overlaps, robin)
+
+
 @pytest.mark.parametrize("path", sorted(_RULES))
 @pytest.mark.parametrize("hidden", [64, 896, 8192])
 def test_every_auto_is_filled(path: str, hidden: int) -> None:
@@ -192,6 +210,19 @@ def test_agreement_is_accepted() -> None:
     base = {"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 1, "bf16": {"enabled": True}}
     assert build(base, bf16=True)["train_batch_size"] == 8
     assert build({"steps_per_print": 5})["steps_per_print"] == 5
+
+
+def test_deepspeeds_throughput_timer_waits_only_where_it_is_asked_to() -> None:
+    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig, get_timers_config
+
+    for given in ({}, {"timers": {}}, {"timers": {"throughput": {"synchronized": True}}}):
+        assert not get_timers_config(build(given)).enabled
+    assert get_timers_config(build({"timers": {"throughput": {"enabled": True}}})).enabled
+    assert SECTIONS["timers.throughput"] == set(DeepSpeedThroughputTimerConfig.model_fields)
+    with pytest.raises(OptionError, match="timers.throughput.enable=True: DeepSpeed has no such key.*enabled"):
+        build({"timers": {"throughput": {"enable": True}}})
+    with pytest.raises(OptionError, match="timers.throughput=True: expected a mapping"):
+        build({"timers": {"throughput": True}})
 
 
 @pytest.mark.parametrize(
@@ -416,10 +447,10 @@ def test_refused_plans(options: dict[str, Any], base: dict[str, Any], said: list
 def test_fp16_needs_an_accelerator_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.accelerator import get_accelerator
 
-    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
+    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: False)
     with pytest.raises(OptionError, match="fp16=True: the accelerator 'cpu' does not support fp16; set bf16=true"):
         plan_dtypes(KTOConfig("out", fp16=True), {})
-    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
     assert plan_dtypes(KTOConfig("out", fp16=True), {}).compute == "float16"
 
 

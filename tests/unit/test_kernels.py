@@ -22,6 +22,7 @@ from alignment.models.scorer import CompletionScorer
 from alignment.models.source import ModelSource
 from alignment.planning import kernels
 from alignment.planning.kernels import check_kernels
+from alignment.training.checkpointing.fingerprints import compared_options
 from tools.architectures.tiny import tiny_config as shrunk
 
 CPU = torch.device("cpu")
@@ -177,6 +178,19 @@ def test_a_class_that_liger_does_not_know_is_refused() -> None:
         put_liger_kernels(model, None)
 
 
+def test_kernels_that_cannot_be_imported_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of Qwen3.5's mixture in Liger 0.8.5, whose file imports a name that another one lacks."""
+
+    def broken(model: Any, which: Any) -> None:
+        raise ImportError("cannot import name 'Output' from 'liger_kernel'")
+
+    monkeypatch.setattr(model_kernels, "put_into", broken)
+    with pytest.raises(
+        ModelError, match="^use_liger_kernel: Liger cannot be put into a LlamaForCausalLM: cannot import"
+    ):
+        put_liger_kernels(AutoModelForCausalLM.from_config(tiny_config("tied")), None)
+
+
 def test_kernels_of_the_hub_are_those_for_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``from_pretrained`` never hears of them: it would choose them in evaluation mode."""
     modes: list[Any] = []
@@ -242,6 +256,13 @@ def test_a_liger_that_cannot_be_imported_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kernels, "kernels_by_type", broken)
     with pytest.raises(OptionError, match="liger-kernel cannot be imported: liger-kernel requires transformers"):
         check(use_liger_kernel=True)
+
+
+def test_a_run_goes_on_with_the_kernels_that_it_began_with() -> None:
+    """They round in another way than transformers' layers."""
+    compared = compared_options(KTOConfig("out", use_liger_kernel=True, liger_kernel_config={"rope": False}))
+    assert compared["use_liger_kernel"] is True and compared["liger_kernel_config"] == {"rope": False}
+    assert "use_liger_loss" not in compared
 
 
 def test_refusals_are_errors_of_one_line() -> None:

@@ -7,17 +7,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from alignment.engines.memory.devices import free_host_bytes
+from alignment.engines.memory.devices import free_host_bytes, total_host_bytes
 
 GIB = 2**30
 
 
 @pytest.fixture(autouse=True)
 def _host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host with 10 GiB free."""
+    """A host with 16 GiB, of which 10 are free."""
 
     class Memory:
-        available = 10 * GIB
+        available, total = 10 * GIB, 16 * GIB
 
     monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory)
 
@@ -67,6 +67,7 @@ def test_the_first_version(tmp_path: Path) -> None:
         f"{top}/job/memory.stat": f"inactive_file 0\ntotal_inactive_file {GIB}",
     }
     assert free_host_bytes(write(tmp_path, files)) == 3 * GIB
+    assert total_host_bytes(tmp_path) == 6 * GIB, "the lowest limit of all groups, whatever is used"
 
 
 def test_a_system_without_control_groups(tmp_path: Path) -> None:

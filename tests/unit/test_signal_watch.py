@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -187,13 +186,11 @@ def test_ranks_do_not_ask_much_more_often_than_every_two_seconds() -> None:
 def test_ranks_follow_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = Asking()
     monkeypatch.setattr(safe_points, "world_size", lambda: 2)
-    monkeypatch.setattr(safe_points, "device", lambda: "cpu")
 
-    def slowest(values: Any) -> Any:
-        values[1] = values[1].clamp(min=1.0)  # the other rank takes a second for each
-        return values
+    def slowest(values: list[float]) -> list[float]:
+        return [values[0], max(values[1], 1.0)]  # the other rank takes a second for each
 
-    monkeypatch.setattr(safe_points, "largest_over_ranks", slowest)
+    monkeypatch.setattr(safe_points, "largest_numbers", slowest)
     point = SafePoint(requests, lambda: requests.now)
     with requests.deferred(None):
         windows(point, requests, 1, 101, 0.001)

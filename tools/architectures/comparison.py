@@ -124,8 +124,9 @@ def _compared(model_type: str, architecture: str, model: PreTrainedModel) -> Res
 
 def both_ways(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     """A model's own log-probs of the rows, and the gradient of a weighted sum of them towards all parameters."""
-    weights = torch.randn(sum(LENGTHS) - len(LENGTHS), generator=torch.Generator().manual_seed(2))
-    return _with_gradient(model, _plain(model, _rows(model.config.get_text_config().vocab_size)), weights)
+    weights = torch.randn(sum(LENGTHS) - len(LENGTHS), generator=torch.Generator().manual_seed(2)).to(model.device)
+    rows = [row.to(model.device) for row in _rows(model.config.get_text_config().vocab_size)]
+    return _with_gradient(model, _plain(model, rows), weights)
 
 
 def _rows(vocabulary: int) -> list[Tensor]:

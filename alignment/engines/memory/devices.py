@@ -28,6 +28,12 @@ def free_host_bytes(root: Path = Path("/")) -> int:
     return max(0, min([int(psutil.virtual_memory().available), *_left(root)]))
 
 
+def total_host_bytes(root: Path = Path("/")) -> int:
+    """The host's memory, or the lowest limit of the control groups around this process."""
+    limits = (_number(folder / files.limit) for folder, files in _folders(root))
+    return min([int(psutil.virtual_memory().total), *(limit for limit in limits if limit is not None)])
+
+
 def _left(root: Path) -> Iterator[int]:
     """What is left of the limit of every control group around this process; nothing where there is no limit."""
     for folder, files in _folders(root):
@@ -90,8 +96,8 @@ def free_bytes(where: torch.device) -> int:
 
 
 def total_bytes(where: torch.device) -> int:
-    """What this process may take of a GPU in all, or the size of the host's memory."""
+    """What this rank may take in all: of a GPU, or of the host, within its control groups, its share."""
     if where.type != "cuda":
-        return int(psutil.virtual_memory().total)
+        return total_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     _, total = torch.cuda.mem_get_info(where)
     return int(total * torch.cuda.get_per_process_memory_fraction(where))

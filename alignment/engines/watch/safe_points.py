@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import torch
-
-from alignment.engines.collectives import device, largest_over_ranks
+from alignment.engines.collectives import largest_numbers
 from alignment.engines.launch_env import world_size
 from alignment.engines.watch.requests import REQUESTS, StopRequests
 from alignment.engines.watch.stop import Cut, StopReason
@@ -21,7 +19,7 @@ def agreed_reason(own: StopReason | None) -> StopReason | None:
     """What asked any rank to stop, by the one that has seen the most urgent reason. Collective."""
     if world_size() == 1:
         return own
-    worst = int(largest_over_ranks(torch.tensor([float(own or 0)], device=device())))
+    worst = int(largest_numbers([float(own or 0)])[0])
     return StopReason(worst) if worst else None
 
 
@@ -59,8 +57,7 @@ class SafePoint:
             return
         asked, seconds = float(self._requests.asked() or 0), self._seconds
         if world_size() > 1:
-            found = largest_over_ranks(torch.tensor([asked, seconds], dtype=torch.float64, device=device()))
-            asked, seconds = found.tolist()
+            asked, seconds = largest_numbers([asked, seconds])
         now = self._clock()
         self._seconds = (now - self._since) / self._calls
         self._every = max(1, min(_MOST, 2 * self._every, int(_EVERY_S / max(seconds, 1e-6))))

@@ -24,6 +24,10 @@ VARIABLE = "ALIGNMENT_HEAD_TILES"
 _WAYS = ("auto", "torch", "triton")
 _OLDEST_TRITON = (3, 4)  # that of torch 2.8
 _ROWS, _WIDTH, _VOCABULARY = 16, 32, 5000  # of the tile for the trial: two blocks, the second one not full
+_OUTPUTS = (
+    *("log-probs", "log-sum-exps", "jacobian", "entropies", "mean logits", "hits"),
+    *("coefficients", "gradient of the bias"),
+)
 _TOLERANCE = 2e-2  # relative to the largest entry; coefficients are rounded to 16 bits
 
 
@@ -128,16 +132,16 @@ def trial(tiles: Tiles, device: torch.device, dtype: torch.dtype = torch.float16
     hidden, weight, bias, grad = (torch.randn(shape, generator=generator).to(device) for shape in shapes)
     hidden, weight, bias = hidden.to(dtype), weight.to(dtype), bias.to(dtype)
     targets = torch.arange(_ROWS, device=device) * 311
+    targets[:4] = (hidden.float() @ weight.float().t() + bias.float()).argmax(1)[:4]
     transform = LogitTransform(0.5, 20.0)
     answers = []
     for way in (tiles, PLAIN):
         scored = way.score_tile(hidden, weight, bias, targets, transform, True, True)
         logits = hidden.float() @ weight.float().t()
         found, sums = way.head_coefficients(logits, bias, targets, scored.lse, grad, transform, dtype)
-        answers.append((*scored, found, sums))
-    names = ("log-probs", "log-sum-exps", "jacobian", "statistics", "coefficients", "gradient of the bias")
-    for name, ours, theirs in zip(names, *answers):
-        assert ours is not None and theirs is not None
+        assert scored.jacobian is not None and scored.stats is not None and sums is not None
+        answers.append((scored.logps, scored.lse, scored.jacobian, *scored.stats, found, sums))
+    for name, ours, theirs in zip(_OUTPUTS, *answers):
         error = (ours.float() - theirs.float()).abs().max() / theirs.float().abs().max()
         if not float(error) < _TOLERANCE:
             return f"{name} of a small tile differ by {float(error):.1e} of the largest"

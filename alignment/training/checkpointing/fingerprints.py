@@ -40,7 +40,7 @@ MAY_CHANGE = frozenset(
         activation_offloading auto_find_batch_size dataloader_num_workers dataset_num_proc deepspeed
         ds3_gather_for_generation gradient_accumulation_steps gradient_checkpointing gradient_checkpointing_kwargs
         max_tokens_per_batch per_device_eval_batch_size per_device_train_batch_size precompute_ref_batch_size
-        ref_deepspeed ref_placement reward_batch_size reward_deepspeed reward_placement use_cpu
+        ref_deepspeed ref_placement reward_batch_size reward_deepspeed reward_placement use_cpu use_liger_loss
         max_steps num_train_epochs
         hang_factor hang_timeout hang_timeout_first loss_spike_factor max_bad_steps on_bad_step peer_timeout retries
         retry_pause rewind_windows

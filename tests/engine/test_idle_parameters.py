@@ -1,0 +1,127 @@
+"""Windows in which micro-batches leave parameters without gradient, or that are given up: nothing older is summed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fragment_runs import Case, engine, fp16_on_cpu
+
+from alignment.data.batching import Batch, collate
+from alignment.engines.launch_env import init_distributed
+from alignment.engines.scoring import PolicyEngine
+from alignment.internals.deepspeed_step import complete_partitioned, drop_older, forget_sums
+
+MICRO_BATCHES = 3
+# In which micro-batches of the second window nothing goes through the expert; in the first window all go through it.
+IDLE = {"first": {0}, "last": {2}, "all but one": {0, 2}, "all": {0, 1, 2}}
+FP32 = "stage2-offload-fp32-accumulation"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    init_distributed(use_cpu=True)
+    with fp16_on_cpu():
+        yield
+
+
+def micro_batch(number: int) -> Batch:
+    generator = torch.Generator().manual_seed(number)
+    row = torch.randint(2, 53, (9,), generator=generator).tolist()
+    return collate([(row[:3], row[3:])], 20)
+
+
+def window(policy: PolicyEngine, idle: Collection[int] = (), factor: float = 1.0, only: int = MICRO_BATCHES) -> None:
+    """The backward passes of a window, or of its beginning."""
+    mlp = policy.scorer.model.model.layers[1].mlp
+    forward = mlp.forward
+    for number in range(only):
+        mlp.forward = torch.zeros_like if number in idle else forward
+        loss = policy.forward(micro_batch(number)).scores.sum() * factor / 18
+        policy.backward(loss, last=number == MICRO_BATCHES - 1)
+    mlp.forward = forward
+
+
+def norms(case: str, out: Path) -> list[float]:
+    """Of a window without and one with idle micro-batches, for each of :data:`IDLE`."""
+    policy = engine(Case.of(case), out)
+    found = []
+    for idle in IDLE.values():
+        for each in (set[int](), idle):
+            window(policy, each)
+            found.append(policy.step())
+    policy.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return norms("stage0/fp32/sgd", tmp_path_factory.mktemp("stage0"))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "stage2-offload/fp32/sgd",
+        *(
+            pytest.param(case, marks=pytest.mark.ci)
+            for case in ("stage2/fp32/sgd", "stage3/fp32/sgd", "stage3-offload/fp32/sgd", f"{FP32}/bf16/sgd")
+        ),
+    ],
+)
+def test_a_parameter_has_the_gradient_of_its_own_window(case: str, wanted: list[float], tmp_path: Path) -> None:
+    """Whichever micro-batches pass it by, at every stage."""
+    assert norms(case, tmp_path) == pytest.approx(wanted, rel=2e-2 if "bf16" in case else 1e-5)
+
+
+def after(case: str, out: Path, spoilt: str) -> tuple[float, float]:
+    """The norm of a window's gradient, alone and after one that made no update."""
+    alone, policy = (engine(Case.of(case), out) for _ in range(2))
+    window(alone)
+    expected = alone.step()
+    alone.close()
+    if spoilt == "discarded":
+        window(policy)
+        policy.discard()
+    elif spoilt == "cut short":
+        window(policy, only=2)
+        policy.discard()
+    else:
+        window(policy, factor=math.inf)
+        assert not math.isfinite(policy.step())
+        if policy.scales_loss:
+            policy.lower_loss_scale()
+    window(policy)
+    found = policy.step()
+    policy.close()
+    return found, expected
+
+
+@pytest.mark.parametrize(
+    ("case", "spoilt"),
+    [
+        (f"{FP32}/fp16/sgd", "overflown"),
+        *(
+            pytest.param(case, spoilt, marks=pytest.mark.ci)
+            for case in (f"{FP32}/bf16/sgd", "stage2-offload/bf16/sgd", "stage2/bf16/sgd", "stage3-offload/bf16/sgd")
+            for spoilt in ("discarded", "cut short")
+        ),
+        pytest.param("stage3/fp16/sgd", "overflown", marks=pytest.mark.ci),
+    ],
+)
+def test_nothing_is_left_of_a_window_that_made_no_update(case: str, spoilt: str, tmp_path: Path) -> None:
+    found, expected = after(case, tmp_path, spoilt)
+    assert found == pytest.approx(expected, rel=2e-2)
+
+
+def test_the_functions_leave_other_optimizers_alone(tmp_path: Path) -> None:
+    policy = engine(Case("stage0"), tmp_path)
+    window(policy)
+    drop_older(policy.engine, several=True)
+    complete_partitioned(policy.engine)
+    forget_sums(policy.engine)
+    assert math.isfinite(policy.step())
+    policy.close()

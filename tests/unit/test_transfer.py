@@ -1,0 +1,113 @@
+"""Batches on their way to a device: one copy from page-locked memory, the same values on the other side."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from alignment.data import transfer
+from alignment.data.batching import UnpairedBatch, collate
+from alignment.data.transfer import transferred
+from tools.waits.device import DEVICE, StandIn, on_host
+
+TENSORS = [
+    torch.arange(7),
+    torch.tensor([True, False, True]),
+    torch.zeros(0, dtype=torch.long),
+    torch.linspace(-1, 1, 6).reshape(2, 3),
+    torch.tensor(5.5, dtype=torch.float64),
+    torch.ones(9, dtype=torch.int8),
+]
+
+
+def batch() -> UnpairedBatch:
+    matched, mismatched = collate([((3, 4), (5, 6, 7)), ((8,), (9,))], 4), collate([((3, 4), (9,))], 1)
+    return UnpairedBatch((0, 1), (1, -1), torch.tensor([True, False]), matched, mismatched, matched)
+
+
+def test_every_tensor_arrives_with_its_dtype_shape_and_values() -> None:
+    with StandIn() as stand_in:
+        given = [tensor.to("cpu:0").cpu() for tensor in TENSORS]
+        stand_in.waits.clear()
+        found = transferred(given, DEVICE)
+        assert not any(map(on_host, found)) and not stand_in.waits
+    for one, other in zip(found, TENSORS, strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+        assert one.storage_offset() * one.element_size() % 64 == 0
+    assert len({one.untyped_storage().data_ptr() for one in found}) == 1, "one copy for all of them"
+
+
+def test_what_is_there_already_is_not_copied() -> None:
+    assert all(one is other for one, other in zip(transferred(TENSORS, torch.device("cpu")), TENSORS, strict=True))
+    with StandIn():
+        here, away = torch.ones(2, device=DEVICE), torch.zeros(2)
+        found = transferred([away, here], DEVICE)
+    assert found[1] is here and found[0].tolist() == [0, 0]
+
+
+def test_memory_that_a_copy_may_still_read_is_not_written_again() -> None:
+    """Each transfer takes its own; torch's allocator hands it out again when the device is done with it."""
+    taken: list[Tensor] = []
+    empty = torch.empty
+
+    def recorded(*args: object, **kwargs: object) -> Tensor:
+        assert kwargs.pop("pin_memory") is True
+        taken.append(empty(*args, **kwargs))  # type: ignore[call-overload]
+        return taken[-1]
+
+    with mock.patch.object(transfer.torch, "empty", recorded), StandIn():
+        for value in range(3):
+            transferred([torch.full((4,), value)], DEVICE)
+    assert len({each.data_ptr() for each in taken}) == 3
+    assert [int(each.view(torch.long)[0]) for each in taken] == [0, 1, 2]
+
+
+def test_a_batch_moves_with_all_that_is_in_it_but_what_is_left() -> None:
+    with StandIn() as stand_in:
+        given = batch()
+        moved = given.to(DEVICE, ("joint", "mismatched", "attention_mask"))
+        assert not stand_in.waits
+        assert moved.joint is given.joint and moved.mismatched is given.mismatched
+        assert not on_host(moved.labels) and not on_host(moved.matched.targets)
+        assert moved.matched.attention_mask is given.matched.attention_mask
+    for name in ("input_ids", "positions", "targets", "segments", "lengths"):
+        assert torch.equal(getattr(moved.matched, name), getattr(given.matched, name)), name
+    assert replace(moved, labels=given.labels, matched=given.matched) == given
+
+
+@pytest.mark.parametrize("move", ["to", "tensor"])
+def test_the_stand_in_sees_a_copy_from_ordinary_memory(move: str) -> None:
+    with StandIn() as stand_in:
+        torch.ones(2).to(DEVICE, non_blocking=True) if move == "to" else torch.tensor([1.0], device=DEVICE)
+    assert [wait.kind for wait in stand_in.waits] == ["a pageable copy"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "waits"),
+    [
+        (lambda x: x.sum().item(), 1),
+        (lambda x: float(x.sum()), 1),
+        (lambda x: bool((x > 0).all()), 1),
+        (lambda x: x.tolist(), 1),
+        (lambda x: x.cpu(), 1),
+        (lambda x: x.nonzero(), 1),
+        (lambda x: x[x > 0], 1),
+        (lambda x: torch.repeat_interleave(x, (x > 0).long()), 1),
+        (lambda x: torch.repeat_interleave(x, (x > 0).long(), output_size=2), 0),
+        (lambda x: x.new_tensor([1.0]), 1),
+        (lambda x: x.new_full((), 1.0), 0),
+        (lambda x: x[torch.tensor([0])], 1),
+        (lambda x: x[1:].sum() * 2 + torch.tensor(1.0), 0),
+        (lambda x: x.where(x > 0, 0).to(torch.float64), 0),
+        (lambda x: torch.ones(3).sum().item(), 0),
+    ],
+)
+def test_what_makes_the_host_wait(asked: object, waits: int) -> None:
+    with StandIn() as stand_in:
+        x = torch.ones(2, device=DEVICE)
+        asked(x)  # type: ignore[operator]
+    assert len(stand_in.waits) == waits, stand_in.waits

@@ -1,0 +1,72 @@
+"""``python -m tools.architectures.liger [TYPE …]``: log-probs and gradients with and without Liger, on a GPU.
+
+All types that Liger and transformers have are compared if none is named; one that differs by more than the rounding of
+fp32 gives exit status 1. Without a GPU the tests do the same in Triton's interpreter, for the types that it can run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from alignment.config.errors import ModelError
+from alignment.internals.liger import kernels_by_type
+from alignment.models.kernels import put_liger_kernels
+from alignment.models.loading import disable_dropout
+from tools.architectures.comparison import TOLERANCE, both_ways, types
+from tools.architectures.tiny import tiny_model
+
+
+def compared(model_type: str, device: str = "cpu") -> dict[str, Any]:
+    """Differences in parts of the largest log-prob and of the gradient's norm, and what computes by a kernel.
+
+    Returns:
+        ``logps``, ``gradient``; ``modules``: the kernels' classes; ``functions`` and ``classes``: what of the
+        modelling file has changed.
+
+    Raises:
+        ModelError: Liger has no kernels for the type, or they do not work with this transformers.
+    """
+    model = tiny_model(model_type).to(device).train()
+    disable_dropout(model)
+    plain, gradient = both_ways(model)
+    file = sys.modules[type(model).__module__]
+    before = dict(vars(file))
+    put_liger_kernels(model, None)
+    found, ours = both_ways(model)
+    changed = [name for name in before if vars(file)[name] is not before[name]]
+    return {
+        "logps": float((found - plain).abs().max() / plain.abs().max()),
+        "gradient": float((ours - gradient).norm() / gradient.norm()),
+        "modules": sorted({m._get_name() for m in model.modules() if m._get_name().startswith("Liger")}),
+        "functions": sorted(name for name in changed if not isinstance(before[name], type)),
+        "classes": sorted(name for name in changed if isinstance(before[name], type)),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a line for each type; return the exit status."""
+    if not torch.cuda.is_available():
+        print("no CUDA GPU: torch finds none", file=sys.stderr)
+        return 2
+    logging.set_verbosity_error()
+    good = True
+    for name in argv or sorted(kernels_by_type().keys() & types().keys()):
+        try:
+            found = compared(name, "cuda")
+        except ModelError as error:
+            print(f"| {name} | refused | {error} |", flush=True)
+            continue
+        same = max(found["logps"], found["gradient"]) < TOLERANCE
+        good = good and same
+        word = "same" if same else "**differs**"
+        print(f"| {name} | {word} | {found['logps']:.0e} | {found['gradient']:.0e} |", flush=True)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

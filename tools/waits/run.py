@@ -1,0 +1,207 @@
+"""The waits of a training run's steps, per micro-batch and per step.
+
+The same run is made with windows of two and of four micro-batches; the difference is what a micro-batch costs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint as checkpoint
+from deepspeed.accelerator import get_accelerator
+
+from alignment.engines.rollout.engine import RolloutEngine
+from alignment.training.loop import TrainingLoop
+from alignment.training.trainer import AlignmentTrainer
+from tools.waits.device import DEVICE, StandIn, Wait, as_host, caller
+
+COUNTED = 3  # the step that counts: before it, optimizers make their states, and DeepSpeed's timer has not begun
+STEPS = COUNTED + 1  # of a run; what is between two steps belongs to the one before
+FEW, MANY = 2, 4  # micro-batches of a window
+OWNERS = ("ours", "transformers", "deepspeed")
+
+
+class Share(NamedTuple):
+    """How often the host waits for each micro-batch, and for each step beside them."""
+
+    micro_batch: float
+    step: float
+
+
+class _Event:
+    """In the place of ``torch.cuda.Event``: done at once."""
+
+    def __init__(self, stand_in: StandIn, *args: Any, **kwargs: Any) -> None:
+        self._stand_in = stand_in
+
+    def record(self, *args: Any) -> None:
+        """Nothing to note."""
+
+    def query(self) -> bool:
+        """Whether the device has come this far."""
+        return True
+
+    def synchronize(self) -> None:
+        """A wait."""
+        self._stand_in.wait("synchronize")
+
+    def elapsed_time(self, other: Any) -> float:
+        """Milliseconds."""
+        return 0.0
+
+
+@contextlib.contextmanager
+def standing_in() -> Iterator[StandIn]:
+    """Within this context, the accelerator is the stand-in; enter it before a trainer is made."""
+    stand_in, accelerator = StandIn(), type(get_accelerator())
+
+    def synchronize(*args: Any, **kwargs: Any) -> None:
+        stand_in.wait("synchronize")
+
+    def typed(dtype: torch.dtype) -> property:
+        return property(lambda self: functools.partial(torch.tensor, dtype=dtype, device=DEVICE))
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (accelerator, "device_name", _device_name),
+        (accelerator, "current_device_name", lambda self: str(DEVICE)),
+        (accelerator, "synchronize", synchronize),
+        (accelerator, "FloatTensor", typed(torch.float32)),
+        (accelerator, "ByteTensor", typed(torch.uint8)),
+        (torch.cuda, "synchronize", synchronize),
+        (torch.cuda, "reset_peak_memory_stats", lambda *args: None),
+        (torch.cuda, "max_memory_allocated", lambda *args: 0),
+        (torch.cuda, "Event", functools.partial(_Event, stand_in)),
+        (torch.distributed, "barrier", synchronize),
+        (torch, "get_rng_state", _kept_on_host(torch.get_rng_state)),  # of a generator on either side
+        (torch, "from_numpy", _kept_on_host(torch.from_numpy)),
+    ]
+    # torch takes a mode off the stack while one of its functions runs, and ``backward`` runs a whole pass.
+    replaced.append((torch.autograd, "_engine_run_backward", _within(stand_in, torch.autograd._engine_run_backward)))
+    for name in ("all_gather_object", "broadcast_object_list"):
+        replaced.append((torch.distributed, name, _blocking(stand_in, getattr(torch.distributed, name))))
+    with contextlib.ExitStack() as patched:
+        for owner, name, value in replaced:
+            patched.enter_context(mock.patch.object(owner, name, value))
+        patched.enter_context(mock.patch.object(RolloutEngine, "generate", _uncounted(stand_in)))
+        # A recomputation is compared with its forward by shape, dtype and device, and torch looks at the last of them
+        # now inside of one of its functions, now outside.
+        patched.enter_context(mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, {"default": _shape}))
+        patched.enter_context(stand_in)
+        yield stand_in
+
+
+def _device_name(accelerator: Any, device_index: int | None = None) -> str:
+    """What DeepSpeed moves to; others ask for the kind of device."""
+    return str(DEVICE) if caller()[0] == "deepspeed" else DEVICE.type
+
+
+def _kept_on_host(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The function, whose tensors the mode would not see being made."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return as_host(function(*args, **kwargs))
+
+    return called
+
+
+def _shape(tensor: torch.Tensor) -> dict[str, Any]:
+    return {"shape": tensor.shape, "dtype": tensor.dtype}
+
+
+def _within(stand_in: StandIn, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with the mode on the stack."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with stand_in:
+            return function(*args, **kwargs)
+
+    return called
+
+
+def _blocking(stand_in: StandIn, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective of Python objects is one wait, whatever it does inside."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        stand_in.wait("objects of other ranks")
+        before, stand_in.counting = stand_in.counting, False
+        try:
+            return function(*args, **kwargs)
+        finally:
+            stand_in.counting = before
+
+    return called
+
+
+def _uncounted(stand_in: StandIn) -> Callable[..., Any]:
+    """``RolloutEngine.generate``, which a token of every completion waits for anyway."""
+    generate = RolloutEngine.generate
+
+    @functools.wraps(generate)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        before, stand_in.counting = stand_in.counting, False
+        try:
+            return generate(*args, **kwargs)
+        finally:
+            stand_in.counting = before
+
+    return called
+
+
+def waits_of(make: Callable[[int], AlignmentTrainer]) -> dict[int, list[Wait]]:
+    """The waits of step :data:`COUNTED`, by micro-batches in a window: :data:`FEW` and :data:`MANY`.
+
+    Args:
+        make: gives a trainer of :data:`STEPS` steps, whose windows have so many micro-batches of equal shapes; called
+            within the stand-in.
+    """
+    found = {}
+    for number in (FEW, MANY):
+        with standing_in() as stand_in:
+            trainer = make(number)
+            trainer.phases._cuda = torch.device("cuda")
+            with mock.patch.object(TrainingLoop, "_step", _numbered(stand_in, TrainingLoop._step)):
+                trainer.train()
+            stand_in.counting = False
+            trainer.close()
+        found[number] = [wait for wait in stand_in.waits if wait.step == COUNTED]
+    return found
+
+
+def _numbered(stand_in: StandIn, step: Callable[..., Any]) -> Callable[..., Any]:
+    """``TrainingLoop._step``, which begins a step; what is between two belongs to the one before."""
+
+    @functools.wraps(step)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        stand_in.step += 1
+        return step(*args, **kwargs)
+
+    return called
+
+
+def shares(found: dict[int, list[Wait]]) -> dict[str, Share]:
+    """What a micro-batch and a step cost, by owner: see :data:`OWNERS`; others are among ``ours``."""
+    counts = {
+        number: Counter(wait.owner if wait.owner in OWNERS else "ours" for wait in waits)
+        for number, waits in found.items()
+    }
+    result = {}
+    for owner in OWNERS:
+        few, many = (counts[number][owner] for number in (FEW, MANY))
+        each = (many - few) / (MANY - FEW)
+        result[owner] = Share(each, few - FEW * each)
+    return result
+
+
+def places(waits: list[Wait]) -> list[tuple[int, str]]:
+    """How often each place waited, the most frequent first."""
+    counted = Counter(f"{wait.owner:12} {wait.kind:20} {wait.place}" for wait in waits)
+    return [(number, place) for place, number in counted.most_common()]
