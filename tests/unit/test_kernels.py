@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +34,17 @@ KERNEL_OF = {  # by the class that has it
     "LigerGEGLUMLP": "geglu",
     "LigerReLUSquared": "relu_squared",
 }
+
+
+@pytest.fixture(autouse=True)
+def plain_modelling_files() -> Iterator[None]:
+    """Liger's rotary embedding stays in a modelling file, and would run in Triton's interpreter in later tests."""
+    yield
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformers.models."):
+            for key, value in list(vars(module).items()):
+                if plain := getattr(value, "__dict__", {}).get("without_liger"):
+                    setattr(module, key, plain)
 
 
 def source(config: Any = None, **init_kwargs: Any) -> ModelSource:

@@ -46,8 +46,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever ran before."""
+    """Whatever ran before: the choice of other tests, and a group whose ranks have no GPU."""
     monkeypatch.setattr(choice, "_settled", {})
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
 
 
 # Passes --------------------------------------------------------------------------------------------------------------
