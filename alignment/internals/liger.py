@@ -14,10 +14,27 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
+
+
+def _silu(x: Tensor) -> Tensor:
+    return F.silu(x)
+
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
 
 
 def kernels_by_type() -> dict[str, frozenset[str]]:
@@ -34,12 +51,25 @@ def kernels_by_type() -> dict[str, frozenset[str]]:
     }
 
 
+def left_out(model_type: str) -> frozenset[str]:
+    """The kernels that Liger leaves out of a type unless they are asked for.
+
+    Then most of its functions put nothing in and log a warning, and others raise ``NotImplementedError``: it has no
+    such kernel that fits. Seen with liger-kernel 0.8.
+    """
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    parameters = inspect.signature(MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]).parameters.values()
+    return frozenset(each.name for each in parameters if each.default is False) - {*LOSSES}
+
+
 def put_into(model: PreTrainedModel, kernels: Mapping[str, bool]) -> None:
     """Replace the forward of a model's layers by Liger's kernels; its losses are left out.
 
     ``apply_liger_kernel_to_…`` is public, but not which of them is for a type, and each also puts its classes and its
-    rotary embedding into the modelling file. The classes are put back; the rotary embedding, which is a function of
-    the file, calls the kernel on a GPU and transformers' own on a CPU. Seen with liger-kernel 0.8, transformers 5.23.
+    rotary embedding into the modelling file, and Nemotron's its activation into the table of all models. The classes
+    and the activation are put back; the rotary embedding, which is a function of the file, calls the kernel on a GPU
+    and transformers' own on a CPU. Seen with liger-kernel 0.8, transformers 5.23.
 
     Args:
         model: of one of the types of :func:`kernels_by_type`.
@@ -47,12 +77,14 @@ def put_into(model: PreTrainedModel, kernels: Mapping[str, bool]) -> None:
 
     Raises:
         TypeError: Liger does not know this class, though it knows its type.
-        ValueError: likewise.
+        ValueError: likewise; or a layer has another activation than the kernel, which Liger would replace unseen.
+        ImportError: what the kernels of this type import is missing.
+        NotImplementedError: a kernel that was asked for does not exist for this type.
     """
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     file = sys.modules[type(model).__module__]
-    before = dict(vars(file))
+    before, table, own = dict(vars(file)), activation_table(), _activations(model)
     try:
         _apply_liger_kernel_to_instance(model=model, **{**kernels, **dict.fromkeys(LOSSES, False)})
     finally:
@@ -62,6 +94,35 @@ def put_into(model: PreTrainedModel, kernels: Mapping[str, bool]) -> None:
                 continue
             is_function = inspect.isfunction(plain) and not isinstance(plain, type)
             setattr(file, name, _by_device(found, plain) if is_function else plain)
+        ACT2FN.update(table)
+    _check_activations(model, own)
+
+
+def activation_table() -> dict[str, Any]:
+    """transformers' activations by name, as classes: its own way to read an entry makes an instance of it."""
+    return {name: dict.__getitem__(ACT2FN, name) for name in ACT2FN}
+
+
+def _activations(model: nn.Module) -> dict[nn.Module, Callable[[Tensor], Tensor]]:
+    """The activation of each feed-forward layer, which transformers calls ``act_fn`` or ``activation_fn``."""
+    named = ((each, getattr(each, "act_fn", getattr(each, "activation_fn", None))) for each in model.modules())
+    return {each: function for each, function in named if callable(function)}
+
+
+def _check_activations(model: nn.Module, before: Mapping[nn.Module, Callable[[Tensor], Tensor]]) -> None:
+    """Compare the activations that layers had with those of the kernels that they compute by now.
+
+    Liger looks at a configuration's activation where it builds a layer, but not where it changes one.
+    """
+    points = torch.linspace(-4, 4, 33)
+    for module, own in before.items():
+        kernel, theirs = module._get_name(), _silu
+        if type(getattr(module, "act_fn", None)).__name__ == "LigerReLUSquared":
+            kernel, theirs = "LigerReLUSquared", _squared_relu
+        elif "GEGLU" in kernel:
+            theirs = _tanh_gelu
+        if kernel.startswith("Liger") and not torch.allclose(own(points), theirs(points), atol=1e-5):
+            raise ValueError(f"{kernel} computes another activation than the model's {type(own).__name__}")
 
 
 def _by_device(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from alignment.config.errors import ModelError, first_line
 from alignment.internals.liger import kernels_by_type, put_into
 from alignment.models.architectures import decoder_of
 
-HUB = ("use_kernels", "kernel_config")  # the arguments of ``from_pretrained``
+HUB = "use_kernels"  # the argument of ``from_pretrained``
 
 
 def liger_type(config: PretrainedConfig) -> str | None:
@@ -45,26 +46,45 @@ def put_liger_kernels(model: PreTrainedModel, kernels: Mapping[str, bool] | None
         if target is None or liger_type(target.config) is None:
             raise ValueError(f"it has no kernels for a {model.config.model_type} model")
         put_into(target, kernels or {})
-    except (TypeError, ValueError, AttributeError, ImportError) as error:
+    except (TypeError, ValueError, AttributeError, ImportError, NotImplementedError) as error:
         raise ModelError(
             f"use_liger_kernel: Liger cannot be put into a {type(model).__name__}: {first_line(error)}; leave it out"
         ) from error
 
 
-def hub_kernels(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments of ``from_pretrained``, and those of the hub's kernels if they are asked for."""
-    rest = {name: value for name, value in kwargs.items() if name not in HUB}
-    asked = kwargs.get("use_kernels") or kwargs.get("kernel_config") is not None
-    return rest, {name: kwargs[name] for name in HUB if name in kwargs} if asked else {}
+def hub_kernels(kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The arguments of ``from_pretrained``, and whether the hub's kernels are asked for among them."""
+    return {name: value for name, value in kwargs.items() if name != HUB}, bool(kwargs.get(HUB))
 
 
-def put_hub_kernels(model: PreTrainedModel, asked: Mapping[str, Any]) -> None:
+def put_hub_kernels(model: PreTrainedModel) -> None:
     """Replace a model's layers by kernels of the hub, which are those for training where it is trained.
 
     ``from_pretrained`` chooses them in evaluation mode, and so without a backward pass.
+
+    Raises:
+        ModelError: they cannot be had.
     """
-    if asked:
-        training = model.training
+    training = model.training
+    try:
         model.train()
-        model.set_use_kernels(True, asked.get("kernel_config"))
+        model.set_use_kernels(True)
         model.train(training)
+    except (ValueError, TypeError, AttributeError, ImportError, OSError, RuntimeError) as error:
+        raise ModelError(
+            f"{HUB}: kernels of the hub cannot be put into a {type(model).__name__}: {first_line(error)}; leave it out"
+        ) from error
+
+
+def choose_hub_kernels_again(module: nn.Module) -> None:
+    """Choose a model's kernels of the hub for the device and the mode that it is in by now.
+
+    They are chosen by the device of its parameters, and a model is loaded in host memory. transformers itself chooses
+    again only where a model goes from training to evaluation or back, which one that is never trained does not.
+
+    Args:
+        module: the model, or what wraps it; without such kernels nothing is done.
+    """
+    for model in module.modules():
+        if isinstance(model, PreTrainedModel) and model.use_kernels:
+            model.set_use_kernels(True)

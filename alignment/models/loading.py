@@ -88,7 +88,8 @@ def load_model(
     if quantization is not None:
         prepare_quantized(model, quantization)
     loaded: PreTrainedModel = model
-    put_hub_kernels(loaded, kernels)
+    if kernels:
+        put_hub_kernels(loaded)
     return loaded
 
 

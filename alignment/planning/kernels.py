@@ -7,11 +7,11 @@ from importlib.util import find_spec
 
 from transformers.utils import is_kernels_available
 
-from alignment.config.errors import OptionError, did_you_mean, setting
+from alignment.config.errors import OptionError, did_you_mean, first_line, setting
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import device
-from alignment.internals.liger import LOSSES, kernels_by_type
-from alignment.models.kernels import liger_type
+from alignment.internals.liger import LOSSES, kernels_by_type, left_out
+from alignment.models.kernels import HUB, liger_type
 from alignment.models.source import ModelSource
 
 _CPU = "its kernels run on a GPU, and this run computes on the CPU; leave it out"
@@ -36,7 +36,10 @@ def check_kernels(options: AlignmentConfig, sources: Iterable[ModelSource | None
         OptionError: there is no GPU, no library, or no kernel for a type or of a name.
     """
     given = [source for source in sources if source is not None]
-    hub = [source for source in given if source.init_kwargs.get("use_kernels")]
+    for source in given:
+        if source.init_kwargs.get("kernel_config") is not None:
+            raise OptionError("model_init_kwargs: kernel_config is not supported; set use_kernels: true alone")
+    hub = [source for source in given if source.init_kwargs.get(HUB)]
     _check_hub(options, hub)
     if not options.use_liger_kernel:
         if options.liger_kernel_config is not None:
@@ -71,7 +74,10 @@ def _check_liger(options: AlignmentConfig, sources: list[ModelSource]) -> None:
         raise OptionError(f"{named}: {_CPU}")
     if find_spec("liger_kernel") is None:
         raise OptionError(f'{named}: liger-kernel is not installed; run pip install "deepspeed-alignment[liger]"')
-    known = kernels_by_type()
+    try:
+        known = kernels_by_type()
+    except ImportError as error:
+        raise OptionError(f"{named}: liger-kernel cannot be imported: {first_line(error)}; leave it out") from error
     for source in sources:
         name = liger_type(source.config)
         if name is None:
@@ -92,3 +98,5 @@ def _check_names(options: AlignmentConfig, model_type: str, names: frozenset[str
             raise OptionError(f"{text}: Liger has no such kernel for a {model_type} model{near}")
         if not isinstance(value, bool):
             raise OptionError(f"{text}: must be true or false")
+        if value and key in left_out(model_type):
+            raise OptionError(f"{text}: Liger's kernel does not fit a {model_type} model; leave it out")

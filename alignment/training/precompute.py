@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from alignment.config.errors import OptionError
+from alignment.config.options import AlignmentConfig
 from alignment.config.options_model import ReferenceOptions
 from alignment.data.batching import MicroBatches
 from alignment.data.windows import Rows, WindowPlan, plan_window, set_partners
@@ -179,7 +180,7 @@ class ReferenceStores:
             "lengths": asdict(limits_of(args)),
             "partners": order_seed(args) if method.draws_partners else None,
             "mismatched": method.draws_partners,
-            "model": {**(self._content or {}), "attention": args.attn_implementation},
+            "model": {**(self._content or {}), "attention": args.attn_implementation, **_kernels(args)},
             "adapters": self._adapters,
             "dtype": str(plan.dtype),
             "quantisation": None if quantization is None else quantization.config.to_dict(),
@@ -253,6 +254,11 @@ class ReferenceStores:
                 saved += f", so with num_train_epochs={epochs:g} only later runs gain time"
         saved = saved if one.data is self.context.train_data else ""
         self.context.tell(f"reference log-probs of {one.data.where}: {how} {place}{saved}")
+
+
+def _kernels(args: AlignmentConfig) -> dict[str, object]:
+    """Layer kernels, which round in ways of their own; those of the hub are among the arguments of the model."""
+    return {"liger": args.liger_kernel_config or {}} if args.use_liger_kernel else {}
 
 
 def rows_content(data: PreparedData, completions: Iterable[str]) -> str:

@@ -8,9 +8,6 @@ from typing import NamedTuple
 
 from alignment.data.batching import AnyBatch
 from alignment.data.windows import WindowCounts, WindowPlan
-from alignment.engines.watch.requests import REQUESTS
-from alignment.engines.watch.safe_points import agreed_reason
-from alignment.engines.watch.stop import Cut
 from alignment.internals.torch import schedule_may_go_first
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData
@@ -87,8 +84,6 @@ class OptimizerStep:
         """Compute the gradient of the window that overflowed again and apply it; return its norm."""
         policy = self.engines.policy
         self.overflows.lower_scale(policy, self.context.state.global_step + 1)
-        if agreed_reason(REQUESTS.asked()) is not None:
-            raise Cut
         self.engines.window_pass.repeat()
         with self.context.phases("step"):
             return policy.step()

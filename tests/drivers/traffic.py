@@ -14,7 +14,8 @@ from unittest import mock
 
 import torch
 from deepspeed import comm
-from fragment_runs import Case, engine, masters
+from fragment_runs import LAYERS, Case, engine, masters
+from helpers import zero
 from torch import Tensor
 
 from alignment.data.batching import Batch, collate
@@ -28,9 +29,12 @@ CASES = (
     "stage2/fp32/sgd",
     "stage2-offload/fp32/sgd",
     "stage2-round-robin/fp32/sgd",
+    "stage2-offload-round-robin/fp32/sgd",
     "stage2-fp32-accumulation/bf16/sgd",
     "stage2-offload-fp32-accumulation/bf16/sgd",
 )
+LAYERS["stage2-offload-round-robin"] = zero(2, optimizer=True)  # zero2_offload.json on several ranks
+LAYERS["stage2-offload-round-robin"]["zero_optimization"]["round_robin_gradients"] = True
 MICRO_BATCHES = 6  # of a window, over all ranks; one window has but one on each
 # An expert that no token goes through: not in the last micro-batch of the first rank, nor in any of the second one.
 IDLE = {2, 3, 4, 5}

@@ -13,7 +13,7 @@ import torch
 from conftest import DRIVERS, ROOT
 from transformers import LlamaForCausalLM
 
-from alignment.internals.liger import LOSSES, kernels_by_type, put_into
+from alignment.internals.liger import LOSSES, kernels_by_type, left_out, put_into
 from tools.architectures.comparison import types
 from tools.architectures.tiny import tiny_model
 from tools.ranks.client import environment
@@ -48,6 +48,7 @@ def test_types_and_names_of_kernels() -> None:
     assert {"llama", "qwen2", "qwen3", "gemma2", "mistral", "phi3"} <= known.keys()
     assert known["llama"] == {"rope", "rms_norm", "swiglu", *LOSSES}
     assert "geglu" in known["gemma2"]
+    assert left_out("llama") == frozenset() and left_out("glm4") == {"rope"} and left_out("gpt_oss") == {"swiglu"}
 
 
 @pytest.mark.ci

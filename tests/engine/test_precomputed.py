@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -212,7 +213,10 @@ def adapter(model: str, folder: Path, seed: int) -> str:
 
 def test_the_key_has_all_that_decides_the_numbers(models: dict[str, str], tmp_path: Path) -> None:
     """And nothing that does not: sweeps over these find the store."""
-    own = key_of(make("KTO", models["policy"], None, tmp_path))
+    trainer = make("KTO", models["policy"], None, tmp_path)
+    own = key_of(trainer)
+    with mock.patch.object(trainer.args, "use_liger_kernel", True):  # which a run without a GPU refuses
+        assert key_of(trainer)["model"] == {**own["model"], "liger": {}}
     assert list(own) == ["rows", "lengths", "partners", "mismatched", "model", "adapters", "dtype", "quantisation"]
     for part, change in CHANGES:
         other = key_of(make("KTO", models["policy"], None, tmp_path, **change))

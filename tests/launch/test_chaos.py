@@ -123,7 +123,12 @@ def test_random_moments(chaos: Chaos, method: str) -> None:
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("launcher", "method", "victim"), [("deepspeed", "kto", 1), ("deepspeed", "online_dpo", 0), ("torchrun", "kto", 0)]
+    ("launcher", "method", "victim"),
+    [
+        pytest.param("deepspeed", "kto", 1, marks=pytest.mark.slow),
+        ("deepspeed", "online_dpo", 0),
+        ("torchrun", "kto", 0),
+    ],
 )
 @pytest.mark.usefixtures("launch")  # so that it runs among the tests that start processes
 def test_under_a_launcher(chaos: Chaos, tmp_path: Path, launcher: str, method: str, victim: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BertGenerationConfig, PreTrainedModel, XLMConfig
 
-from alignment.config.errors import ModelError
+from alignment.config.errors import ModelError, OptionError
 from alignment.engines.rollout.memory import completion_bytes
 from alignment.models.architectures import REFUSED, decoder_of
 from alignment.models.checking import check_scorer
@@ -100,7 +100,23 @@ def test_rounding_passes_the_check(model_type: str, dtype: torch.dtype) -> None:
         check_scorer(CompletionScorer(tiny_model(model_type, seed).to(dtype)), CPU)
 
 
+@pytest.mark.parametrize("gain", [0.0, 1e-4])
+def test_logits_that_are_next_to_nothing_pass_the_check(gain: float) -> None:
+    """A head of zeros too: its log-probs are the logarithm of the vocabulary's size, and round."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(gain)
+    check_scorer(CompletionScorer(model), CPU)
+
+
+def test_what_the_head_says_is_not_taken_for_the_models_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALIGNMENT_HEAD_TILES", "tritn")
+    with pytest.raises(OptionError, match="^ALIGNMENT_HEAD_TILES=tritn: expected one of"):
+        check_scorer(CompletionScorer(tiny_model("llama")), CPU)
+
+
 def test_a_model_that_sees_what_follows_is_refused() -> None:
+    torch.manual_seed(0)  # one whose attention hardly matters: logits change by a thousandth of the largest
     config = XLMConfig(vocab_size=97, emb_dim=32, n_layers=1, n_heads=4, max_position_embeddings=64)
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ModelError, match=r"XLMWithLMHeadModel \(xlm\) is not causal: logits change by "):

@@ -447,10 +447,10 @@ def test_refused_plans(options: dict[str, Any], base: dict[str, Any], said: list
 def test_fp16_needs_an_accelerator_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.accelerator import get_accelerator
 
-    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
+    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: False)
     with pytest.raises(OptionError, match="fp16=True: the accelerator 'cpu' does not support fp16; set bf16=true"):
         plan_dtypes(KTOConfig("out", fp16=True), {})
-    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
     assert plan_dtypes(KTOConfig("out", fp16=True), {}).compute == "float16"
 
 

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from helpers import make_model, options, tiny_config
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, OPTConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM, OPTConfig
 
 from alignment import KTOConfig, KTOTrainer
 from alignment.config.errors import AlignmentError, ModelError, OptionError
-from alignment.internals.liger import kernels_by_type
+from alignment.engines.scoring import checked
+from alignment.internals.liger import activation_table, kernels_by_type
 from alignment.models import kernels as model_kernels
 from alignment.models.kernels import hub_kernels, put_hub_kernels, put_liger_kernels
 from alignment.models.loading import load_model
+from alignment.models.scorer import CompletionScorer
 from alignment.models.source import ModelSource
 from alignment.planning import kernels
 from alignment.planning.kernels import check_kernels
 from alignment.training.checkpointing.fingerprints import compared_options
+from tools.architectures.tiny import tiny_config as shrunk
+
+CPU = torch.device("cpu")
+KERNEL_OF = {  # by the class that has it
+    "LigerSwiGLUMLP": "swiglu",
+    "LigerPhi3SwiGLUMLP": "swiglu",
+    "LigerGEGLUMLP": "geglu",
+    "LigerReLUSquared": "relu_squared",
+}
 
 
 def source(config: Any = None, **init_kwargs: Any) -> ModelSource:
@@ -133,6 +145,29 @@ def test_kernels_are_put_where_a_model_is_loaded(tmp_path: Path, monkeypatch: py
     assert put == [("LlamaForCausalLM", {"rope": False})]
 
 
+@pytest.mark.parametrize(
+    ("model_type", "changes", "kernel"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "LigerSwiGLUMLP"),
+        ("phi3", {"hidden_act": "relu"}, "LigerPhi3SwiGLUMLP"),
+        ("gemma2", {"hidden_activation": "gelu"}, "LigerGEGLUMLP"),
+        ("nemotron", {"hidden_act": "gelu"}, "LigerReLUSquared"),
+    ],
+)
+def test_another_activation_is_never_replaced(model_type: str, changes: dict[str, Any], kernel: str) -> None:
+    """Liger looks at a configuration's activation only where it builds a layer; and other models keep theirs."""
+    before = activation_table()
+    own = shrunk(model_type)
+    put_liger_kernels(AutoModelForCausalLM.from_config(own), None)
+    for name, value in changes.items():
+        setattr(own, name, value)
+    other = AutoModelForCausalLM.from_config(own)
+    with pytest.raises(ModelError, match=f"{kernel} computes another activation than the model's"):
+        put_liger_kernels(other, None)
+    put_liger_kernels(AutoModelForCausalLM.from_config(own), {KERNEL_OF[kernel]: False})
+    assert activation_table() == before
+
+
 def test_a_class_that_liger_does_not_know_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(
         OPTConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=9, ffn_dim=8)
@@ -168,9 +203,59 @@ def test_kernels_of_the_hub_are_those_for_training(tmp_path: Path, monkeypatch: 
     assert modes == [(False, False, None), (True, True, None)] and not model.training
     load_model(path, torch.float32, ds_config={}, init_kwargs={"use_kernels": False})
     assert modes[2:] == [(False, False, None)]
-    assert hub_kernels({"a": 1, "kernel_config": 2}) == ({"a": 1}, {"kernel_config": 2})
-    put_hub_kernels(model, {})
-    assert modes[3:] == []
+    assert hub_kernels({"a": 1, "use_kernels": True}) == ({"a": 1}, True)
+    assert hub_kernels({"a": 1}) == ({"a": 1}, False)
+
+
+def test_kernels_of_the_hub_that_cannot_be_had_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Any, use: bool, config: Any = None) -> None:
+        raise OSError("We couldn't connect to the hub\nand more")
+
+    model = AutoModelForCausalLM.from_config(tiny_config("tied"))
+    monkeypatch.setattr(LlamaForCausalLM, "set_use_kernels", broken)
+    with pytest.raises(ModelError, match="^use_kernels: kernels of the hub cannot be put into a Llama.*: We c"):
+        put_hub_kernels(model)
+
+
+def test_kernels_of_the_hub_are_chosen_where_the_engine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model is loaded in host memory, and a reference never changes its mode: it would have a CPU's kernels."""
+    chosen: list[Any] = []
+    monkeypatch.setattr(
+        LlamaForCausalLM, "set_use_kernels", lambda self, use, config=None: chosen.append((self.device.type, use))
+    )
+    for asked in (False, True):
+        model = AutoModelForCausalLM.from_config(tiny_config("tied")).to("meta")
+        model._use_kernels = asked  # what set_use_kernels leaves behind
+        engine, task = mock.Mock(device=CPU, scorer=CompletionScorer(model)), mock.Mock()
+        checked(engine, task)
+        assert chosen == [("meta", True)] * asked
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_configuration_of_kernels_is_refused() -> None:
+    """It replaces layers before the weights are read, in a class that a JSON or YAML file cannot hold."""
+    with pytest.raises(OptionError, match="kernel_config is not supported; set use_kernels: true alone"):
+        check(source(kernel_config=object()))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("model_type", "kernel"), [("deepseek_v3", "rope"), ("glm4", "rope"), ("gpt_oss", "swiglu")])
+def test_a_kernel_that_liger_would_leave_out_is_refused(model_type: str, kernel: str) -> None:
+    """It logs a warning and goes on, or raises an error of its own once the weights are loaded."""
+    given = source(CONFIG_MAPPING[model_type]())
+    assert check(given, use_liger_kernel=True, liger_kernel_config={kernel: False}) == []
+    with pytest.raises(OptionError, match=f"{kernel}=True: Liger's kernel does not fit a {model_type} model"):
+        check(given, use_liger_kernel=True, liger_kernel_config={kernel: True})
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_liger_that_cannot_be_imported_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ImportError("liger-kernel requires transformers >= 5.0.0, got 4.57")
+
+    monkeypatch.setattr(kernels, "kernels_by_type", broken)
+    with pytest.raises(OptionError, match="liger-kernel cannot be imported: liger-kernel requires transformers"):
+        check(use_liger_kernel=True)
 
 
 def test_a_run_goes_on_with_the_kernels_that_it_began_with() -> None:

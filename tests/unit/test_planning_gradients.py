@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from alignment.planning.gradients import (
     Situation,
     Sizes,
     bytes_in_use,
-    capacity,
     plan_gradients,
     situation_of,
     sizes_of,
@@ -113,18 +111,16 @@ def test_sizes_are_those_of_the_model_and_of_the_rank_with_least_room(monkeypatc
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7, dtype=torch.bfloat16))
     model[1].requires_grad_(False)
     monkeypatch.setattr(gradients, "gathered", lambda own: [own, (70, 20), (60, 40)])
-    monkeypatch.setattr(gradients, "capacity", lambda: 100)
+    monkeypatch.setattr(gradients, "total_bytes", lambda where: 100)
     assert sizes_of(model, 10) == Sizes(20 * 4 + 42 * 2, 20, 40, 100)
 
 
-def test_a_cards_own_cap_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lies_on_a_card_already(monkeypatch: pytest.MonkeyPatch) -> None:
     init_distributed(use_cpu=True)
-    assert bytes_in_use() == 0 and capacity() > 2**28
+    assert bytes_in_use() == 0
     monkeypatch.setattr(gradients, "device", lambda: torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=24_000))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.5)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 7)
-    assert (capacity(), bytes_in_use()) == (12_000, 7)
+    assert bytes_in_use() == 7
 
 
 def test_the_situation_is_read_off_the_json() -> None:

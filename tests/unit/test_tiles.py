@@ -246,6 +246,20 @@ def test_a_target_outside_the_vocabulary(target: int) -> None:
     torch.testing.assert_close(coefficients, expected)
 
 
+def test_targets_and_biases_that_lie_apart() -> None:
+    """As a column of a matrix does: the kernels count entries from a first one."""
+    from alignment.models.tiles import fused
+
+    torch.manual_seed(0)
+    logits, pairs = torch.randn(4, 20, device=HERE), torch.randint(0, 20, (4, 2), device=HERE)
+    targets, bias = pairs[:, 1], torch.randn(20, 2, device=HERE)[:, 1]
+    expected = (logits + bias).log_softmax(1)
+    found = fused.measure(logits, bias, targets, LogitTransform(), False)
+    torch.testing.assert_close(found.logps, expected.gather(1, targets[:, None])[:, 0])
+    ours = fused.differentiate(logits, bias, targets, found.lse, LogitTransform(), torch.float32)
+    torch.testing.assert_close(ours, torch.nn.functional.one_hot(targets, 20) - expected.exp())
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_coefficients_take_the_place_of_the_logits(dtype: torch.dtype) -> None:
@@ -372,7 +386,7 @@ def test_without_triton_it_is_torchs_operations(
 def test_settled_once_and_before_a_scorer_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(choice, "_reason_against", lambda device: calls.append(device.type))
-    task, engine = mock.Mock(), mock.Mock(device=torch.device("cuda"))
+    task, engine = mock.Mock(), mock.Mock(device=torch.device("cuda"), scorer=torch.nn.Module())
     task.check_scorer.side_effect = lambda *_: calls.append("checked")
     for _ in range(2):
         checked(engine, task)

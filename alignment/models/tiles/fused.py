@@ -52,8 +52,8 @@ def measure(logits: Tensor, bias: Tensor | None, targets: Tensor, transform: Log
             kernels.measure[(logits.shape[0],)](
                 logits,
                 logits.stride(0),
-                logits if bias is None else bias,
-                targets,
+                logits if bias is None else bias.contiguous(),
+                targets.contiguous(),
                 out,
                 out.stride(0),
                 logits.shape[1],
@@ -100,8 +100,8 @@ def differentiate(
             kernels.differentiate[(logits.shape[0],)](
                 logits,
                 logits.stride(0),
-                logits if bias is None else bias,
-                targets,
+                logits if bias is None else bias.contiguous(),
+                targets.contiguous(),
                 shift,
                 shift if total is None else total,
                 shift if grad is None else grad,
