@@ -42,10 +42,10 @@ def fills(folder: Path) -> bool:
     return alone
 
 
-def _seen(folder: Path, name: str) -> bool:
-    """Whether a file shows up; listing its folder makes NFS ask the server, where a look at the name may not."""
+def _seen(folder: Path, *names: str) -> bool:
+    """Whether files show up; listing their folder makes NFS ask the server, where a look at a name may not."""
     deadline = time.monotonic() + _PATIENCE_S
-    while name not in os.listdir(folder):
+    while not {*names} <= {*(os.listdir(folder) if folder.is_dir() else ())}:
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_S)
@@ -63,7 +63,7 @@ def check_filled(folder: Path, names: Sequence[str], what: str) -> None:
     Raises:
         DataError: on every rank, naming the hosts that lack one.
     """
-    missing = any(not (folder / name).is_dir() for name in names)
+    missing = not _seen(folder, *names)  # another node may have written them a moment ago
     found = gathered((socket.gethostname(), str(folder), missing))
     lacking = sorted({f"{host} ({place})" for host, place, lacks in found if lacks})
     if lacking:

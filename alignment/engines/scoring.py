@@ -214,7 +214,7 @@ class PolicyEngine(ScoringEngine):
             hold_back(self.engine)
             self._holding = True
         loss = scaled_where_missing(self.engine, loss)
-        with balanced_module_stack():
+        with balanced_module_stack(), self.scorer.packing():
             self.engine.backward(loss * self.world_size, scale_wrt_gas=False)
         if not self._begun and not self._holding:
             drop_older(self.engine, several=not last)

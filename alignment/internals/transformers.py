@@ -51,18 +51,28 @@ def parameter_names_outside(model: nn.Module, layers: Sequence[type[nn.Module]],
 
 @contextlib.contextmanager
 def deciding_on_packing(
-    decide: Callable[[Tensor, Callable[[Tensor], Tensor | None]], Tensor | None],
+    decide: Callable[[Tensor, Callable[[Tensor], Tensor | None]], Tensor | None], known: Callable[[], bool]
 ) -> Iterator[None]:
     """Within this context ``decide`` says whether rows without an attention mask are packed sequences.
 
     It is given the positions that the model made, (B, T), and the library's own function of them: None where every row
     is one sequence, else the number of the sequence that each token is of. That function looks at the values, in every
-    forward, and the host waits for them; no argument of a model says that it need not. Seen with transformers 5.23.
+    forward, and the host waits for them. With FlashAttention each layer looks at those of a single row once more, also
+    as it is computed again in a backward pass, unless ``known`` says that they are one sequence. No argument of a
+    model says that nobody need look. Seen with transformers 5.23.
     """
-    from transformers import masking_utils
+    from transformers import masking_utils, modeling_flash_attention_utils
 
     look = masking_utils.find_packed_sequence_indices
-    with mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda positions: decide(positions, look)):
+    in_layer = modeling_flash_attention_utils._is_packed_sequence
+
+    def layer(positions: Tensor | None, batch_size: int) -> Any:
+        return False if known() else in_layer(positions, batch_size)
+
+    with (
+        mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda positions: decide(positions, look)),
+        mock.patch.object(modeling_flash_attention_utils, "_is_packed_sequence", layer),
+    ):
         yield
 
 

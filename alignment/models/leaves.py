@@ -20,10 +20,13 @@ from alignment.internals.deepspeed_zero3 import forget_leaf
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The layers of the decoder; none where the model keeps them in another way than in one list."""
+    """The layers of the decoder; none where the model keeps them in another way than in one list.
+
+    An image encoder may have as many layers, and a layer as many experts: the list with most parameters is it.
+    """
     number = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == number)
-    return list(next(lists, ()))
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == number]
+    return list(max(lists, key=whole_parameters, default=()))
 
 
 def mark_leaves(model: PreTrainedModel, ds_config: Mapping[str, Any]) -> list[nn.Module]:

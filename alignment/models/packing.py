@@ -25,8 +25,8 @@ class PackingCheck:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """Around a forward without an attention mask."""
-        with deciding_on_packing(self._decide):
+        """Around a forward without an attention mask, and around its backward pass, which may compute it again."""
+        with deciding_on_packing(self._decide, lambda: self.shared):
             yield
 
     def _decide(self, positions: Tensor, look: Callable[[Tensor], Tensor | None]) -> Tensor | None:

@@ -50,6 +50,7 @@ class Scorer(nn.Module):
         self.model = model
         # Re-entrant checkpointing would finish each weight's gradient once per pass, and ZeRO-1 and 2 take only one.
         self.one_pass = False
+        self.packing = PackingCheck()
 
     @property
     def reads_mask(self) -> bool:
@@ -73,7 +74,6 @@ class DecoderScorer(Scorer):
         if decoder_of(model) is None:
             raise ModelError(f"model {type(model).__name__} ({model.config.model_type}) has no decoder of its own")
         self.balancing_loss = balancing_loss(model) if router_aux_loss else None
-        self.packing = PackingCheck()
 
     @property
     def reads_mask(self) -> bool:

@@ -133,6 +133,10 @@ class OnlineResources(Resources):
             in_4bit=bool(options.reward_load_in_4bit),
             place=self._place,
         )
+        if self.cards is not None and (options.reward_placement or options.reward_deepspeed) is not None:
+            self.cards.take(
+                classifier.source, 4 if options.reward_load_in_4bit else None, classifier.frozen.placement.name
+            )
         self.classifiers.append(classifier)
         return classifier
 

@@ -11,6 +11,7 @@ from alignment.config.deepspeed import load_deepspeed_config, policy_config
 from alignment.config.dtypes import DtypePlan, plan_dtypes, planned, uses_cuda
 from alignment.config.errors import OptionError, setting
 from alignment.config.options import AlignmentConfig
+from alignment.config.options_online import OnlineOptions
 from alignment.config.placement import PLACEMENTS, placement_of, plan_frozen
 from alignment.engines.collectives import gathered
 from alignment.engines.launch_env import world_size
@@ -141,7 +142,8 @@ def plan_engines(
         options, policy, peft_config=peft_config, live=live, quantization=quantization, stage=stage
     )
     plan = replace(plan, source=policy, adapters=adapters)
-    plan = replace(plan, cards=_cards(options, plan))
+    if reference is not None or isinstance(options, OnlineOptions):
+        plan = replace(plan, cards=_cards(options, plan))
     return replace(plan, reference=_planned_reference(options, plan, reference, own, shared))
 
 
@@ -151,17 +153,17 @@ def _cards(options: AlignmentConfig, plan: EnginePlan) -> Cards | None:
     trained = None if card is None else census(plan.source)
     if card is None or trained is None:
         return None
-    itemsize, ranks, quantization = plan.compute.itemsize, world_size(), plan.source.quantization
+    ranks, quantization = world_size(), plan.source.quantization
     use = use_of_policy(
         options,
         trained,
         plan.policy,
-        itemsize=itemsize,
+        plan.dtypes,
         ranks=ranks,
         bits=None if quantization is None else quantization.bits,
-        adapters=plan.adapters is not None,
+        trained=None if plan.adapters is None else plan.adapters.trained,
     )
-    return Cards(options, use, itemsize, ranks, card)
+    return Cards(options, use, plan.compute.itemsize, ranks, card)
 
 
 def _planned_reference(
@@ -179,10 +181,10 @@ def _planned_reference(
         return AdapterReferencePlan(adapters)
     precomputed = options.ref_placement == "precomputed"
     asked = None if precomputed else options.ref_placement
-    choice = None
-    if asked is None and options.ref_deepspeed is None and cards is not None:
-        of_policy = None if plan.source.quantization is None else plan.source.quantization.bits
-        bits = 4 if options.ref_load_in_4bit else of_policy if own and options.ref_load_in_4bit is None else None
+    of_policy = None if plan.source.quantization is None else plan.source.quantization.bits
+    bits = 4 if options.ref_load_in_4bit else of_policy if own and options.ref_load_in_4bit is None else None
+    by_size, choice = asked is None and options.ref_deepspeed is None, None
+    if by_size and cards is not None:
         choice = cards.place(reference, bits, alone=precomputed)
     frozen = plan_frozen(
         options,
@@ -192,6 +194,8 @@ def _planned_reference(
         hidden_size=_width(reference),
         **shared,
     )
+    if cards is not None and not by_size and not precomputed:
+        cards.take(reference, bits, frozen.placement.name)
     as_policy = own and options.ref_load_in_4bit is None
     if own and options.ref_load_in_4bit is False:  # whole, however the policy is loaded
         kwargs = {name: value for name, value in reference.init_kwargs.items() if name != "quantization_config"}
@@ -214,9 +218,10 @@ def _planned_reference(
         )
     given = adapters if own and adapters is not None and not adapters.are_new else None
     source = replace(reference, quantization=quantization)
-    return ReferencePlan(
-        source, policy, frozen, plan.compute, precomputed, given, "" if choice is None else choice.why
-    )
+    why = "" if choice is None else choice.why
+    if by_size and planned() is not None and uses_cuda(options):
+        why = "unless the GPUs of the run have room for it"
+    return ReferencePlan(source, policy, frozen, plan.compute, precomputed, given, why)
 
 
 def _by_adapters(options: AlignmentConfig, adapters: Adapters | None, own: bool) -> bool:

@@ -99,6 +99,11 @@ def plan_gradients(sizes: Sizes, dtypes: DtypePlan, at: Situation) -> GradientPl
     return next((plan for plan in plans if plan.device_bytes <= budget), plans[-1])
 
 
+def least_bytes(trained: int, dtypes: DtypePlan, at: Situation) -> int:
+    """What gradients take of a device if no other plan fits: 0 where they wait in host memory, or without ZeRO."""
+    return 0 if at.stage == 0 else list(_candidates(Sizes(0, trained, 0, 0), dtypes, at))[-1].device_bytes
+
+
 def _candidates(sizes: Sizes, dtypes: DtypePlan, at: Situation) -> Iterator[GradientPlan]:
     wide = dtypes.accumulation_is_free and at.stage != 1 and not (at.stage == 3 and at.offloaded)
     formats = dict.fromkeys(["float32", dtypes.accumulate] if wide else [dtypes.accumulate])

@@ -489,9 +489,19 @@ def test_the_answer_about_packed_positions_is_taken(monkeypatch: pytest.MonkeyPa
         model.model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
         for positions, mask in ((packed, torch.ones_like(ids)), (packed, None))
     )
-    with internals.deciding_on_packing(lambda positions, look: None):
+    with internals.deciding_on_packing(lambda positions, look: None, lambda: True):
         found = model.model(input_ids=ids, position_ids=packed, use_cache=False).last_hidden_state
     assert torch.equal(found, whole) and not torch.allclose(found, apart)
-    with internals.deciding_on_packing(lambda positions, look: look(positions)):
+    with internals.deciding_on_packing(lambda positions, look: look(positions), lambda: False):
         found = model.model(input_ids=ids, position_ids=packed, use_cache=False).last_hidden_state
     assert torch.equal(found, apart)
+
+
+def test_the_answer_about_a_row_is_taken_in_its_layers() -> None:
+    from transformers import modeling_flash_attention_utils as flash
+
+    packed = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    for known in (True, False):
+        with internals.deciding_on_packing(lambda positions, look: None, lambda: known):  # noqa: B023
+            assert bool(flash._is_packed_sequence(packed, 1)) != known
+    assert flash._is_packed_sequence(packed, 1), "and it is as before"

@@ -45,10 +45,11 @@ def test_waits_of_kto_at_stage_2(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-def test_waits_of_a_single_row(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+def test_waits_of_a_single_row(stage: int, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers looks at positions of one row as closely as of several."""
     monkeypatch.setattr(host_waits, "_BATCH", 1)
-    within_budget(counted("KTO", 0, model, tmp_path))
+    within_budget(counted("KTO", stage, model, tmp_path))
 
 
 @pytest.mark.ci

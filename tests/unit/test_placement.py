@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,20 @@ from transformers import AutoModelForCausalLM
 
 import alignment
 from alignment.config import dtypes
+from alignment.config.dtypes import DtypePlan
 from alignment.config.options import AlignmentConfig
-from alignment.models.source import model_source
+from alignment.models.source import ModelSource, model_source
+from alignment.models.tasks import CAUSAL_LM, CLASSIFIER
 from alignment.online.resources import OnlineResources
 from alignment.planning import engines, memory
-from alignment.planning.memory import Cards, Census, Use, bytes_of_parameter, census, use_of_policy
+from alignment.planning.memory import Cards, Census, Use, bytes_of, census, use_of_policy
+from tools.architectures.tiny import tiny_config
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
-HALF = Census(494_000_000, 14_900_000, 24, 896, 4864, 32768)
-EIGHT = Census(8_030_000_000, 218_000_000, 32, 4096, 14336, 131072)
+HALF = Census(494_000_000, 14_900_000, 24, 896, 4864, 32768, linear=357_000_000, widest=136_000_000)
+EIGHT = Census(8_030_000_000, 218_000_000, 32, 4096, 14336, 131072, linear=6_980_000_000, widest=525_000_000)
+BF16 = DtypePlan("bfloat16", "float32", "bfloat16", accumulation_is_free=True)
+FP32 = DtypePlan("float32", "float32", "float32")
 CARD = 24e9
 
 
@@ -32,7 +38,7 @@ def placed(
     folder: Path, policy: Census, reference: Census, ranks: int = 1, *, config: dict[str, Any], card: float = CARD
 ) -> str:
     args = given(folder)
-    use = use_of_policy(args, policy, config, itemsize=2, ranks=ranks)
+    use = use_of_policy(args, policy, config, BF16, ranks=ranks)
     return Cards(args, use, 2, ranks, card).chosen(reference).placement
 
 
@@ -51,27 +57,39 @@ def test_what_training_takes_of_a_card(tmp_path: Path) -> None:
     """FACTS of AdamW with fp32 masters: 22 bytes per parameter at its step; less where it is divided or elsewhere."""
     args = given(tmp_path)
 
-    def weights(config: dict[str, Any], **more: Any) -> float:
-        return use_of_policy(args, HALF, config, **{"itemsize": 2, "ranks": 1, **more}).weights / HALF.parameters
+    def weights(config: dict[str, Any], dtypes: DtypePlan = BF16, **more: Any) -> float:
+        return use_of_policy(args, HALF, config, dtypes, **{"ranks": 1, **more}).weights / HALF.parameters
 
     assert weights(zero(2)) == weights(zero(0)) == 22
-    assert weights(zero(0), itemsize=4) == 20
+    assert weights(zero(0), FP32) == 20 and weights(zero(2), FP32) == 24, "ZeRO copies masters of fp32 weights too"
     assert weights(zero(2), ranks=4) == 2 + 20 / 4 and weights(zero(0), ranks=4) == 22
-    assert weights(zero(2, optimizer=True)) == 4
-    whole = 3 * 2 * HALF.layer / HALF.parameters
+    assert weights(zero(1), ranks=4) == 2 + 20 / 4 + 2 + 2 / 4, "whole gradients, and the partition that steps"
+    assert weights(zero(2, optimizer=True)) == 2, "gradients wait in host memory"
+    assert weights(zero(2, optimizer=True), replace(BF16, accumulate="float32")) == 2 + 4, "in this format they cannot"
+    whole = 2 * (3 * HALF.layer + HALF.widest) / HALF.parameters
     assert weights(zero(3), ranks=4) == pytest.approx(whole + 22 / 4)
     assert weights(zero(3, optimizer=True, parameters=True), ranks=2) == pytest.approx(whole)
-    assert weights(zero(2), adapters=True, bits=4) == pytest.approx(0.6 + 0.02 * 20)
-    assert bytes_of_parameter(2, 8) == 1.1 and bytes_of_parameter(4, None) == 4.0
+
+
+def test_what_adapters_on_packed_weights_take(tmp_path: Path) -> None:
+    """Peaks of QLoRA in FACTS, r = 16, one row of 1024 tokens: 7.7 GB of a Llama of 8B; never less is counted."""
+    args = given(tmp_path, per_device_train_batch_size=1)
+    use = use_of_policy(args, EIGHT, zero(2), BF16, ranks=1, bits=4, trained=42_000_000)
+    assert use.weights == pytest.approx(0.6 * EIGHT.linear + 2 * (EIGHT.parameters - EIGHT.linear) + 22 * 42e6)
+    assert 7.7e9 < use.weights + use.work < 1.25 * 7.7e9
+    wide = use_of_policy(args, EIGHT, zero(2), BF16, ranks=1, bits=4, trained=1_000_000_000)
+    assert wide.weights - use.weights == pytest.approx(22 * 958e6), "such as adapters beside a trained head"
+    assert bytes_of(EIGHT, 2, 8) == pytest.approx(1.1 * EIGHT.linear + 2 * (EIGHT.parameters - EIGHT.linear))
+    assert bytes_of(EIGHT, 4, None) == 4 * EIGHT.parameters
 
 
 def test_activations_count(tmp_path: Path) -> None:
     """2 T H L bytes with checkpointing and one layer of (29 + 8 f/H) T H; all layers of it without."""
     tokens, tiles = 2 * 2 * 1024, 3 * 256 * 2**20
     layer = (29 + 8 * 4864 / 896) * tokens * 896
-    work = use_of_policy(given(tmp_path), HALF, zero(2), itemsize=2, ranks=1).work
+    work = use_of_policy(given(tmp_path), HALF, zero(2), BF16, ranks=1).work
     assert work == pytest.approx(2 * tokens * 896 * 24 + layer + tiles)
-    work = use_of_policy(given(tmp_path, gradient_checkpointing=False), HALF, zero(2), itemsize=2, ranks=1).work
+    work = use_of_policy(given(tmp_path, gradient_checkpointing=False), HALF, zero(2), BF16, ranks=1).work
     assert work == pytest.approx(24 * layer + layer + tiles)
 
 
@@ -87,8 +105,44 @@ def test_models_are_placed_beside_each_other(tmp_path: Path) -> None:
     cards, model = Cards(given(tmp_path), Use(2e9, 0), 2, 1, CARD), Census(4_000_000_000, 0, 0, 1, 1, 1)
     assert cards.chosen(model, alone=True).placement == "replica"
     assert [cards.chosen(model).placement for _ in range(2)] == ["replica", "offload"]
-    assert cards.chosen(model, bits=4).placement == "replica", "2.4 GB still fit"
+    assert cards.chosen(model, bits=4).placement == "offload", "nothing of it is a linear layer"
+    packed = replace(model, linear=model.parameters)
+    assert cards.chosen(packed, bits=4).placement == "replica", "2.4 GB still fit"
     assert cards.chosen(Census(7_000_000_000, 0, 0, 1, 1, 1), alone=True).placement == "replica"
+
+
+def test_a_model_that_the_user_placed_is_there_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "census", lambda source: source)
+    for placement, others in (("replica", 8e9), ("sharded", 4e9 + 2 * 1e6), ("offload", 2 * 1e6)):
+        cards, source = (
+            Cards(given(tmp_path), Use(2e9, 0), 2, 2, CARD),
+            Census(4_000_000_000, 0, 0, 1, 1, 1, widest=10**6),
+        )
+        cards.take(source, None, placement)  # type: ignore[arg-type]
+        assert f"beside up to {(2e9 + others) / 1e9:.1f} GB" in cards.chosen(source).why
+    args = given(tmp_path, deepspeed=zero(2), max_length=64, ref_placement="replica")
+    model = model_source(make_model(tmp_path / "model"), "model_name_or_path", args)
+    monkeypatch.undo()
+    monkeypatch.setattr(engines, "smallest_card", lambda: CARD)
+    asked = engines.plan_engines(args, model, model).cards
+    args = replace(args, ref_placement=None, ref_deepspeed="ref_replica")
+    assert asked is not None and asked._taken == engines.plan_engines(args, model, model).cards._taken > 0
+
+
+def test_weights_that_a_rollout_gathers_keep_their_room(tmp_path: Path) -> None:
+    """A frozen model in host memory costs less than weights that are fetched for each token."""
+    three = replace(EIGHT, parameters=3_000_000_000)
+    reward = Census(3_500_000_000, 0, 0, 1, 1, 1)
+
+    def beside(size: Census, **more: Any) -> str:
+        online = alignment.OnlineDPOConfig(
+            output_dir=str(tmp_path), max_length=1024, per_device_train_batch_size=1, **more
+        )
+        use = use_of_policy(online, size, zero(3, optimizer=True, parameters=True), BF16, ranks=1)
+        return Cards(online, use, 2, 1, CARD).chosen(reward).placement
+
+    assert beside(three) == "offload" and beside(three, ds3_gather_for_generation=False) == "replica"
+    assert beside(replace(EIGHT, parameters=14_000_000_000)) == "replica", "these are never gathered"
 
 
 @pytest.mark.parametrize(("card", "expected"), [(24e9, "replica"), (1e9, "offload")])
@@ -128,8 +182,38 @@ def test_a_model_is_counted_without_its_weights(tmp_path: Path) -> None:
     assert found is not None and found.parameters == sum(p.numel() for p in live.parameters())
     assert (found.layers, found.hidden, found.inner, found.positions) == (3, 32, 48, 96)
     assert 3 * found.layer + 2 * 77 * 32 + 32 == found.parameters
+    assert found.widest == 77 * 32 and found.linear == sum(
+        p.numel() for n, p in live.named_parameters() if n.startswith("model.layers.") and p.ndim == 2
+    )
     assert census(model_source(live, "model_name_or_path", args)) == found
     assert dtypes.uses_cuda(args) is False
+
+
+def test_other_models_are_counted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3n has a width for each layer; a mixture's tokens go to several experts, which are no linear layers."""
+    found = census(ModelSource("gemma", None, tiny_config("gemma3n_text"), {}))
+    assert found is not None and found.inner == 64 and found.layers == 4
+    mixture = census(ModelSource("qwen", None, tiny_config("qwen3_moe"), {}))
+    assert mixture is not None and mixture.inner == 64 and 3 * mixture.linear < mixture.parameters
+    wide = tiny_config("qwen3_moe")
+    wide.moe_intermediate_size, wide.max_position_embeddings = 48, -1
+    mixture = census(ModelSource("qwen", None, wide, {}))
+    assert mixture is not None and mixture.inner == 2 * 48 and mixture.positions == 4096
+    both = census(ModelSource("gemma", None, tiny_config("gemma3"), {}))
+    assert both is not None and 4 * both.layer > both.parameters / 4, "not the layers of its image encoder"
+    monkeypatch.setattr(memory, "skeleton", lambda *_, **__: (_ for _ in ()).throw(ImportError("timm")))
+    assert census(ModelSource("gemma", None, tiny_config("gemma3n_text"), {})) is None
+
+
+def test_a_plan_for_another_machine_knows_no_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(engines, "world_size", lambda: 16)
+    args = given(tmp_path, deepspeed=zero(2), max_length=64, bf16=None, use_cpu=False)
+    model = model_source(make_model(tmp_path / "model"), "model_name_or_path", args)
+    with dtypes.planning_for(dtypes.Machine(16, cuda=True)):
+        assert memory.smallest_card() is None
+        reference = engines.plan_engines(args, model, model).reference
+    assert reference is not None and "unless the GPUs of the run have room" in reference.describe(None)
 
 
 def test_a_reward_model_is_placed_beside_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,3 +229,13 @@ def test_a_reward_model_is_placed_beside_the_policy(tmp_path: Path, monkeypatch:
         assert isinstance(trainer.resources, OnlineResources)
         assert trainer.resources.classifiers[0].frozen.placement.name == expected
         trainer.close()
+    args = replace(args, reward_placement="replica", output_dir=str(tmp_path / "asked"))
+    trainer = alignment.OnlineDPOTrainer(model, reward_model=reward, args=args, train_dataset=[{"prompt": "abc"}])
+    cards = trainer.engine_plan.cards
+    sizes = [
+        census(model_source(path, "", args, task=task)) for path, task in ((model, CAUSAL_LM), (reward, CLASSIFIER))
+    ]
+    assert cards is not None and None not in sizes
+    first, second = (cards._sizes(size, None) for size in sizes if size is not None)
+    assert cards._taken == first["offload"] + second["replica"]
+    trainer.close()

@@ -89,7 +89,7 @@ def completion_bytes(model: PreTrainedModel, context: int, scores: int = 0, page
     layers = _layer_configs(config)
     kept = pages(context, page) * page if page > 1 else context
     cache = kept * sum(map(_cached, layers))
-    activations = context * (6 * config.hidden_size + 3 * max(map(_inner, layers)))
+    activations = context * (6 * config.hidden_size + 3 * max(map(inner_width, layers)))
     return (cache + activations) * model.dtype.itemsize + (_VOCABULARY_VECTORS + scores) * config.vocab_size * 4
 
 
@@ -107,7 +107,7 @@ def _cached(config: PretrainedConfig) -> int:
     return int(2 * (getattr(config, "num_key_value_heads", None) or heads) * head_dim)
 
 
-def _inner(config: PretrainedConfig) -> int:
+def inner_width(config: PretrainedConfig) -> int:
     """The width of the widest feed-forward layer; Gemma 3n has a list with an entry per layer."""
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return int(max(inner) if isinstance(inner, (list, tuple)) else inner)

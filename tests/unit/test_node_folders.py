@@ -1,0 +1,32 @@
+"""Folders that another node has filled, as this one sees them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from alignment.config.errors import DataError
+from alignment.engines import node_folders
+from alignment.engines.launch_env import init_distributed
+from alignment.engines.node_folders import check_filled
+
+pytestmark = pytest.mark.usefixtures("own_process_group")
+
+
+def test_a_folder_that_a_shared_disk_shows_late_is_waited_for(tmp_path: Path) -> None:
+    init_distributed(use_cpu=True)
+    cache = tmp_path / "cache"
+    late = threading.Timer(0.3, (cache / "rows").mkdir, kwargs={"parents": True})
+    late.start()
+    check_filled(cache, ["rows"], "train_dataset")
+    late.join()
+
+
+def test_one_that_never_comes_is_named_with_its_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    init_distributed(use_cpu=True)
+    monkeypatch.setattr(node_folders, "_PATIENCE_S", 0.0)
+    (tmp_path / "rows").mkdir()
+    with pytest.raises(DataError, match="train_dataset: .* not in the cache of .*give every node the same"):
+        check_filled(tmp_path, ["rows", "others"], "train_dataset")
