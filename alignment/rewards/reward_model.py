@@ -145,7 +145,11 @@ class ClassifierReward:
             model = self.source.load(self.options, compute, self.frozen.ds_config, device())
             self._longest = min(self._longest, longest_sequence(model) or self._longest)
             self._leaves = mark_leaves(model, self.frozen.ds_config)
-            self._engine = frozen_engine(model, self.frozen.ds_config, CLASSIFIER)
+            try:
+                self._engine = frozen_engine(model, self.frozen.ds_config, CLASSIFIER)
+            except BaseException:
+                unmark_leaves(self._leaves)  # of a live model, which stays the user's
+                raise
         return self._engine
 
     def score(self, samples: Samples) -> list[float | None]:

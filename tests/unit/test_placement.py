@@ -15,6 +15,7 @@ import alignment
 from alignment.config import dtypes
 from alignment.config.dtypes import DtypePlan
 from alignment.config.options import AlignmentConfig
+from alignment.models.leaves import decoder_layers
 from alignment.models.source import ModelSource, model_source
 from alignment.models.tasks import CAUSAL_LM, CLASSIFIER
 from alignment.online.resources import OnlineResources
@@ -199,8 +200,9 @@ def test_other_models_are_counted_too(tmp_path: Path, monkeypatch: pytest.Monkey
     wide.moe_intermediate_size, wide.max_position_embeddings = 48, -1
     mixture = census(ModelSource("qwen", None, wide, {}))
     assert mixture is not None and mixture.inner == 2 * 48 and mixture.positions == 4096
-    both = census(ModelSource("gemma", None, tiny_config("gemma3"), {}))
-    assert both is not None and 4 * both.layer > both.parameters / 4, "not the layers of its image encoder"
+    with torch.device("meta"):
+        both = AutoModelForCausalLM.from_config(tiny_config("gemma3"))
+    assert decoder_layers(both) == list(both.model.language_model.layers), "not those of its image encoder"
     monkeypatch.setattr(memory, "skeleton", lambda *_, **__: (_ for _ in ()).throw(ImportError("timm")))
     assert census(ModelSource("gemma", None, tiny_config("gemma3n_text"), {})) is None
 
