@@ -230,6 +230,8 @@ def test_a_reward_model_is_placed_beside_the_policy(tmp_path: Path, monkeypatch:
         )
         assert isinstance(trainer.resources, OnlineResources)
         assert trainer.resources.classifiers[0].frozen.placement.name == expected
+        reason = "GB fit beside" if expected == "replica" else "GB do not fit beside"
+        assert reason in trainer.resources.classifiers[0].describe()
         trainer.close()
     args = replace(args, reward_placement="replica", output_dir=str(tmp_path / "asked"))
     trainer = alignment.OnlineDPOTrainer(model, reward_model=reward, args=args, train_dataset=[{"prompt": "abc"}])
