@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
+from alignment.config.errors import ModelError, first_line
 from alignment.data.batching import Batch, OnDevice
 from alignment.engines.collectives import device
 from alignment.engines.compile_lock import abandoned_locks_removed
@@ -291,18 +292,35 @@ def checked(engine: Engine, task: Task) -> Engine:
     """The engine, closed again where its scorer does not compute what the model itself does.
 
     Raises:
-        ModelError: the scores differ by more than rounding.
+        ModelError: the scores differ by more than rounding, or a module reads weights that ZeRO-3 has not fetched.
     """
     try:
         settle(engine.device)
         choose_hub_kernels_again(engine.scorer)
-        task.check_scorer(engine.scorer, engine.device)
+        with _whole_enough(engine):
+            task.check_scorer(engine.scorer, engine.device)
         if not engine.partitioned:  # a further pass would leave weights whole
             look_at_positions(engine.scorer, engine.device)
     except BaseException:
         engine.close()
         raise
     return engine
+
+
+@contextlib.contextmanager
+def _whole_enough(engine: ScoringEngine) -> Iterator[None]:
+    """Name the reason where a forward meets the empty weights of a module whose own forward nobody calls."""
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:
+        # Memory that runs out, a rank that is gone and errors of a device have classes of their own.
+        if not engine.partitioned or type(error) not in (IndexError, RuntimeError):
+            raise
+        model = engine.scorer.model
+        raise ModelError(
+            f"model {type(model).__name__} ({model.config.model_type}) does not run with its weights divided by "
+            f"ZeRO-3, which fetches those of a module when it is called: {first_line(error)}; set a ZeRO stage below 3"
+        ) from error
 
 
 def frozen_engine(

@@ -140,10 +140,10 @@ class OnlineResources(Resources):
         self.classifiers.append(classifier)
         return classifier
 
-    def _place(self, source: ModelSource, bits: int | None) -> str | None:
-        """Where a reward model goes beside all that was placed before it."""
+    def _place(self, source: ModelSource, bits: int | None) -> tuple[str, str] | None:
+        """Where a reward model goes beside all that was placed before it, and why."""
         choice = None if self.cards is None else self.cards.place(source, bits)
-        return None if choice is None else choice.placement
+        return None if choice is None else (choice.placement, choice.why)
 
     def _check_used(self) -> None:
         """No option of the reward model's is set where there is none."""

@@ -90,7 +90,11 @@ class ReferencePlan:
         if self.adapters is not None:
             equip(model, self.adapters, ds_config=config, dtype=self.dtype, seed=options.seed, keep=False)
         leaves = mark_leaves(model, config)
-        return EngineReference(checked(FrozenEngine(scorer, config), CAUSAL_LM), leaves)
+        try:
+            return EngineReference(checked(FrozenEngine(scorer, config), CAUSAL_LM), leaves)
+        except BaseException:
+            unmark_leaves(leaves)  # of a live model, which stays the user's
+            raise
 
     def describe(self, given: Given | None = None) -> str:
         """Whose log-probs, where they come from, and what that costs; for the line that a run begins with."""

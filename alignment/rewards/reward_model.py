@@ -30,7 +30,7 @@ from alignment.models.tasks import CLASSIFIER
 from alignment.rewards.callables import raise_together
 from alignment.rewards.samples import Samples, spoken
 
-Place: TypeAlias = Callable[[ModelSource, int | None], str | None]
+Place: TypeAlias = Callable[[ModelSource, int | None], tuple[str, str] | None]
 
 
 class ClassifierReward:
@@ -48,7 +48,8 @@ class ClassifierReward:
         deepspeed: JSON of its engine: path, packaged name or mapping; None: the packaged one of the placement.
         batch_size: sequences of one forward; None: two for each row of the policy's micro-batch.
         in_4bit: keep its weights in 4 bits.
-        place: the placement of a model with weights of so many bits, if neither ``placement`` nor ``deepspeed`` says.
+        place: gives the placement of a model with weights of so many bits, and the sizes that speak for it, if neither
+            ``placement`` nor ``deepspeed`` says.
 
     Attributes:
         name: what metrics call it.
@@ -82,8 +83,9 @@ class ClassifierReward:
         tokenizer = self.source.tokenizer(tokenizer, "reward_processing_class", options.trust_remote_code)
         check_vocabulary(tokenizer, config.vocab_size, self.source.name)
         self.rows, self._longest = RowTokenizer(tokenizer), int(tokenizer.model_max_length)
+        self._why = ""
         if placement is None and deepspeed is None:
-            placement = place(self.source, 4 if in_4bit else None)
+            placement, self._why = place(self.source, 4 if in_4bit else None) or (None, "")
         self.batch_size = batch_size or 2 * options.per_device_train_batch_size
         self.frozen = plan_frozen(
             options,
@@ -112,6 +114,7 @@ class ClassifierReward:
     def describe(self) -> str:
         """One line for the start of a run."""
         text = f"reward model: {self.source.name}, {self.frozen.placement.name}, {self.batch_size} sequences at once"
+        text += f", {self._why}" if self._why else ""
         plain = self.options.use_liger_kernel and liger_type(self.source.config) is None
         return f"{text}; Liger has no kernels for a {self.source.config.model_type} model" if plain else text
 
@@ -145,7 +148,11 @@ class ClassifierReward:
             model = self.source.load(self.options, compute, self.frozen.ds_config, device())
             self._longest = min(self._longest, longest_sequence(model) or self._longest)
             self._leaves = mark_leaves(model, self.frozen.ds_config)
-            self._engine = frozen_engine(model, self.frozen.ds_config, CLASSIFIER)
+            try:
+                self._engine = frozen_engine(model, self.frozen.ds_config, CLASSIFIER)
+            except BaseException:
+                unmark_leaves(self._leaves)  # of a live model, which stays the user's
+                raise
         return self._engine
 
     def score(self, samples: Samples) -> list[float | None]:

@@ -11,10 +11,12 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from deepspeed.utils import z3_leaf_module
 from helpers import make_model, options, paired_rows, unpaired_rows
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import alignment
+from alignment.config.errors import ModelError
 from alignment.data.batching import Batch
+from alignment.engines.scoring import FrozenEngine
 from alignment.models.leaves import decoder_layers
 from alignment.references import engine as references
 from alignment.references.base import RowIds
@@ -160,6 +162,24 @@ def test_leaf_layers_change_no_bit(placement: str, tmp_path: Path, monkeypatch: 
         assert not any(hasattr(p, "ds_z3_leaf_module") for p in model.parameters()), "forget_leaf has seen to it"
     assert all(torch.equal(found[0], one) for one in found[1:])
     assert 3 * counts[0] < counts[1], counts
+
+
+def test_a_live_model_that_cannot_be_asked_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    live = AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "reference", seed=1))
+    args = alignment.KTOConfig(**options(tmp_path, ref_placement="sharded"))
+    trainer = alignment.KTOTrainer(make_model(tmp_path / "model"), live, args=args, train_dataset=unpaired_rows(4))
+    plan = trainer.engine_plan.reference
+    assert isinstance(plan, ReferencePlan)
+
+    def failing(engine: FrozenEngine, task: Any) -> Any:
+        assert leaves_of(engine.scorer.model)
+        engine.close()
+        raise ModelError("its scores are not its own")
+
+    monkeypatch.setattr(references, "checked", failing)
+    with pytest.raises(ModelError, match="not its own"):
+        plan.build(args)
+    assert not leaves_of(live) and not any(hasattr(p, "ds_z3_leaf_module") for p in live.parameters())
 
 
 def test_a_layer_that_may_not_be_whole_is_no_leaf(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import alignment
 from alignment.config import dtypes
 from alignment.config.dtypes import DtypePlan
 from alignment.config.options import AlignmentConfig
+from alignment.models.leaves import decoder_layers
 from alignment.models.source import ModelSource, model_source
 from alignment.models.tasks import CAUSAL_LM, CLASSIFIER
 from alignment.online.resources import OnlineResources
@@ -199,8 +200,9 @@ def test_other_models_are_counted_too(tmp_path: Path, monkeypatch: pytest.Monkey
     wide.moe_intermediate_size, wide.max_position_embeddings = 48, -1
     mixture = census(ModelSource("qwen", None, wide, {}))
     assert mixture is not None and mixture.inner == 2 * 48 and mixture.positions == 4096
-    both = census(ModelSource("gemma", None, tiny_config("gemma3"), {}))
-    assert both is not None and 4 * both.layer > both.parameters / 4, "not the layers of its image encoder"
+    with torch.device("meta"):
+        both = AutoModelForCausalLM.from_config(tiny_config("gemma3"))
+    assert decoder_layers(both) == list(both.model.language_model.layers), "not those of its image encoder"
     monkeypatch.setattr(memory, "skeleton", lambda *_, **__: (_ for _ in ()).throw(ImportError("timm")))
     assert census(ModelSource("gemma", None, tiny_config("gemma3n_text"), {})) is None
 
@@ -228,6 +230,8 @@ def test_a_reward_model_is_placed_beside_the_policy(tmp_path: Path, monkeypatch:
         )
         assert isinstance(trainer.resources, OnlineResources)
         assert trainer.resources.classifiers[0].frozen.placement.name == expected
+        reason = "GB fit beside" if expected == "replica" else "GB do not fit beside"
+        assert reason in trainer.resources.classifiers[0].describe()
         trainer.close()
     args = replace(args, reward_placement="replica", output_dir=str(tmp_path / "asked"))
     trainer = alignment.OnlineDPOTrainer(model, reward_model=reward, args=args, train_dataset=[{"prompt": "abc"}])
