@@ -14,27 +14,11 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers.activations import ACT2FN
-
 if TYPE_CHECKING:
+    from torch import Tensor, nn
     from transformers import PreTrainedModel
 
 LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
-
-
-def _silu(x: Tensor) -> Tensor:
-    return F.silu(x)
-
-
-def _tanh_gelu(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
 
 
 def kernels_by_type() -> dict[str, frozenset[str]]:
@@ -82,9 +66,11 @@ def put_into(model: PreTrainedModel, kernels: Mapping[str, bool]) -> None:
         NotImplementedError: a kernel that was asked for does not exist for this type.
     """
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    from transformers.activations import ACT2FN
 
     file = sys.modules[type(model).__module__]
-    before, table, own = dict(vars(file)), activation_table(), _activations(model)
+    # By dict's own method the table gives classes; its own makes an instance of each that is read.
+    before, table, own = dict(vars(file)), dict(dict.items(ACT2FN)), _activations(model)
     try:
         _apply_liger_kernel_to_instance(model=model, **{**kernels, **dict.fromkeys(LOSSES, False)})
     finally:
@@ -98,11 +84,6 @@ def put_into(model: PreTrainedModel, kernels: Mapping[str, bool]) -> None:
     _check_activations(model, own)
 
 
-def activation_table() -> dict[str, Any]:
-    """transformers' activations by name, as classes: its own way to read an entry makes an instance of it."""
-    return {name: dict.__getitem__(ACT2FN, name) for name in ACT2FN}
-
-
 def _activations(model: nn.Module) -> dict[nn.Module, Callable[[Tensor], Tensor]]:
     """The activation of each feed-forward layer, which transformers calls ``act_fn`` or ``activation_fn``."""
     named = ((each, getattr(each, "act_fn", getattr(each, "activation_fn", None))) for each in model.modules())
@@ -114,14 +95,17 @@ def _check_activations(model: nn.Module, before: Mapping[nn.Module, Callable[[Te
 
     Liger looks at a configuration's activation where it builds a layer, but not where it changes one.
     """
+    import torch
+    import torch.nn.functional as F
+
     points = torch.linspace(-4, 4, 33)
     for module, own in before.items():
-        kernel, theirs = module._get_name(), _silu
+        kernel, theirs = module._get_name(), F.silu(points)
         if type(getattr(module, "act_fn", None)).__name__ == "LigerReLUSquared":
-            kernel, theirs = "LigerReLUSquared", _squared_relu
+            kernel, theirs = "LigerReLUSquared", F.relu(points).square()
         elif "GEGLU" in kernel:
-            theirs = _tanh_gelu
-        if kernel.startswith("Liger") and not torch.allclose(own(points), theirs(points), atol=1e-5):
+            theirs = F.gelu(points, approximate="tanh")
+        if kernel.startswith("Liger") and not torch.allclose(own(points), theirs, atol=1e-5):
             raise ValueError(f"{kernel} computes another activation than the model's {type(own).__name__}")
 
 

@@ -1,10 +1,12 @@
-"""Where a causal language model keeps its decoder, and the types that are refused, each with its reason.
+"""Where a causal language model keeps its decoder, how wide its layers are, and the types that are refused and why.
 
 What is refused here could be found out by ``models.checking`` once the weights are loaded; a reason that is known is
 given before. ``docs/architectures.md`` has every type of the tested transformers.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -53,3 +55,16 @@ def decoder_of(model: PreTrainedModel) -> nn.Module | None:
         if isinstance(part, nn.Module):
             return part
     return None
+
+
+def layer_configs(config: PretrainedConfig) -> Sequence[PretrainedConfig]:
+    """The configuration of each layer. Gemma 4's differ, and such values cannot be read from the whole one."""
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config] * config.num_hidden_layers
+
+
+def inner_width(config: PretrainedConfig) -> int:
+    """The width of the widest feed-forward layer; Gemma 3n has a list with an entry per layer."""
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return int(max(inner) if isinstance(inner, (list, tuple)) else inner)

@@ -19,8 +19,8 @@ from alignment.config.options_data import HasLengths
 from alignment.config.options_online import OnlineOptions
 from alignment.engines.collectives import device, largest_numbers
 from alignment.engines.memory.devices import total_bytes
-from alignment.engines.rollout.memory import inner_width
 from alignment.models.adapters.skeleton import skeleton
+from alignment.models.architectures import inner_width
 from alignment.models.leaves import decoder_layers, whole_parameters
 from alignment.models.logprobs import DEFAULT_TILE_BYTES
 from alignment.models.source import ModelSource

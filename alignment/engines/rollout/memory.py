@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from alignment.engines.collectives import device, largest_over_ranks
 from alignment.engines.memory.devices import free_bytes
 from alignment.internals.deepspeed_zero3 import away, whole_bytes
+from alignment.models.architectures import inner_width, layer_configs
 
 _SHARE = 0.8  # of the free memory; the rest is for fragments and the library's small things
 _VOCABULARY_VECTORS = 6  # fp32 each: logits and their copy, scores before and after a cut, probabilities, a sort
@@ -86,18 +86,11 @@ def pages(tokens: int, page: int) -> int:
 def completion_bytes(model: PreTrainedModel, context: int, scores: int = 0, page: int = 1) -> int:
     """What one completion takes while it is generated; see :func:`measure_room`."""
     config = model.config.get_text_config()
-    layers = _layer_configs(config)
+    layers = layer_configs(config)
     kept = pages(context, page) * page if page > 1 else context
     cache = kept * sum(map(_cached, layers))
     activations = context * (6 * config.hidden_size + 3 * max(map(inner_width, layers)))
     return (cache + activations) * model.dtype.itemsize + (_VOCABULARY_VECTORS + scores) * config.vocab_size * 4
-
-
-def _layer_configs(config: PretrainedConfig) -> Sequence[PretrainedConfig]:
-    """The configuration of each layer. Gemma 4's differ, and such values cannot be read from the whole one."""
-    if getattr(config, "is_heterogeneous", False):
-        return list(config.per_layer_config)
-    return [config] * config.num_hidden_layers
 
 
 def _cached(config: PretrainedConfig) -> int:
@@ -105,9 +98,3 @@ def _cached(config: PretrainedConfig) -> int:
     heads = getattr(config, "num_attention_heads", None) or 1
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return int(2 * (getattr(config, "num_key_value_heads", None) or heads) * head_dim)
-
-
-def inner_width(config: PretrainedConfig) -> int:
-    """The width of the widest feed-forward layer; Gemma 3n has a list with an entry per layer."""
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return int(max(inner) if isinstance(inner, (list, tuple)) else inner)
