@@ -39,10 +39,15 @@ def check_scorer(scorer: CompletionScorer, device: torch.device) -> None:
     ids = torch.stack([probe[:_TOKENS], torch.cat([probe[:_SHARED], probe[_TOKENS:]])])
     try:
         with without_dropout(scorer):
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
-            targets = torch.cat([ids[:, 1:].flatten(), logits.argmax(-1), logits.argmin(-1)])
-            steps = torch.arange(ids.numel(), device=device).view_as(ids)[:, :-1].flatten().repeat(3)
+            # The scorer before the model: in a pass through what the engine wraps ZeRO-3 finds the weights that one
+            # module reads of another, as DoRA does, and fetches them from then on.
+            steps = torch.arange(ids.numel(), device=device).view_as(ids)[:, :-1].flatten()
+            targets = ids[:, 1:].flatten()
             ours = scorer(ids, torch.ones_like(ids), steps, targets, len(steps)).scores
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+            extremes = torch.cat([logits.argmax(-1), logits.argmin(-1)])
+            further = scorer(ids, torch.ones_like(ids), steps.repeat(2), extremes, len(extremes)).scores
+            targets, ours = torch.cat([targets, extremes]), torch.cat([ours, further])
     except AlignmentError:  # a ValueError too, that says what is wrong itself
         raise
     except (TypeError, ValueError, AttributeError) as error:
