@@ -256,8 +256,14 @@ def test_a_cap_is_a_share_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shares == [0.3, 1.0]
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize(("method", "setting"), [("kto", QLORA), ("online_dpo", LORA), ("cpo", PLAIN)])
+@pytest.mark.parametrize(
+    ("method", "setting"),
+    [
+        ("cpo", PLAIN),
+        pytest.param("kto", QLORA, marks=pytest.mark.ci),
+        pytest.param("online_dpo", LORA, marks=pytest.mark.ci),
+    ],
+)
 def test_our_side_of_a_row_runs(
     method: str, setting: Setting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
