@@ -9,9 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.measure import StepClock, memory_bytes
+from benchmarks.measure import DeviceClock, arbitrary, cap_memory, memory_bytes, peak_of_phases
 from benchmarks.shapes import Shape, load_tokenizer
 
 
@@ -63,19 +61,14 @@ class RowResult:
     tokens_per_second: float
 
 
-class _Watch(StepClock):
-    """Also notes the tokens seen and the memory reserved by each step's end."""
+class _Watch(DeviceClock):
+    """Also notes the tokens seen by each step's end."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tokens: list[int] = []
-        self.reserved = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-            # Each phase starts the peak anew; reserved memory grows only, but for what an OOM retry gives back.
-            self.reserved = max(self.reserved, torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved())
         self.tokens.append(int(state.num_input_tokens_seen))
         super().on_step_end(args, state, control, **kwargs)
 
@@ -87,7 +80,7 @@ def train(job: RowJob) -> RowResult:
         RuntimeError: the loss is not finite.
     """
     if not job.cpu:
-        torch.cuda.set_per_process_memory_fraction(min(1.0, job.limit / torch.cuda.mem_get_info()[1]))
+        cap_memory(job.limit)
     trainer = _trainer(job)
     watch = _Watch()
     trainer.add_callback(watch)
@@ -95,11 +88,11 @@ def train(job: RowJob) -> RowResult:
     if not math.isfinite(loss):
         raise RuntimeError(f"the mean loss of {job.steps} steps is {loss}")
     steps = [instant.wall for instant in watch.steps(1)]
-    phases = trainer.phases.records.values()
+    peak = peak_of_phases(trainer)
     trainer.close()
     return RowResult(
         step=sorted(steps)[len(steps) // 2],
-        allocated=0 if job.cpu else max(record.peak_bytes for record in phases),
+        allocated=0 if job.cpu else peak,
         reserved=watch.reserved,
         host=memory_bytes("VmHWM"),
         tokens_per_second=(watch.tokens[-1] - watch.tokens[0]) / sum(steps),
@@ -125,7 +118,7 @@ def _trainer(job: RowJob) -> Any:
         options["ref_placement"] = job.reference
     more: dict[str, Any] = {}
     if job.method == "online_dpo":
-        more["reward_funcs"] = _arbitrary
+        more["reward_funcs"] = arbitrary
         options["max_new_tokens"] = job.shape["most"] // 8
     else:
         options["max_prompt_length"] = job.shape["most"] // 2
@@ -138,11 +131,6 @@ def _trainer(job: RowJob) -> Any:
         processing_class=load_tokenizer(job.model),
         **more,
     )
-
-
-def _arbitrary(completion_ids: list[list[int]]) -> list[float]:
-    """Scores that differ, at no cost: what is measured is training."""
-    return [float(sum(ids) % 1009) for ids in completion_ids]
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from alignment.config.lookup import packaged_names  # noqa: E402
 from benchmarks.comparison import title  # noqa: E402
 from benchmarks.gpu_checks import CHECKS, CheckJob  # noqa: E402
 from benchmarks.gpu_row import RowJob, RowResult  # noqa: E402
+from benchmarks.measure import describe_gpu  # noqa: E402
 from benchmarks.processes import Failed, run_module  # noqa: E402
 from benchmarks.shapes import HALF_BILLION, TINY, write_model  # noqa: E402
 
@@ -136,9 +137,7 @@ def _row(job: RowJob, seconds: float) -> tuple[str, bool]:
 def _machine(options: argparse.Namespace) -> str:
     if options.cpu:
         return f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    size = torch.cuda.mem_get_info()[1] / 1e9
-    name = torch.cuda.get_device_name()
-    return f"{name} ({size:.0f} GB, capped at {options.limit_gb:g} GB), torch {torch.__version__}"
+    return f"{describe_gpu(options.limit_gb)}, torch {torch.__version__}"
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

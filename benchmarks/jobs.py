@@ -30,17 +30,19 @@ class Setting:
         stage: ZeRO stage: 0 is plain TRL and our stage 0; 2 is the same DeepSpeed file on both sides.
         checkpointing: recompute activations, both sides' default. TRL generates without a KV cache then.
         lora: train adapters (:data:`LORA_SETTINGS`) on a frozen base, which is the reference as well.
+        in_4bit: keep that base in 4 bits (:data:`QUANTIZATION`).
     """
 
     stage: int = 0
     checkpointing: bool = True
     lora: bool = False
+    in_4bit: bool = False
 
     @property
     def title(self) -> str:
         """For the table."""
         engine = f"ZeRO-{self.stage} on both" if self.stage else "stage 0, plain TRL"
-        engine = f"LoRA, {engine}" if self.lora else engine
+        engine = f"{'QLoRA' if self.in_4bit else 'LoRA'}, {engine}" if self.lora else engine
         return engine if self.checkpointing else f"{engine}; no checkpointing"
 
 
@@ -48,6 +50,10 @@ PLAIN, ZERO2, UNCHECKPOINTED = Setting(), Setting(stage=2), Setting(checkpointin
 LORA, LORA_UNCHECKPOINTED = Setting(lora=True), Setting(lora=True, checkpointing=False)
 # PEFT's settings on both sides. Without dropout, and with B = 0 at the start, the first step's metrics are the base's.
 LORA_SETTINGS = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
+# bitsandbytes' settings on both sides, beside the compute dtype: NF4 with its constants quantised as well.
+QUANTIZATION = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+Precision = Literal["fp32", "bf16", "fp16"]
+DTYPES: Mapping[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -116,13 +122,18 @@ class Job:
     Attributes:
         side: ours or TRL's.
         method: a name of :data:`METHODS`.
-        stage, checkpointing, lora: as of :class:`Setting`.
+        stage, checkpointing, lora, in_4bit: as of :class:`Setting`.
         model: folder of the model and its tokenizer.
         reward_model: folder of a sequence classifier and its tokenizer.
         rows: JSONL file of the rows, for TRL in the order in which ours takes them.
         output: an empty folder for the trainer.
         steps: optimizer steps in all.
         warm_up: how many of them are not measured.
+        batch: rows of a step; None: the method's.
+        max_length: of a sequence, in tokens, with no limit to the prompt alone; None: each side's defaults.
+        gpu: train on the GPU.
+        limit: bytes of its memory that the process may allocate.
+        precision: what is computed in; master weights are fp32.
     """
 
     side: SideName
@@ -136,11 +147,27 @@ class Job:
     checkpointing: bool = True
     lora: bool = False
     reward_model: str = ""
+    in_4bit: bool = False
+    batch: int | None = None
+    max_length: int | None = None
+    gpu: bool = False
+    limit: int = 0
+    precision: Precision = "fp32"
 
     @property
     def setting(self) -> Setting:
         """How both sides run."""
-        return Setting(self.stage, self.checkpointing, self.lora)
+        return Setting(self.stage, self.checkpointing, self.lora, self.in_4bit)
+
+    @property
+    def rows_of_a_step(self) -> int:
+        """Rows of one step."""
+        return self.batch or METHODS[self.method].batch
+
+    @property
+    def quantization(self) -> dict[str, Any]:
+        """bitsandbytes' settings for the base of QLoRA."""
+        return {**QUANTIZATION, "bnb_4bit_compute_dtype": DTYPES[self.precision]}
 
     @property
     def frozen(self) -> int:
@@ -152,14 +179,16 @@ class Job:
         return {
             "output_dir": self.output,
             "max_steps": self.steps,
-            "per_device_train_batch_size": METHODS[self.method].batch,
+            "per_device_train_batch_size": self.rows_of_a_step,
+            **({"max_length": self.max_length} if self.max_length else {}),
             "gradient_checkpointing": self.checkpointing,
             **({"gradient_checkpointing_kwargs": {"use_reentrant": False}} if self.checkpointing else {}),
             **METHODS[self.method].options,
             "optim": "adamw_torch_fused",
             "learning_rate": 1e-6,
-            "bf16": False,
-            "use_cpu": True,
+            "bf16": self.precision == "bf16",
+            **({"fp16": True} if self.precision == "fp16" else {}),
+            "use_cpu": not self.gpu,
             "logging_first_step": True,
             "disable_tqdm": True,
             "report_to": "none",

@@ -1,4 +1,4 @@
-"""How one process is measured: a clock per step, and its memory as the kernel counts it."""
+"""How one process is measured: a clock per step, and its memory as the kernel or the GPU's allocator counts it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from transformers import TrainerCallback
 
 # First touch of memory is slow on virtual machines, and the allocator would hand it back after each step and fault it
@@ -46,6 +47,43 @@ class StepClock(TrainerCallback):
         """How long each step after the first ``warm_up`` (at least one) took."""
         ends = self.ends[warm_up - 1 :]
         return [Instant(b.wall - a.wall, b.cpu - a.cpu) for a, b in zip(ends, ends[1:])]
+
+
+class DeviceClock(StepClock):
+    """A clock that waits for the GPU at every step's end, and notes how much of its memory is reserved by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reserved = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """transformers calls this after each update."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            # Each phase starts the peak anew; reserved memory grows only, but for what an OOM retry gives back.
+            self.reserved = max(self.reserved, torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved())
+        super().on_step_end(args, state, control, **kwargs)
+
+
+def cap_memory(limit: int) -> None:
+    """Let this process allocate at most so many bytes of the GPU."""
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / torch.cuda.mem_get_info()[1]))
+
+
+def peak_of_phases(trainer: Any) -> int:
+    """The most memory that any phase of our trainer's training allocated, in bytes; loading is not among them."""
+    return max(record.peak_bytes for record in trainer.phases.records.values())
+
+
+def describe_gpu(limit_gb: float) -> str:
+    """Name and size of the GPU, and the cap."""
+    size = torch.cuda.mem_get_info()[1] / 1e9
+    return f"{torch.cuda.get_device_name()} ({size:.0f} GB, capped at {limit_gb:g} GB)"
+
+
+def arbitrary(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Scores that differ, at no cost: what is measured is training."""
+    return [float(sum(ids) % 1009) for ids in completion_ids]
 
 
 def memory_bytes(field: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from alignment.methods.online_dpo import OnlineDPOTrainer
 from alignment.methods.online_dpo_options import OnlineDPOConfig
 from alignment.training.trainer import AlignmentTrainer
 from benchmarks.jobs import LORA_SETTINGS, Job
+from benchmarks.measure import arbitrary, peak_of_phases
 from benchmarks.shapes import load_tokenizer
 
 _TRAINERS: dict[str, tuple[type[Any], type[AlignmentTrainer]]] = {
@@ -39,13 +41,25 @@ def build(job: Job, rows: Dataset) -> AlignmentTrainer:
         from peft import LoraConfig
 
         more["peft_config"] = LoraConfig(**LORA_SETTINGS)  # type: ignore[arg-type]
+    if job.method == "online_dpo" and not job.reward_model:
+        more["reward_funcs"] = arbitrary
+    options = {**job.options(), "deepspeed": f"zero{job.stage}"}
+    if job.in_4bit:
+        options["model_init_kwargs"] = {"quantization_config": job.quantization}
+    if job.max_length and "max_prompt_length" in {one.name for one in fields(config)}:
+        options["max_prompt_length"] = None  # TRL has no such limit
     return trainer(
         model=job.model,
-        args=config(**job.options(), deepspeed=f"zero{job.stage}"),
+        args=config(**options),
         train_dataset=rows,
         processing_class=load_tokenizer(job.model),
         **more,
     )
+
+
+def peak_bytes(trainer: AlignmentTrainer) -> int:
+    """The most GPU memory that training allocated, in bytes."""
+    return peak_of_phases(trainer)
 
 
 def order(trainer: AlignmentTrainer, steps: int) -> list[int]:

@@ -146,6 +146,13 @@ def prompt_rows(shape: Shape, count: int, seed: int = 0) -> list[dict[str, Any]]
     return [{"prompt": _words(rng, shape.vocab, rng.randint(shape.least, longest))} for _ in range(count)]
 
 
+def tokens_of(row: dict[str, Any], new_tokens: int) -> int:
+    """Tokens of a row's sequences with their EOS; a prompt alone stands for two completions of ``new_tokens``."""
+    words = {key: len(row[key].split()) for key in ("prompt", "completion", "chosen", "rejected") if key in row}
+    prompt = words.pop("prompt")
+    return sum(prompt + answer for answer in [words[key] + 1 for key in words] or [new_tokens] * 2)
+
+
 def _prompt_length(rng: random.Random, length: int) -> int:
     return rng.randint(length // 4, 3 * length // 4)
 

@@ -1,9 +1,11 @@
-"""Our KTO, CPO and Online DPO beside TRL's: time of a step, processor time and memory, on one fixed shape, on a CPU.
+"""Our KTO, CPO and Online DPO beside TRL's: time of a step and memory, on one fixed shape, on a CPU or a GPU.
 
     python benchmarks/side_by_side.py                      # about 40 minutes on 2 cores
     python benchmarks/side_by_side.py --method cpo --repeats 1
     python benchmarks/side_by_side.py --no-zero2           # without the rows in which both are at ZeRO-2
     python benchmarks/side_by_side.py --lora               # adapters on both sides, r = 16 on all linear layers
+    python benchmarks/side_by_side.py --gpu                # on a GPU, each side capped at 24 GB: full, LoRA and QLoRA
+    python benchmarks/side_by_side.py --gpu --settings qlora --method kto --batch 8
 
 Needs TRL: ``pip install ".[bench]"``. Each side runs in a process of its own, with the same allocator settings and the
 same number of threads; the sides take turns. Both read the same rows in the same order, which the logged metrics of
@@ -13,7 +15,7 @@ Memory is the highest resident size (VmHWM) - the resident size before the model
 gradients, AdamW), and for Online DPO - 4 bytes per parameter of reference and reward model; with ``--lora`` - 4 bytes
 per parameter of the base and 16 per trained one, and - 4 per parameter of the reward model. At stage 0, beside plain
 TRL, floors are required; at ZeRO-2 both sides are only reported. It exits with 1 when a required floor is missed, with
-2 when it cannot run.
+2 when it cannot run. With ``--gpu`` (:mod:`benchmarks.gpu_sides`) nothing is required but that every run ends.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ import tempfile
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
@@ -35,26 +38,32 @@ if str(ROOT) not in sys.path:
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from benchmarks.comparison import Comparison, compare, differences, table, title  # noqa: E402
-from benchmarks.jobs import LORA_SETTINGS, METHODS, Job, SideName, write_rows  # noqa: E402
-from benchmarks.measure import ALLOCATOR  # noqa: E402
-from benchmarks.processes import Failed, free_port, run_module  # noqa: E402
+from benchmarks.gpu_sides import LIMIT_GB, SECONDS, SETTINGS, compare_on_gpu, this_machine  # noqa: E402
+from benchmarks.jobs import LORA_SETTINGS, METHODS, Job  # noqa: E402
+from benchmarks.processes import Failed  # noqa: E402
 from benchmarks.shapes import SIDE_BY_SIDE, Shape, write_model, write_reward_model  # noqa: E402
+from benchmarks.sides import prepare, run_side  # noqa: E402
 from benchmarks.worker import Result  # noqa: E402
 
 
 def main(arguments: list[str] | None = None, shape: Shape = SIDE_BY_SIDE) -> int:
     """Compare, print the table, return the exit code."""
     options = _parse(arguments)
+    if options.gpu and not torch.cuda.is_available():
+        print("no CUDA GPU: torch finds none; without --gpu the comparison runs on the CPU", file=sys.stderr)
+        return 2
     if importlib.util.find_spec("trl") is None:
         print('TRL is not installed: pip install ".[bench]"', file=sys.stderr)
         return 2
+    if options.gpu:
+        return compare_on_gpu(options, this_machine(options.limit_gb))
     found: list[Comparison] = []
     try:
         with tempfile.TemporaryDirectory(prefix="side-by-side-") as folder:
             write_model(Path(folder) / "model", shape)
             write_reward_model(Path(folder) / "reward", shape)
             for method in options.method:
-                job = prepare(Path(folder), method, shape, options)
+                job = prepare(_job(Path(folder), method, options), shape, options.threads)
                 for setting in METHODS[method].floors:
                     if setting.lora == options.lora and (options.zero2 or setting.stage == 0):
                         found.append(_compare(replace(job, **asdict(setting)), options.repeats, options.threads))
@@ -67,45 +76,10 @@ def main(arguments: list[str] | None = None, shape: Shape = SIDE_BY_SIDE) -> int
     return 1 if missed else 0
 
 
-def prepare(folder: Path, method: str, shape: Shape, options: argparse.Namespace) -> Job:
-    """Write the rows of a method, and for TRL the same rows in the order in which our side takes them."""
+def _job(folder: Path, method: str, options: argparse.Namespace) -> Job:
+    reward = str(folder / "reward") if method == "online_dpo" else ""
     total = options.steps + options.warm_up
-    rows = METHODS[method].rows(shape, total * METHODS[method].batch, 0)
-    place, path = folder / f"{method}-order", folder / f"{method}-ours.jsonl"
-    job = Job("ours", method, str(folder / "model"), str(path), str(place / "output"), total, options.warm_up)
-    if method == "online_dpo":
-        job = replace(job, reward_model=str(folder / "reward"))
-    write_rows(path, rows)
-    taken = _run("benchmarks.ours", job, place, options.threads)
-    write_rows(folder / f"{method}-trl.jsonl", [rows[number] for number in taken])
-    return job
-
-
-def run_side(job: Job, side: SideName, repeat: int, threads: int) -> Result:
-    """One side once."""
-    setting = f"{job.stage}-{job.checkpointing:d}-{job.lora:d}"
-    place = Path(job.model).parent / f"{job.method}-{setting}-{side}-{repeat}"
-    rows = job.rows if side == "ours" else job.rows.replace("-ours.jsonl", "-trl.jsonl")
-    job = replace(job, side=side, rows=rows, output=str(place / "output"))
-    return Result(**_run("benchmarks.worker", job, place, threads))
-
-
-def _run(module: str, job: Job, place: Path, threads: int) -> Any:
-    """What a process answers to the job; allocator, threads and accelerator are the same for both sides."""
-    variables = {
-        **ALLOCATOR,
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "DS_ACCELERATOR": "cpu",
-    }
-    if job.side == "trl" and job.stage:
-        # accelerate starts DeepSpeed only where it finds a launcher's variables.
-        variables |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    try:
-        return run_module(module, place, asdict(job), variables)
-    except Failed as error:
-        raise Failed(f"{job.side}, {job.method}, {job.setting.title}: {error.reason}", error.output) from error
+    return Job("ours", method, str(folder / "model"), "", "", total, options.warm_up, reward_model=reward)
 
 
 def _compare(job: Job, repeats: int, threads: int) -> Comparison:
@@ -159,7 +133,30 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--zero2", action=argparse.BooleanOptionalAction, default=True, help="compare both at ZeRO-2 as well (yes)"
     )
     parser.add_argument("--lora", action="store_true", help="train adapters on both sides, at stage 0")
+    card = parser.add_argument_group("on a GPU")
+    card.add_argument("--gpu", action="store_true", help="train on the GPU, in bf16 or fp16, a model of 0.5B")
+    card.add_argument("--settings", nargs="+", choices=SETTINGS, help="what is trained (full lora qlora)")
+    card.add_argument("--limit_gb", type=float, help=f"GPU memory of each side in 1e9 bytes ({LIMIT_GB:g})")
+    card.add_argument("--batch", type=int, help="rows of a step (KTO 4, others 2)")
+    card.add_argument("--seconds", type=float, help=f"a run of a side is ended after so many ({SECONDS:g})")
+    card.add_argument("--tiny", action="store_true", help="a model of a few thousand parameters: does all of it run?")
     options = parser.parse_args(arguments)
+    chosen = [
+        name
+        for name in ("settings", "limit_gb", "batch", "seconds", "tiny")
+        if getattr(options, name) not in (None, False)
+    ]
+    if chosen and not options.gpu:
+        parser.error(f"--{chosen[0]} has an effect with --gpu only")
+    if options.gpu and options.lora:
+        parser.error("--lora: with --gpu it is --settings lora")
+    if options.batch is not None and options.batch < 2:
+        parser.error("--batch must be 2 or more: KTO takes its KL term from other rows of the batch")
+    options.settings = options.settings or list(SETTINGS)
+    options.limit_gb = LIMIT_GB if options.limit_gb is None else options.limit_gb
+    options.seconds = SECONDS if options.seconds is None else options.seconds
+    if min(options.limit_gb, options.seconds) <= 0:
+        parser.error("--limit_gb and --seconds must be above 0")
     if min(options.repeats, options.steps, options.warm_up, options.threads) < 1:
         parser.error("--repeats, --steps, --warm_up and --threads must be 1 or more")
     return options

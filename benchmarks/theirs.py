@@ -12,6 +12,9 @@ Settings that were made equal because the two sides' defaults differ (:meth:`ben
   checkpointing off, and so the cache on, on both sides.
 - with ``--lora`` both are given the same ``LoraConfig``, without dropout and without a reference model: on both sides
   the reference is the base with the adapters off.
+- with ``--gpu`` both compute in bf16, or in fp16 where the card has no bf16. Full training has fp32 master weights on
+  both sides; the base under adapters is in the compute dtype, or in 4 bits by the same settings. Neither side shortens
+  a prompt. Online DPO's rewards come from a Python function that costs nothing.
 - the first step is logged, nothing is saved or reported, and there is no progress bar.
 
 KTO's head on a CPU: without Triton TRL 1.16 scores every position, prompts and padding too; on a GPU it does not. The
@@ -25,13 +28,15 @@ from typing import Any
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # CPO lives in trl.experimental, which says so on import
 
+import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from transformers import Trainer  # noqa: E402
+from transformers import BitsAndBytesConfig, Trainer  # noqa: E402
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer  # noqa: E402
 from trl.experimental.cpo import CPOConfig, CPOTrainer  # noqa: E402
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer  # noqa: E402
 
-from benchmarks.jobs import LORA_SETTINGS, Job  # noqa: E402
+from benchmarks.jobs import DTYPES, LORA_SETTINGS, Job  # noqa: E402
+from benchmarks.measure import arbitrary  # noqa: E402
 from benchmarks.processes import ROOT  # noqa: E402
 from benchmarks.shapes import load_tokenizer  # noqa: E402
 
@@ -52,10 +57,16 @@ def build(job: Job, rows: Dataset) -> Trainer:
         more = {"reward_funcs": job.reward_model, "reward_processing_classes": load_tokenizer(job.reward_model)}
     if job.stage:
         options["deepspeed"] = str(ROOT / "ds_configs" / f"zero{job.stage}.json")
+    if job.method == "online_dpo" and not job.reward_model:
+        more["reward_funcs"] = arbitrary
     if job.lora:
         from peft import LoraConfig
 
         more["peft_config"] = LoraConfig(**LORA_SETTINGS)  # type: ignore[arg-type]
+        if job.precision != "fp32" or job.in_4bit:
+            options["model_init_kwargs"] = {"dtype": DTYPES[job.precision]}  # the base: fp32 unless it is said
+    if job.in_4bit:
+        options["model_init_kwargs"]["quantization_config"] = BitsAndBytesConfig(**job.quantization)
     return trainer(
         model=job.model,
         args=config(**options),
@@ -63,3 +74,8 @@ def build(job: Job, rows: Dataset) -> Trainer:
         processing_class=load_tokenizer(job.model),
         **more,
     )
+
+
+def peak_bytes(trainer: Trainer) -> int:
+    """The most GPU memory that was allocated since the trainer was built, in bytes."""
+    return torch.cuda.max_memory_allocated()

@@ -9,8 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from alignment.engines.memory.allocator import grow_segments
 from benchmarks.jobs import Job
-from benchmarks.measure import StepClock, memory_bytes, working_memory
+from benchmarks.measure import DeviceClock, StepClock, cap_memory, memory_bytes, working_memory
 
 
 @dataclass(frozen=True)
@@ -22,16 +25,22 @@ class Result:
         cpu: the same in processor time.
         memory: bytes, as :func:`benchmarks.measure.working_memory` defines them.
         first: the logged metrics of the first step.
+        allocated, reserved: most bytes of the GPU's memory, loading left out; 0 on a CPU.
     """
 
     wall: list[float]
     cpu: list[float]
     memory: int
     first: dict[str, float]
+    allocated: int = 0
+    reserved: int = 0
 
 
 def measure(job: Job) -> Result:
     """Run the job and measure it; code and rows are loaded before the memory is first looked at."""
+    if job.gpu:
+        grow_segments()  # ours does so by itself
+        cap_memory(job.limit)
     side = importlib.import_module("benchmarks.ours" if job.side == "ours" else "benchmarks.theirs")
     if job.stage:
         import deepspeed  # noqa: F401 - TRL would import it in the middle
@@ -40,10 +49,12 @@ def measure(job: Job) -> Result:
     from datasets import Dataset
     from transformers import LlamaForCausalLM  # noqa: F401 - the model's code, which either side would import later
 
-    rows, clock = Dataset.from_list(job.load_rows()), StepClock()
+    rows, clock = Dataset.from_list(job.load_rows()), DeviceClock() if job.gpu else StepClock()
     before = memory_bytes("VmRSS")
     trainer: Any = side.build(job, rows)
     trainer.add_callback(clock)
+    if job.gpu:
+        torch.cuda.reset_peak_memory_stats()
     trainer.train()
     high_water = memory_bytes("VmHWM")
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
@@ -54,6 +65,8 @@ def measure(job: Job) -> Result:
         cpu=[step.cpu for step in steps],
         memory=working_memory(high_water, before, trained, frozen + job.frozen * (frozen or trained)),
         first=next(record for record in trainer.state.log_history if "loss" in record),
+        allocated=side.peak_bytes(trainer) if job.gpu else 0,
+        reserved=clock.reserved if isinstance(clock, DeviceClock) else 0,
     )
 
 
