@@ -40,7 +40,8 @@ from alignment.internals.deepspeed_step import (
     skip_invalid_norm,
     step_in_fp16,
 )
-from alignment.internals.deepspeed_zero3 import balanced_module_stack, forget_partitioned
+from alignment.internals.deepspeed_zero3 import balanced_module_stack, divide_again, forget_partitioned
+from alignment.internals.deepspeed_zero3 import settle as settle_weights
 from alignment.models.checking import look_at_positions
 from alignment.models.kernels import choose_hub_kernels_again
 from alignment.models.partitioning import partition_whole
@@ -299,8 +300,10 @@ def checked(engine: Engine, task: Task) -> Engine:
         choose_hub_kernels_again(engine.scorer)
         with _whole_enough(engine):
             task.check_scorer(engine.scorer, engine.device)
-        if not engine.partitioned:  # a further pass would leave weights whole
-            look_at_positions(engine.scorer, engine.device)
+        look_at_positions(engine.scorer, engine.device)
+        if engine.partitioned:  # several passes leave weights whole that the last one fetched ahead
+            settle_weights(engine.engine, engine.scorer)
+            divide_again(engine.scorer)
     except BaseException:
         engine.close()
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -31,27 +32,38 @@ def built(kind: str, stage: str, *, leaves: bool, task: Task = CAUSAL_LM) -> Fro
     return checked(FrozenEngine(task.scorer(model, False), config), task)
 
 
+@pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.parametrize("kind", ["dbrx", "jetmoe"])
-def test_such_a_model_is_refused_by_name_unless_its_layers_are_leaves(kind: str) -> None:
-    with pytest.raises(
-        ModelError, match=rf"\({kind}\) does not run with its weights divided by ZeRO-3.*stage below 3"
-    ):
-        built(kind, "stage3", leaves=False)
+def test_such_a_model_scores_as_the_whole_one_does(kind: str, leaves: bool) -> None:
+    """Its check's first pass is one of what the engine wraps, in which DeepSpeed finds such weights."""
     batch = collate([(range(2, 10), range(10, 18)), (range(3, 9), range(20, 30))], 18)
     found = []
     for stage in ("stage0", "stage3"):
-        engine = built(kind, stage, leaves=stage == "stage3")
-        found.append(engine.sequence_scores(batch))
-        engine.close()
+        with contextlib.closing(built(kind, stage, leaves=leaves and stage == "stage3")) as engine:
+            found.append(engine.sequence_scores(batch))
     torch.testing.assert_close(found[1], found[0])
+
+
+def failing_with(error: Exception) -> Task:
+    """A task whose check of an engine ends so."""
+
+    def failing(*args: Any) -> None:
+        raise error
+
+    return replace(CAUSAL_LM, check_scorer=failing)
+
+
+def test_weights_that_deepspeed_does_not_find_are_refused_by_name() -> None:
+    task = failing_with(IndexError("tuple index out of range"))
+    with pytest.raises(
+        ModelError, match=r"\(dbrx\) does not run with its weights divided by ZeRO-3.*tuple index.*stage below 3"
+    ):
+        built("dbrx", "stage3", leaves=False, task=task)
 
 
 @pytest.mark.parametrize(
     ("stage", "error"), [("stage3", torch.OutOfMemoryError("none left")), ("stage0", RuntimeError("another reason"))]
 )
 def test_what_has_another_reason_is_not_blamed_on_that(stage: str, error: RuntimeError) -> None:
-    def failing(*args: Any) -> None:
-        raise error
-
     with pytest.raises(type(error), match=str(error)):
-        built("dbrx", stage, leaves=False, task=replace(CAUSAL_LM, check_scorer=failing))
+        built("dbrx", stage, leaves=False, task=failing_with(error))
