@@ -76,8 +76,11 @@ def _shares(tensor: Tensor, arguments: Any) -> bool:
 @pytest.fixture
 def device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The device of one of four ranks."""
-    monkeypatch.setattr(get_accelerator(), "device_name", lambda index=None: "cpu:0")
-    monkeypatch.setattr(get_accelerator(), "set_device", lambda index: None)
+    accelerator = type(
+        get_accelerator()
+    )  # undoing a change of the instance would leave a method that hides the class's
+    monkeypatch.setattr(accelerator, "device_name", lambda self, index=None: "cpu:0")
+    monkeypatch.setattr(accelerator, "set_device", lambda self, index: None)
     monkeypatch.setattr(partition_parameters.dist, "broadcast", lambda *_, **__: None)
     monkeypatch.setattr(partition_parameters.Init, "_partition_world_size", lambda self, parameter: RANKS)
     return torch.device("cpu:0")
