@@ -42,7 +42,6 @@ from alignment.internals.deepspeed_step import (
 )
 from alignment.internals.deepspeed_zero3 import balanced_module_stack, divide_again, forget_partitioned
 from alignment.internals.deepspeed_zero3 import settle as settle_weights
-from alignment.models.checking import look_at_positions
 from alignment.models.kernels import choose_hub_kernels_again
 from alignment.models.partitioning import partition_whole
 from alignment.models.scorer import Scorer
@@ -300,7 +299,6 @@ def checked(engine: Engine, task: Task) -> Engine:
         choose_hub_kernels_again(engine.scorer)
         with _whole_enough(engine):
             task.check_scorer(engine.scorer, engine.device)
-        look_at_positions(engine.scorer, engine.device)
         if engine.partitioned:  # several passes leave weights whole that the last one fetched ahead
             settle_weights(engine.engine, engine.scorer)
             divide_again(engine.scorer)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from alignment.config.errors import AlignmentError, ModelError
-from alignment.models.scorer import CompletionScorer, DecoderScorer, Scorer
+from alignment.models.scorer import CompletionScorer, Scorer
 
 _TOKENS, _SHARED = 8, 5  # of each of two rows; how many of them begin both
 _FP32_ROUNDING = 1e-6  # of a log-softmax, in parts of its result
@@ -79,15 +79,6 @@ def _head_rounding(in_16_bits: bool, device: torch.device) -> float:
     if in_16_bits:
         return 3e-2
     return 5e-3 if device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32 else 1e-4
-
-
-@torch.no_grad()
-def look_at_positions(scorer: Scorer, device: torch.device) -> None:
-    """Let a decoder see two rows, once, so that no batch of a single row asks the device about its positions."""
-    if isinstance(scorer, DecoderScorer) and not scorer.packing.shared:
-        ids = probe_ids(scorer.model, 2, device).expand(2, -1)
-        with without_dropout(scorer):
-            scorer(ids, torch.ones_like(ids), ids.new_zeros(1), ids.new_zeros(1), 1)
 
 
 def probe_ids(model: PreTrainedModel, length: int, device: torch.device) -> Tensor:

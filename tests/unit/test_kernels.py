@@ -240,9 +240,7 @@ def test_kernels_of_the_hub_are_chosen_where_the_engine_is(monkeypatch: pytest.M
     for asked in (False, True):
         model = AutoModelForCausalLM.from_config(tiny_config("tied")).to("meta")
         model._use_kernels = asked  # what set_use_kernels leaves behind
-        scorer = CompletionScorer(model)
-        scorer.packing.shared = True  # as the check, which is none here, would have found
-        engine, task = mock.Mock(device=CPU, scorer=scorer, partitioned=False), mock.Mock()
+        engine, task = mock.Mock(device=CPU, scorer=CompletionScorer(model), partitioned=False), mock.Mock()
         checked(engine, task)
         assert chosen == [("meta", True)] * asked
 
