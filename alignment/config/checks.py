@@ -171,7 +171,7 @@ def _check_mappings(options: Any) -> None:
 
 def _check_ranges(options: Any) -> None:
     at_least(options, 1, "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
-    at_least(options, 1, "logging_steps", "save_steps", "eval_steps", "save_total_limit", "dataset_num_proc")
+    at_least(options, 1, "save_total_limit", "dataset_num_proc")
     at_least(options, 1, "max_train_samples", "max_eval_samples")
     at_least(options, 0, "dataloader_num_workers", "learning_rate", "weight_decay", "max_grad_norm")
     at_least(options, 0, "router_aux_loss_coef", "seed", "data_seed")
@@ -189,13 +189,30 @@ def _check_steps(options: Any) -> None:
     if options.max_steps != -1 and options.max_steps < 1:
         raise OptionError(f"{setting('max_steps', options.max_steps)}: set -1 (by num_train_epochs) or at least 1")
     positive(options, "num_train_epochs")
-    at_least(options, 0, "warmup_steps")
+    at_least(options, 0, "warmup_steps", "eval_delay")
+    for name in ("logging_steps", "save_steps", "eval_steps"):
+        if getattr(options, name) == 0:
+            raise OptionError(f"{name}=0: must be at least 1, or a share of the run's steps below 1; set it above 0")
+    for name in ("logging_steps", "save_steps", "eval_steps", "warmup_steps"):
+        _whole_or_share(options, name)
     below_one(options, "warmup_ratio")
     if options.warmup_ratio and options.warmup_steps:
         raise OptionError(
             f"{setting('warmup_ratio', options.warmup_ratio)} and {setting('warmup_steps', options.warmup_steps)}: "
             f"both set the warm-up; leave one out"
         )
+
+
+def _whole_or_share(options: Any, name: str) -> None:
+    """A number of steps is whole, and then an integer, or lies in [0, 1) as a share of all."""
+    value = getattr(options, name)
+    if value is None or 0 < value < 1:
+        return
+    if value < 0 or value != int(value):
+        raise OptionError(
+            f"{setting(name, value)}: set a whole number of optimizer steps, or a share of the run's steps below 1"
+        )
+    setattr(options, name, int(value))
 
 
 def _check_optimizer(options: Any) -> None:
