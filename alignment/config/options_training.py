@@ -107,7 +107,7 @@ class SavingOptions:
         False, "End with the weights that evaluated best; each new best is saved, whatever `save_strategy` says."
     )
     metric_for_best_model: str | None = option(
-        None, "Metric of the evaluation that decides which is best; unset: `loss` with `load_best_model_at_end`."
+        None, "Metric of the evaluation that decides which is best; unset: `loss` where a best one is asked for."
     )
     greater_is_better: bool | None = option(
         None, "Whether a greater metric is better; unset: unless its name ends with `loss`."
