@@ -55,9 +55,8 @@ class Recorder(TrainerCallback):
         self.events.append(("save", state.global_step))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.lengths = (
-            state.max_steps, state.num_train_epochs, state.logging_steps, state.eval_steps, state.save_steps, state.epoch,
-        )  # fmt: skip
+        intervals = state.logging_steps, state.eval_steps, state.save_steps
+        self.lengths = (state.max_steps, state.num_train_epochs, *intervals, state.epoch)
 
 
 class Line(nn.Module):

@@ -65,7 +65,7 @@ def test_folders_to_write_to_may_begin_with_the_home(monkeypatch: pytest.MonkeyP
         ("optim_args", "momentum=0.9", "momentum=0.9"),
         ("eval_strategy", "epoch", Strategy.EPOCH),
         ("save_strategy", False, SaveStrategy.NO),
-        ("save_strategy", "best", SaveStrategy.BEST),
+        ("save_strategy", "epoch", SaveStrategy.EPOCH),
         ("save_strategy", IntervalStrategy.EPOCH, SaveStrategy.EPOCH),
         ("logging_strategy", "epoch", Strategy.EPOCH),
         ("save_steps", 0.1, 0.1),
