@@ -52,7 +52,7 @@ PROBES: dict[str, Any] = {
 }
 WITH_REFERENCE = ("kto", "dpo", "online_dpo")
 # Read by transformers' DefaultFlowCallback; tests/engine/test_callbacks.py shows the effect.
-READ_BY_CALLBACKS = {"logging_first_step"}
+READ_BY_CALLBACKS = {"logging_first_step", "logging_strategy", "eval_delay"}
 FIELDS = [(cls, field) for cls in METHODS.values() for field in dataclasses.fields(cls)]
 
 
