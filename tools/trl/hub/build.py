@@ -1,4 +1,4 @@
-"""Write the local hub into a folder: models in the layout of the hub's cache, rows in the one of ``datasets``' cache."""
+"""Write the local hub into a folder: models as in the hub's cache, rows as in the one of ``datasets``."""
 
 from __future__ import annotations
 

@@ -66,7 +66,8 @@ MISTRAL = (
 DEEPSEEK = (
     "{{ bos_token }}{%- for message in messages %}{%- if message.role == 'assistant' %}"
     "{{ '<｜Assistant｜>' + message.content + '<｜end▁of▁sentence｜>' }}"
-    "{%- elif message.role == 'user' %}{{ '<｜User｜>' + message.content }}{%- else %}{{ message.content }}{%- endif %}"
+    "{%- elif message.role == 'user' %}{{ '<｜User｜>' + message.content }}"
+    "{%- else %}{{ message.content }}{%- endif %}"
     "{%- endfor %}{%- if add_generation_prompt %}{{ '<｜Assistant｜>' }}{%- endif %}"
 )
 HARMONY = (

@@ -107,12 +107,12 @@ def train(family: Family, texts: Iterable[str]) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    if family.starts or family.ends:
-        around = [family.bos] * family.starts, [family.eos] * family.ends
-        single = [*around[0], "$A", *around[1]]
-        marks = [(token, tokenizer.token_to_id(token)) for token in (*around[0], *around[1])]
+    first = [family.bos] if family.starts and family.bos else []
+    last = [family.eos] if family.ends else []
+    if first or last:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=" ".join(map(str, single)), pair=None, special_tokens=marks
+            single=" ".join([*first, "$A", *last]),
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in (*first, *last)],
         )
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
