@@ -24,18 +24,36 @@ if TYPE_CHECKING:
     from alignment.methods.reward_options import RewardConfig
     from alignment.methods.sft import SFTTrainer
     from alignment.methods.sft_options import SFTConfig
+    from alignment.rewards.endpoint import EndpointJudge, OpenAIPairwiseJudge
+    from alignment.rewards.hub_judges import HfPairwiseJudge, PairRMJudge
+    from alignment.rewards.pairwise import (
+        AllTrueJudge,
+        BaseBinaryJudge,
+        BaseJudge,
+        BasePairwiseJudge,
+        BaseRankJudge,
+    )
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AllTrueJudge",
+    "BaseBinaryJudge",
+    "BaseJudge",
+    "BasePairwiseJudge",
+    "BaseRankJudge",
     "CPOConfig",
     "CPOTrainer",
     "DPOConfig",
     "DPOTrainer",
+    "EndpointJudge",
+    "HfPairwiseJudge",
     "KTOConfig",
     "KTOTrainer",
     "OnlineDPOConfig",
     "OnlineDPOTrainer",
+    "OpenAIPairwiseJudge",
+    "PairRMJudge",
     "RewardConfig",
     "RewardTrainer",
     "RunStopped",
@@ -47,6 +65,10 @@ __all__ = [
 _PATHS = (path for entry in METHODS.entries.values() for path in (entry.options, entry.trainer))
 _HOMES = {name: module for module, _, name in (path.partition(":") for path in _PATHS)}
 _HOMES["RunStopped"] = "alignment.engines.watch.stop"
+_JUDGES = ("AllTrueJudge", "BaseBinaryJudge", "BaseJudge", "BasePairwiseJudge", "BaseRankJudge")
+_HOMES |= dict.fromkeys(_JUDGES, "alignment.rewards.pairwise")
+_HOMES |= dict.fromkeys(("EndpointJudge", "OpenAIPairwiseJudge"), "alignment.rewards.endpoint")
+_HOMES |= dict.fromkeys(("HfPairwiseJudge", "PairRMJudge"), "alignment.rewards.hub_judges")
 
 
 def __getattr__(name: str) -> Any:
