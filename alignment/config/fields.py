@@ -49,12 +49,15 @@ class SaveStrategy(str, Enum):
         return self.value
 
 
-def option(default: Any, help: str, *, choices: tuple[str, ...] | None = None) -> Any:
-    """A dataclass field with its one-sentence help and, for text options, the values that it may take."""
+def option(default: Any, help: str, *, choices: tuple[str, ...] | None = None, shown: bool = True) -> Any:
+    """A dataclass field with its one-sentence help and, for text options, the values that it may take.
+
+    A secret is not ``shown`` where the options are printed.
+    """
     metadata: dict[str, Any] = {"help": help}
     if choices is not None:
         metadata["choices"] = choices
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata, repr=shown)
 
 
 def words(text: str) -> tuple[str, ...]:
