@@ -26,6 +26,7 @@ SCHEDULES = (
     "warmup_stable_decay",
     "greedy",
 )
+_RISING = ("linear", "constant_with_warmup")  # and DeepSpeed's logarithmic warm-up suits them
 _METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 _SCHEDULES_NEEDING: dict[str, tuple[str, ...]] = {
     "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
@@ -235,6 +236,11 @@ def _check_schedule(options: Any) -> None:
         raise OptionError(
             f"{setting('lr_scheduler_type', name)}: it needs {' or '.join(needed)}; set lr_scheduler_kwargs "
             f"to a mapping with it"
+        )
+    if (options.lr_scheduler_kwargs or {}).get("warmup_type") == "log" and name not in _RISING:
+        raise OptionError(
+            f"{setting('lr_scheduler_kwargs', options.lr_scheduler_kwargs)}: {name} has no logarithmic warm-up; leave "
+            f"warmup_type out, or set lr_scheduler_type to {' or '.join(_RISING)}"
         )
     if name == "constant" and (options.warmup_ratio or options.warmup_steps):
         which = "warmup_ratio" if options.warmup_ratio else "warmup_steps"

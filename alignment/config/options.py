@@ -28,6 +28,7 @@ from alignment.config.options_faults import FaultOptions
 from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions
 from alignment.config.options_training import LoggingOptions, MemoryOptions, SavingOptions, TrainingOptions
 from alignment.config.registry import Paper, name_of
+from alignment.config.translated.sections import translate
 from alignment.internals.transformers import parallel_mode
 
 _OUTPUT_DIR = "trainer_output"  # as transformers calls it
@@ -143,6 +144,7 @@ class AlignmentConfig(
         convert_options(self)
         if self.output_dir is None:
             self.output_dir = _OUTPUT_DIR
+        translate(self)
         self._expand_folders()
         refusals.refuse_not_yet(self)
         refuse_values(self)

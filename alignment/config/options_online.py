@@ -80,7 +80,7 @@ class RewardOptions:
     reward_weights: list[float] | None = option(
         None, "Weights of the rewards in their sum, the reward model's first; unset: 1 each."
     )
-    judge: str | dict[str, Any] | None = option(
+    judge: TextOrKeywords = option(
         None,
         "A judge of pairs in place of rewards: `file.py:name` of (prompts, pairs) -> 0, 1 or -1 for each pair; or a "
         "mapping for a model at an OpenAI-compatible endpoint, such as `{base_url: http://localhost:8000/v1, model: "

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from alignment import CPOConfig, CPOTrainer
+from alignment.config.errors import OptionError
 
 VALUES = [5.0, 2.0, 4.0, 1.0, 3.0, 0.5, 6.0, 7.0, 8.0]
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
@@ -101,3 +102,29 @@ def test_it_happens_when_it_happens_in_transformers(tmp_path: Path, monkeypatch:
         assert (("log", end) in recorder.events) == (more.get("logging_strategy") != "no"), name
         assert recorder.lengths == expected[name].lengths, name
         assert recorder.rates == expected[name].rates, name
+
+
+@pytest.mark.ci
+def test_sections_of_deepspeed(tmp_path: Path) -> None:
+    """DeepSpeed is not given them: a run by the options that they mean ends with the same weights."""
+    model, ends = make_model(tmp_path / "policy", "tied", seed=1), []
+    stage = options(tmp_path)["deepspeed"]
+    sections = {
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_type": "linear"}},
+    }
+    said = {
+        "optim": "sgd", "learning_rate": 0.1, "optim_args": "momentum=0.5", "warmup_steps": 3,
+        "lr_scheduler_type": "constant_with_warmup",
+    }  # fmt: skip
+    for name, more in (("sections", {"deepspeed": stage | sections}), ("options", {"deepspeed": stage, **said})):
+        given = {k: v for k, v in options(tmp_path / name).items() if k not in ("learning_rate", "lr_scheduler_type")}
+        trainer = CPOTrainer(model=model, args=CPOConfig(**{**given, **more}), train_dataset=paired_rows(20))
+        trainer.train()
+        ends.append({key: value.clone() for key, value in trainer.model.state_dict().items()})
+        trainer.close()
+    assert ends[0].keys() == ends[1].keys() and all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
+    late = CPOConfig(str(tmp_path / "late"), deepspeed=stage, max_prompt_length=None)
+    late.deepspeed = stage | sections
+    with pytest.raises(OptionError, match="sections optimizer and scheduler ask for"):
+        CPOTrainer(model=model, args=late, train_dataset=paired_rows(20)).train()
