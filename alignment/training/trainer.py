@@ -182,7 +182,7 @@ class AlignmentTrainer(HubMethods):
             base=name if isinstance(name, str) and name else None,
             is_classifier=self.method.task is not CAUSAL_LM,
             is_adapter=self.engine_plan.adapters is not None,
-            tags=list(getattr(self.model, "model_tags", None) or ()),
+            tags=list(getattr(self.engines.model, "model_tags", None) or ()),
         )
 
     @property
@@ -326,7 +326,8 @@ class AlignmentTrainer(HubMethods):
             raise
         self.write_report(show=True)
         if self.args.merged_output_dir is not None:
-            self.save_model(_internal_call=True)
+            with self.uploads.held():
+                self.save_model()
             write_merged(self.context, self.engine_plan.source, Path(self.args.merged_output_dir))
         if writer.failure is not None:
             raise LastCheckpointError(f"output_dir: the end of the run could not be written: {writer.failure}")
@@ -432,7 +433,7 @@ class AlignmentTrainer(HubMethods):
         with ACTIVITY("save model"):
             self.engines.write(folder)
             barrier()
-        if self.args.push_to_hub and not _internal_call:
+        if self.args.push_to_hub and not _internal_call and not self.uploads.holds:
             self.push_saved(folder)
 
     def save_state(self) -> None:
