@@ -100,7 +100,6 @@ REMOVED: dict[str, str] = {
     "no_cuda": "set use_cpu",
     "fp16_full_eval": "evaluation computes as training does; set fp16 or bf16",
     "bf16_full_eval": "evaluation computes as training does; set fp16 or bf16",
-    "logging_strategy": "set logging_steps",
     "logging_dir": "the log lies in output_dir",
     "padding_free": "set max_tokens_per_batch",
     "group_by_length": "set max_tokens_per_batch",
