@@ -341,7 +341,8 @@ class AlignmentTrainer(TrainerSurface, HubMethods):
             raise
         self.write_report(show=True)
         if self.args.merged_output_dir is not None:
-            self.save_model(_internal_call=True)
+            with self.uploads.held():
+                self.save_model()
             write_merged(self.context, self.engine_plan.source, Path(self.args.merged_output_dir))
         if writer.failure is not None:
             raise LastCheckpointError(f"output_dir: the end of the run could not be written: {writer.failure}")
@@ -455,7 +456,7 @@ class AlignmentTrainer(TrainerSurface, HubMethods):
         with ACTIVITY("save model"):
             self.engines.write(folder)
             barrier()
-        if self.args.push_to_hub and not _internal_call:
+        if self.args.push_to_hub and not _internal_call and not self.uploads.holds:
             self.push_saved(folder)
 
     def tell(self, text: str | None) -> None:
