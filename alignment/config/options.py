@@ -22,6 +22,7 @@ from alignment.config.options_data import DataOptions
 from alignment.config.options_faults import FaultOptions
 from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions
 from alignment.config.options_training import LoggingOptions, MemoryOptions, SavingOptions, TrainingOptions
+from alignment.config.process.facts import ProcessFacts
 from alignment.config.registry import Paper, name_of
 from alignment.internals.transformers import parallel_mode
 
@@ -55,6 +56,7 @@ class AlignmentConfig(
     TrainingOptions,
     DataOptions,
     ModelOptions,
+    ProcessFacts,
 ):
     """What every method has. Use a method's class (``KTOConfig``, ``CPOConfig``), not this one.
 
