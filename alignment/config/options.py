@@ -27,6 +27,7 @@ from alignment.config.options_data import DataOptions
 from alignment.config.options_faults import FaultOptions
 from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions
 from alignment.config.options_training import LoggingOptions, MemoryOptions, SavingOptions, TrainingOptions
+from alignment.config.process.facts import ProcessFacts
 from alignment.config.registry import Paper, name_of
 from alignment.config.translated.sections import translate
 from alignment.internals.transformers import parallel_mode
@@ -79,6 +80,7 @@ class AlignmentConfig(
     DataOptions,
     ModelOptions,
     TransformersOptions,
+    ProcessFacts,
     metaclass=_ByName,
 ):
     """What every method has. Use a method's class (``KTOConfig``, ``CPOConfig``), not this one.
