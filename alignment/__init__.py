@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         BasePairwiseJudge,
         BaseRankJudge,
     )
+    from alignment.training.sampling.callbacks import LogCompletionsCallback, WinRateCallback
 
 __version__ = "0.1.0"
 
@@ -50,6 +51,7 @@ __all__ = [
     "HfPairwiseJudge",
     "KTOConfig",
     "KTOTrainer",
+    "LogCompletionsCallback",
     "OnlineDPOConfig",
     "OnlineDPOTrainer",
     "OpenAIPairwiseJudge",
@@ -59,6 +61,7 @@ __all__ = [
     "RunStopped",
     "SFTConfig",
     "SFTTrainer",
+    "WinRateCallback",
     "__version__",
 ]
 
@@ -69,6 +72,7 @@ _JUDGES = ("AllTrueJudge", "BaseBinaryJudge", "BaseJudge", "BasePairwiseJudge", 
 _HOMES |= dict.fromkeys(_JUDGES, "alignment.rewards.pairwise")
 _HOMES |= dict.fromkeys(("EndpointJudge", "OpenAIPairwiseJudge"), "alignment.rewards.endpoint")
 _HOMES |= dict.fromkeys(("HfPairwiseJudge", "PairRMJudge"), "alignment.rewards.hub_judges")
+_HOMES |= dict.fromkeys(("LogCompletionsCallback", "WinRateCallback"), "alignment.training.sampling.callbacks")
 
 
 def __getattr__(name: str) -> Any:
