@@ -33,6 +33,20 @@ if TYPE_CHECKING:
         BasePairwiseJudge,
         BaseRankJudge,
     )
+    from alignment.scripts.arguments import DatasetConfig, DatasetMixtureConfig, ScriptArguments
+    from alignment.scripts.chat import SIMPLE_CHAT_TEMPLATE, clone_chat_template, setup_chat_format
+    from alignment.scripts.mixture import get_dataset
+    from alignment.scripts.model import ModelConfig, get_kbit_device_map, get_peft_config, get_quantization_config
+    from alignment.scripts.parser import TrlParser
+    from alignment.scripts.rows import (
+        apply_chat_template,
+        extract_prompt,
+        is_conversational,
+        maybe_apply_chat_template,
+        maybe_extract_prompt,
+        maybe_unpair_preference_dataset,
+        unpair_preference_dataset,
+    )
     from alignment.training.sampling.callbacks import LogCompletionsCallback, WinRateCallback
 
 __version__ = "0.1.0"
@@ -47,11 +61,14 @@ __all__ = [
     "CPOTrainer",
     "DPOConfig",
     "DPOTrainer",
+    "DatasetConfig",
+    "DatasetMixtureConfig",
     "EndpointJudge",
     "HfPairwiseJudge",
     "KTOConfig",
     "KTOTrainer",
     "LogCompletionsCallback",
+    "ModelConfig",
     "OnlineDPOConfig",
     "OnlineDPOTrainer",
     "OpenAIPairwiseJudge",
@@ -61,7 +78,23 @@ __all__ = [
     "RunStopped",
     "SFTConfig",
     "SFTTrainer",
+    "SIMPLE_CHAT_TEMPLATE",
+    "ScriptArguments",
+    "TrlParser",
     "WinRateCallback",
+    "apply_chat_template",
+    "clone_chat_template",
+    "extract_prompt",
+    "get_dataset",
+    "get_kbit_device_map",
+    "get_peft_config",
+    "get_quantization_config",
+    "is_conversational",
+    "maybe_apply_chat_template",
+    "maybe_extract_prompt",
+    "maybe_unpair_preference_dataset",
+    "setup_chat_format",
+    "unpair_preference_dataset",
     "__version__",
 ]
 
@@ -73,6 +106,21 @@ _HOMES |= dict.fromkeys(_JUDGES, "alignment.rewards.pairwise")
 _HOMES |= dict.fromkeys(("EndpointJudge", "OpenAIPairwiseJudge"), "alignment.rewards.endpoint")
 _HOMES |= dict.fromkeys(("HfPairwiseJudge", "PairRMJudge"), "alignment.rewards.hub_judges")
 _HOMES |= dict.fromkeys(("LogCompletionsCallback", "WinRateCallback"), "alignment.training.sampling.callbacks")
+# What scripts written for TRL import besides.
+_FOR_SCRIPTS = {
+    "arguments": "DatasetConfig DatasetMixtureConfig ScriptArguments",
+    "chat": "SIMPLE_CHAT_TEMPLATE clone_chat_template setup_chat_format",
+    "mixture": "get_dataset",
+    "model": "ModelConfig get_kbit_device_map get_peft_config get_quantization_config",
+    "parser": "TrlParser",
+    "rows": (
+        "apply_chat_template extract_prompt is_conversational maybe_apply_chat_template maybe_extract_prompt "
+        "maybe_unpair_preference_dataset unpair_preference_dataset"
+    ),
+}
+_HOMES.update(
+    {name: f"alignment.scripts.{module}" for module, names in _FOR_SCRIPTS.items() for name in names.split()}
+)
 
 
 def __getattr__(name: str) -> Any:

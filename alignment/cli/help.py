@@ -10,11 +10,11 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from alignment.config.errors import OutputError
-from alignment.config.fields import Strategy
 from alignment.config.lookup import packaged_names
 from alignment.config.options import AlignmentConfig
 from alignment.config.refusals import refused_fields
@@ -54,7 +54,7 @@ def default_text(field: dataclasses.Field[Any]) -> str:
         return "unset"
     if isinstance(field.default, bool):
         return str(field.default).lower()
-    return str(field.default.value if isinstance(field.default, Strategy) else field.default)
+    return str(field.default.value if isinstance(field.default, Enum) else field.default)
 
 
 def help_text(methods: Mapping[str, type[AlignmentConfig]], program: str = "launch/train.py") -> str:

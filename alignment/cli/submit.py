@@ -19,7 +19,7 @@ from alignment.cli.slurm.request import Request, add_options, request, seconds
 from alignment.cli.slurm.script import log_pattern, render
 from alignment.config.dtypes import Machine, planning_for
 from alignment.config.errors import AlignmentError, OptionError, OutputError, setting
-from alignment.config.fields import Strategy
+from alignment.config.fields import SaveStrategy
 from alignment.config.options import AlignmentConfig
 
 _ABOUT = """\
@@ -164,7 +164,7 @@ def _own_environment() -> Iterator[None]:
 
 
 def _check_goes_on(options: AlignmentConfig) -> None:
-    for name, unusable, usable in (("save_strategy", Strategy.NO, "steps"), ("save_only_model", True, "false")):
+    for name, unusable, usable in (("save_strategy", SaveStrategy.NO, "steps"), ("save_only_model", True, "false")):
         if getattr(options, name) == unusable:
             raise OptionError(
                 f"{setting(name, unusable)}: a job that is requeued goes on from its newest checkpoint, and there "

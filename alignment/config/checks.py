@@ -6,7 +6,7 @@ from typing import Any
 
 from alignment.config.dtypes import requested_dtype
 from alignment.config.errors import OptionError, did_you_mean, setting
-from alignment.config.fields import Strategy, words
+from alignment.config.fields import SaveStrategy, Strategy, words
 from alignment.config.options_data import SequenceOptions, check_mixture, tested_parts
 from alignment.config.options_faults import check_faults
 from alignment.config.options_model import REF_PLACEMENTS, check_adapters
@@ -171,7 +171,7 @@ def _check_mappings(options: Any) -> None:
 
 def _check_ranges(options: Any) -> None:
     at_least(options, 1, "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
-    at_least(options, 1, "logging_steps", "save_steps", "eval_steps", "save_total_limit", "dataset_num_proc")
+    at_least(options, 1, "save_total_limit", "dataset_num_proc")
     at_least(options, 1, "max_train_samples", "max_eval_samples")
     at_least(options, 0, "dataloader_num_workers", "learning_rate", "weight_decay", "max_grad_norm")
     at_least(options, 0, "router_aux_loss_coef", "seed", "data_seed")
@@ -189,13 +189,30 @@ def _check_steps(options: Any) -> None:
     if options.max_steps != -1 and options.max_steps < 1:
         raise OptionError(f"{setting('max_steps', options.max_steps)}: set -1 (by num_train_epochs) or at least 1")
     positive(options, "num_train_epochs")
-    at_least(options, 0, "warmup_steps")
+    at_least(options, 0, "warmup_steps", "eval_delay")
+    for name in ("logging_steps", "save_steps", "eval_steps"):
+        if getattr(options, name) == 0:
+            raise OptionError(f"{name}=0: must be at least 1, or a share of the run's steps below 1; set it above 0")
+    for name in ("logging_steps", "save_steps", "eval_steps", "warmup_steps"):
+        _whole_or_share(options, name)
     below_one(options, "warmup_ratio")
     if options.warmup_ratio and options.warmup_steps:
         raise OptionError(
             f"{setting('warmup_ratio', options.warmup_ratio)} and {setting('warmup_steps', options.warmup_steps)}: "
             f"both set the warm-up; leave one out"
         )
+
+
+def _whole_or_share(options: Any, name: str) -> None:
+    """A number of steps is whole, and then an integer, or lies in [0, 1) as a share of all."""
+    value = getattr(options, name)
+    if value is None or 0 < value < 1:
+        return
+    if value < 0 or value != int(value):
+        raise OptionError(
+            f"{setting(name, value)}: set a whole number of optimizer steps, or a share of the run's steps below 1"
+        )
+    setattr(options, name, int(value))
 
 
 def _check_optimizer(options: Any) -> None:
@@ -278,12 +295,18 @@ def check_output(options: Any) -> None:
         raise OptionError(
             "load_best_model_at_end=True: there are no evaluations to choose by; set eval_strategy to steps or epoch"
         )
+    if options.save_strategy == SaveStrategy.BEST and options.eval_strategy == Strategy.NO:
+        raise OptionError(
+            "save_strategy='best': there are no evaluations to choose by; set eval_strategy to steps or epoch"
+        )
     if options.overwrite_output_dir and options.resume_from_checkpoint:
         raise OptionError(
             f"{setting('resume_from_checkpoint', options.resume_from_checkpoint)}: with overwrite_output_dir: true "
             "each restart would move its own checkpoints away; leave one of them out"
         )
-    chosen_by = options.metric_for_best_model or options.load_best_model_at_end
+    chosen_by = (
+        options.metric_for_best_model or options.load_best_model_at_end or options.save_strategy == SaveStrategy.BEST
+    )
     if options.greater_is_better is not None and not chosen_by:
         raise OptionError(
             f"{setting('greater_is_better', options.greater_is_better)}: has no effect without metric_for_best_model; "

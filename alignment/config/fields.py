@@ -37,12 +37,27 @@ class Strategy(str, Enum):
         return self.value
 
 
-def option(default: Any, help: str, *, choices: tuple[str, ...] | None = None) -> Any:
-    """A dataclass field with its one-sentence help and, for text options, the values that it may take."""
+class SaveStrategy(str, Enum):
+    """When the model is saved; the same, with the values of transformers' ``SaveStrategy``."""
+
+    NO = "no"
+    STEPS = "steps"
+    EPOCH = "epoch"
+    BEST = "best"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+def option(default: Any, help: str, *, choices: tuple[str, ...] | None = None, shown: bool = True) -> Any:
+    """A dataclass field with its one-sentence help and, for text options, the values that it may take.
+
+    A secret is not ``shown`` where the options are printed.
+    """
     metadata: dict[str, Any] = {"help": help}
     if choices is not None:
         metadata["choices"] = choices
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata, repr=shown)
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -58,6 +73,7 @@ _EXPECTED = {
     dict: "a mapping (on the command line as JSON)",
     list: "a list of texts",
     Strategy: "one of no, steps, epoch",
+    SaveStrategy: "one of no, steps, epoch, best",
 }
 
 
@@ -119,10 +135,10 @@ def _prepared(value: Any, kinds: tuple[type, ...]) -> Any:
     """The value with the notations undone that pydantic would misread."""
     if isinstance(value, os.PathLike) and str in kinds:
         return os.fspath(value)
-    if value is False and Strategy in kinds:
-        return Strategy.NO  # YAML 1.1 reads a bare `no` as false
-    if isinstance(value, Strategy):
-        return value
+    if value is False and {Strategy, SaveStrategy} & set(kinds):
+        return "no"  # YAML 1.1 reads a bare `no` as false
+    if isinstance(value, Enum):
+        return value.value  # also transformers' own, whose values are the same
     if isinstance(value, str):
         if type(None) in kinds and str not in kinds and value.strip().lower() in ("none", "null"):
             return None
@@ -139,13 +155,6 @@ def _refusal(name: str, value: Any, hint: Any, default: Any) -> OptionError:
     text = f"{setting(name, value)}: expected {expected(hint)}"
     if value is None:
         return OptionError(f"{setting(name, value)}: cannot be empty; leave it out for its default {str(default)!r}")
-    if name.endswith("_steps") and not isinstance(value, bool):
-        try:
-            fraction = 0 < float(value) < 1
-        except (TypeError, ValueError):
-            fraction = False
-        if fraction:
-            return OptionError(f"{text}; a fraction of the run is not an option here, set a number of optimizer steps")
     if default is None:
         return OptionError(f"{text}; leave it out for none")
     return OptionError(f"{text}; set it to a value such as {str(default)!r}")

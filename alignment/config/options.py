@@ -11,12 +11,13 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from alignment.config import checks, dtypes, refusals
 from alignment.config.dtypes import planned
 from alignment.config.errors import SECRETS, OptionError
-from alignment.config.fields import Strategy, convert_options
+from alignment.config.fields import SaveStrategy, convert_options
 from alignment.config.options_data import DataOptions
 from alignment.config.options_faults import FaultOptions
 from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions
@@ -84,7 +85,8 @@ class AlignmentConfig(
             self.per_device_eval_batch_size = self.per_device_train_batch_size
         if self.eval_steps is None:
             self.eval_steps = self.logging_steps
-        if self.load_best_model_at_end and self.metric_for_best_model is None:
+        chooses = self.load_best_model_at_end or self.save_strategy == SaveStrategy.BEST
+        if chooses and self.metric_for_best_model is None:
             self.metric_for_best_model = "loss"
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")
@@ -146,16 +148,6 @@ class AlignmentConfig(
         return parallel_mode("NOT_DISTRIBUTED" if self.n_gpu else "NOT_PARALLEL")
 
     @property
-    def logging_strategy(self) -> Strategy:
-        """Always by steps; read by transformers' DefaultFlowCallback."""
-        return Strategy.STEPS
-
-    @property
-    def eval_delay(self) -> int:
-        """Evaluation is never delayed; read by transformers' DefaultFlowCallback."""
-        return 0
-
-    @property
     def resolved_bf16(self) -> bool:
         """Whether these options and this machine, without a DeepSpeed JSON, give bfloat16."""
         return dtypes.compute_dtype(self) == "bfloat16"
@@ -170,7 +162,7 @@ class AlignmentConfig(
         values: dict[str, Any] = {"method": name_of(self)}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            values[field.name] = _without_secrets(field.name, value.value if isinstance(value, Strategy) else value)
+            values[field.name] = _without_secrets(field.name, value.value if isinstance(value, Enum) else value)
         return values
 
     def to_sanitized_dict(self) -> dict[str, Any]:

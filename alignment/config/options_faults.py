@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from alignment.config.errors import OptionError, setting
-from alignment.config.fields import Strategy, option
+from alignment.config.fields import SaveStrategy, option
 
 
 @dataclass(kw_only=True)
@@ -70,7 +70,7 @@ def check_faults(options: Any) -> None:
             )
     if action != "rewind":
         return
-    for name, unusable in (("save_strategy", Strategy.NO), ("save_only_model", True)):
+    for name, unusable in (("save_strategy", SaveStrategy.NO), ("save_only_model", True)):
         if getattr(options, name) == unusable:
             raise OptionError(
                 f"on_bad_step='rewind': with {setting(name, unusable)} there is no checkpoint to return to; change "

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from alignment.config.fields import Strategy, option
+from alignment.config.fields import SaveStrategy, Strategy, option
 
 
 @dataclass(kw_only=True)
@@ -30,7 +30,7 @@ class TrainingOptions:
     lr_scheduler_type: str = option("linear", "Schedule of the learning rate, by transformers' names.")
     lr_scheduler_kwargs: dict[str, Any] | None = option(None, "Further arguments of the schedule.")
     warmup_ratio: float = option(0.0, "Share of the steps over which the learning rate rises from 0.")
-    warmup_steps: int = option(0, "The same as a number of steps.")
+    warmup_steps: float = option(0, "The same as a number of steps; below 1: as a share of them, too.")
     optim: str = option(
         "adamw_torch",
         "Optimizer: `adamw_torch` (fused; also `adamw_torch_fused`), `adamw_8bit`, `paged_adamw_8bit`, "
@@ -66,7 +66,10 @@ class LoggingOptions:
 
     TITLE: ClassVar[str] = "Logging and evaluation"
 
-    logging_steps: int = option(10, "Optimizer steps between two lines of the log.")
+    logging_strategy: Strategy = option(Strategy.STEPS, "When to log: `no`, `steps` or `epoch`.")
+    logging_steps: float = option(
+        10, "Optimizer steps between two lines of the log; below 1: as a share of the run's steps."
+    )
     logging_first_step: bool = option(False, "Log the first step as well.")
     report_to: str | list[str] = option(
         "none", "transformers' reporting integrations: `tensorboard`, `wandb` …, several, or `all` that are installed."
@@ -76,7 +79,10 @@ class LoggingOptions:
     include_num_input_tokens_seen: bool = option(False, "Keep the number of tokens seen in the trainer's state.")
     include_tokens_per_second: bool = option(False, "Log the tokens trained on per second and device.")
     eval_strategy: Strategy = option(Strategy.NO, "When to evaluate: `no`, `steps` or `epoch`.")
-    eval_steps: int | None = option(None, "Optimizer steps between evaluations; unset: `logging_steps`.")
+    eval_steps: float | None = option(
+        None, "Optimizer steps between evaluations; below 1: as a share of the run's steps; unset: `logging_steps`."
+    )
+    eval_delay: float = option(0, "Evaluate for the first time after so many epochs, or steps (`eval_strategy`).")
     eval_on_start: bool = option(False, "Evaluate once before the first step.")
 
 
@@ -90,15 +96,18 @@ class SavingOptions:
         False,
         "Write into an output folder that is not empty; checkpoints and logs in it are moved to `previous-1` ….",
     )
-    save_strategy: Strategy = option(Strategy.STEPS, "When to save the model: `no`, `steps` or `epoch`.")
-    save_steps: int = option(500, "Optimizer steps between saves.")
+    save_strategy: SaveStrategy = option(
+        SaveStrategy.STEPS,
+        "When to save the model: `no`, `steps`, `epoch`, or `best`: whenever an evaluation is the best so far.",
+    )
+    save_steps: float = option(500, "Optimizer steps between saves; below 1: as a share of the run's steps.")
     save_total_limit: int | None = option(None, "Keep only the newest so many checkpoint folders.")
     save_only_model: bool = option(False, "Save the model without the state that a resume needs.")
     load_best_model_at_end: bool = option(
         False, "End with the weights that evaluated best; each new best is saved, whatever `save_strategy` says."
     )
     metric_for_best_model: str | None = option(
-        None, "Metric of the evaluation that decides which is best; unset: `loss` with `load_best_model_at_end`."
+        None, "Metric of the evaluation that decides which is best; unset: `loss` where a best one is asked for."
     )
     greater_is_better: bool | None = option(
         None, "Whether a greater metric is better; unset: unless its name ends with `loss`."
@@ -109,9 +118,23 @@ class SavingOptions:
         "start if there is none.",
     )
     resume_anyway: bool = option(False, "Resume although data, models or options differ; the differences are listed.")
-    push_to_hub: bool = option(False, "Upload the model to the Hugging Face hub.")
-    hub_model_id: str | None = option(None, "Repository to upload to.")
-    hub_token: str | None = option(None, "Token for the hub; never logged or saved.")
-    hub_private_repo: bool | None = option(None, "Make the repository private.")
-    hub_strategy: str = option("every_save", "When to upload.")
-    hub_revision: str | None = option(None, "Branch to upload to.")
+    push_to_hub: bool = option(
+        False, "Upload the model to the Hugging Face hub, at the end and as `hub_strategy` says."
+    )
+    hub_model_id: str | None = option(
+        None, "Repository to upload to, `owner/name` or a name of your own; unset: the name of the output folder."
+    )
+    hub_token: str | None = option(
+        None, "Token for the hub, never logged or saved; unset: that of `hf auth login`.", shown=False
+    )
+    hub_private_repo: bool | None = option(
+        None, "Make the repository private where it is not there yet; unset: as its owner's default is."
+    )
+    hub_strategy: str = option(
+        "every_save",
+        "What is uploaded: the model at the `end`, at `every_save`, with the state of the last `checkpoint`, or with "
+        "`all_checkpoints`.",
+        choices=("end", "every_save", "checkpoint", "all_checkpoints"),
+    )
+    hub_always_push: bool = option(False, "Upload every save, also while an earlier upload is under way.")
+    hub_revision: str | None = option(None, "Branch to upload to, made where it is not there yet; unset: `main`.")

@@ -43,8 +43,6 @@ class NotYet:
     partial: bool = False
 
 
-_HUB = "uploading is not supported yet"
-_UPLOAD = "leave it out and upload output_dir with `hf upload`"
 _SYNC = "a reference that follows the policy is not supported yet"
 
 NOT_YET: dict[str, NotYet] = {
@@ -68,12 +66,6 @@ NOT_YET: dict[str, NotYet] = {
         "set auto, continuous or generate",
         partial=True,
     ),
-    "push_to_hub": NotYet((False,), _HUB, _UPLOAD),
-    "hub_model_id": NotYet((None,), _HUB, _UPLOAD),
-    "hub_token": NotYet((None,), _HUB, "leave it out; `hf auth login` gives access to gated models"),
-    "hub_private_repo": NotYet((None,), _HUB, _UPLOAD),
-    "hub_strategy": NotYet(("every_save",), _HUB, _UPLOAD),
-    "hub_revision": NotYet((None,), _HUB, _UPLOAD),
 }
 
 _NO_PAD_LABEL = "there is no pad label here: completions are marked by position"
@@ -105,7 +97,6 @@ REMOVED: dict[str, str] = {
     "no_cuda": "set use_cpu",
     "fp16_full_eval": "evaluation computes as training does; set fp16 or bf16",
     "bf16_full_eval": "evaluation computes as training does; set fp16 or bf16",
-    "logging_strategy": "set logging_steps",
     "logging_dir": "the log lies in output_dir",
     "padding_free": "set max_tokens_per_batch",
     "group_by_length": "set max_tokens_per_batch",

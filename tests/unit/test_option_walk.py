@@ -22,11 +22,7 @@ if __name__ == "__main__":
 from alignment.cli.help import option_tables, with_tables  # noqa: E402
 from alignment.config import dtypes  # noqa: E402
 from alignment.config.errors import OptionError, OutputError  # noqa: E402
-from alignment.config.fields import (  # noqa: E402
-    hints,
-    members,
-    option,  # noqa: E402
-)
+from alignment.config.fields import hints, members, option  # noqa: E402
 from alignment.config.options import AlignmentConfig  # noqa: E402
 from alignment.config.refusals import refused_fields  # noqa: E402
 from alignment.config.registry import METHODS, option_names  # noqa: E402
@@ -51,8 +47,10 @@ PROBES: dict[str, Any] = {
     "precompute_ref_log_probs": True,  # another name of a placement
 }
 WITH_REFERENCE = ("kto", "dpo", "online_dpo")
-# Read by transformers' DefaultFlowCallback; tests/engine/test_callbacks.py shows the effect.
-READ_BY_CALLBACKS = {"logging_first_step"}
+# Read by transformers' DefaultFlowCallback and TrainerState; test_callbacks.py and test_intervals.py show the effect.
+READ_BY_TRANSFORMERS = {
+    "logging_first_step", "logging_strategy", "eval_delay", "logging_steps", "eval_steps", "save_steps",
+}  # fmt: skip
 FIELDS = [(cls, field) for cls in METHODS.values() for field in dataclasses.fields(cls)]
 
 
@@ -79,7 +77,7 @@ def _is_options(node: ast.expr) -> bool:
     return name in OBJECTS
 
 
-READ = attributes_read(ROOT / "alignment") | READ_BY_CALLBACKS
+READ = attributes_read(ROOT / "alignment") | READ_BY_TRANSFORMERS
 
 
 def unaccounted(cls: type[AlignmentConfig]) -> set[str]:
