@@ -59,18 +59,24 @@ def tables(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_tables_and_an_undisturbed_run(tmp_path: Path, ranks: RankServer, nproc: int) -> None:
+@pytest.mark.parametrize(
+    ("nproc", "names"),
+    [
+        pytest.param(2, ("sharded", "adapter", "none", "precomputed"), marks=pytest.mark.ci, id="some"),
+        *(pytest.param(nproc, tuple(each["name"] for each in CASES), marks=pytest.mark.slow) for nproc in (1, 2)),
+    ],
+)
+def test_tables_and_an_undisturbed_run(tmp_path: Path, ranks: RankServer, nproc: int, names: tuple[str, ...]) -> None:
+    cases = [case for case in CASES if case["name"] in names]
     make_model(tmp_path / "model", "untied", seed=1)
     make_model(tmp_path / "reference", "untied", seed=2)
     for name in ("model", "reference"):  # the likeliest token: drawn all the same, and what greedy decoding gives
         GenerationConfig(do_sample=True, top_k=1, eos_token_id=1).save_pretrained(tmp_path / name)
-    (tmp_path / "cases.json").write_text(json.dumps(CASES))
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
     result = ranks.run(DRIVERS / "eval_answers.py", tmp_path, tmp_path / "cases.json", nproc=nproc, timeout=400)
     assert "dpo has no reference" not in result.stdout and result.stdout.count("cpo has no reference, so the") == 1
     assert result.stdout.count("a precomputed reference is no model, so the tables") == 1
-    for case in CASES:
+    for case in cases:
         plain, sampled = json.loads((tmp_path / f"{case['name']}.json").read_text())
         assert [*map(timeless, sampled)] == [*map(timeless, plain)], case["name"]
         check_weights(tmp_path, case)
