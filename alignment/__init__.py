@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         maybe_unpair_preference_dataset,
         unpair_preference_dataset,
     )
+    from alignment.training.sampling.callbacks import LogCompletionsCallback, WinRateCallback
 
 __version__ = "0.1.0"
 
@@ -66,6 +67,7 @@ __all__ = [
     "HfPairwiseJudge",
     "KTOConfig",
     "KTOTrainer",
+    "LogCompletionsCallback",
     "ModelConfig",
     "OnlineDPOConfig",
     "OnlineDPOTrainer",
@@ -79,7 +81,7 @@ __all__ = [
     "SIMPLE_CHAT_TEMPLATE",
     "ScriptArguments",
     "TrlParser",
-    "__version__",
+    "WinRateCallback",
     "apply_chat_template",
     "clone_chat_template",
     "extract_prompt",
@@ -93,6 +95,7 @@ __all__ = [
     "maybe_unpair_preference_dataset",
     "setup_chat_format",
     "unpair_preference_dataset",
+    "__version__",
 ]
 
 _PATHS = (path for entry in METHODS.entries.values() for path in (entry.options, entry.trainer))
@@ -108,6 +111,7 @@ _FOR_SCRIPTS = {
     "scripts.mixture": "get_dataset",
     "scripts.model": "ModelConfig get_kbit_device_map get_peft_config get_quantization_config",
     "scripts.parser": "TrlParser",
+    "training.sampling.callbacks": "LogCompletionsCallback WinRateCallback",
     "scripts.rows": (
         "apply_chat_template extract_prompt is_conversational maybe_apply_chat_template maybe_extract_prompt "
         "maybe_unpair_preference_dataset unpair_preference_dataset"
