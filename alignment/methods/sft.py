@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from alignment.data.batching import Batch, Collate, CompletionBatch, collate_completion
+from alignment.data.shown.rows import Columns, as_language_modelling
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.sft_options import SFTConfig
 from alignment.objectives.likelihood import nll
@@ -23,6 +24,9 @@ class SFTMethod(Method[CompletionBatch]):
     @property
     def collate(self) -> Collate:
         return collate_completion
+
+    def shown(self, rows: Columns) -> dict[str, list[Any]]:
+        return as_language_modelling(rows)
 
     def scored(self, batch: CompletionBatch) -> Batch:
         return batch.completions
