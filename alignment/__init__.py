@@ -24,6 +24,15 @@ if TYPE_CHECKING:
     from alignment.methods.reward_options import RewardConfig
     from alignment.methods.sft import SFTTrainer
     from alignment.methods.sft_options import SFTConfig
+    from alignment.rewards.endpoint import EndpointJudge, OpenAIPairwiseJudge
+    from alignment.rewards.hub_judges import HfPairwiseJudge, PairRMJudge
+    from alignment.rewards.pairwise import (
+        AllTrueJudge,
+        BaseBinaryJudge,
+        BaseJudge,
+        BasePairwiseJudge,
+        BaseRankJudge,
+    )
     from alignment.scripts.arguments import DatasetConfig, DatasetMixtureConfig, ScriptArguments
     from alignment.scripts.chat import SIMPLE_CHAT_TEMPLATE, clone_chat_template, setup_chat_format
     from alignment.scripts.mixture import get_dataset
@@ -38,21 +47,32 @@ if TYPE_CHECKING:
         maybe_unpair_preference_dataset,
         unpair_preference_dataset,
     )
+    from alignment.training.sampling.callbacks import LogCompletionsCallback, WinRateCallback
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AllTrueJudge",
+    "BaseBinaryJudge",
+    "BaseJudge",
+    "BasePairwiseJudge",
+    "BaseRankJudge",
     "CPOConfig",
     "CPOTrainer",
     "DPOConfig",
     "DPOTrainer",
     "DatasetConfig",
     "DatasetMixtureConfig",
+    "EndpointJudge",
+    "HfPairwiseJudge",
     "KTOConfig",
     "KTOTrainer",
+    "LogCompletionsCallback",
     "ModelConfig",
     "OnlineDPOConfig",
     "OnlineDPOTrainer",
+    "OpenAIPairwiseJudge",
+    "PairRMJudge",
     "RewardConfig",
     "RewardTrainer",
     "RunStopped",
@@ -61,7 +81,7 @@ __all__ = [
     "SIMPLE_CHAT_TEMPLATE",
     "ScriptArguments",
     "TrlParser",
-    "__version__",
+    "WinRateCallback",
     "apply_chat_template",
     "clone_chat_template",
     "extract_prompt",
@@ -75,11 +95,17 @@ __all__ = [
     "maybe_unpair_preference_dataset",
     "setup_chat_format",
     "unpair_preference_dataset",
+    "__version__",
 ]
 
 _PATHS = (path for entry in METHODS.entries.values() for path in (entry.options, entry.trainer))
 _HOMES = {name: module for module, _, name in (path.partition(":") for path in _PATHS)}
 _HOMES["RunStopped"] = "alignment.engines.watch.stop"
+_JUDGES = ("AllTrueJudge", "BaseBinaryJudge", "BaseJudge", "BasePairwiseJudge", "BaseRankJudge")
+_HOMES |= dict.fromkeys(_JUDGES, "alignment.rewards.pairwise")
+_HOMES |= dict.fromkeys(("EndpointJudge", "OpenAIPairwiseJudge"), "alignment.rewards.endpoint")
+_HOMES |= dict.fromkeys(("HfPairwiseJudge", "PairRMJudge"), "alignment.rewards.hub_judges")
+_HOMES |= dict.fromkeys(("LogCompletionsCallback", "WinRateCallback"), "alignment.training.sampling.callbacks")
 # What scripts written for TRL import besides.
 _FOR_SCRIPTS = {
     "arguments": "DatasetConfig DatasetMixtureConfig ScriptArguments",

@@ -101,7 +101,13 @@ class SequenceOptions:
     truncation_mode: str = option(
         "keep_end", "Which part of a prompt that is too long is kept.", choices=TRUNCATION_MODES
     )
-    generate_during_eval: bool = option(False, "Log a table of prompts with answers of policy and reference.")
+    generate_during_eval: bool = option(
+        False,
+        "At each evaluation, sample answers of policy and reference to the first different prompts of each set: a "
+        "table in `completions.jsonl`, on the terminal, and in the reporting integrations.",
+    )
+    num_completions_to_log: int = option(8, "Prompts of one such table.")
+    max_new_tokens: int = option(256, "Longest of these answers, in tokens.")
 
 
 def check_column_map(key: str, value: dict[str, str] | None) -> None:

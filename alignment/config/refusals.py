@@ -52,9 +52,6 @@ NOT_YET: dict[str, NotYet] = {
     "sync_ref_model": NotYet((False,), _SYNC, "leave it out: the reference stays the policy as given"),
     "ref_model_mixup_alpha": NotYet((0.6,), _SYNC, "leave it out: the reference stays the policy as given"),
     "ref_model_sync_steps": NotYet((512,), _SYNC, "leave it out: the reference stays the policy as given"),
-    "generate_during_eval": NotYet(
-        (False,), "sampling during evaluation is not supported yet", "leave it out and sample from a saved folder"
-    ),
     "activation_offloading": NotYet(
         (False,), "activations in host memory are not supported yet", "keep gradient_checkpointing=true"
     ),

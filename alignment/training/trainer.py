@@ -64,6 +64,7 @@ from alignment.training.loop import TrainingLoop
 from alignment.training.method import AnyMethod
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import Identity, RunState
+from alignment.training.sampling.answers import answers_of
 from alignment.training.summary import write_report
 from alignment.training.surface.overrides import check_overrides
 from alignment.training.surface.positional import in_place
@@ -148,6 +149,7 @@ class AlignmentTrainer(TrainerSurface, HubMethods):
         self.phases = Phases(device())
         self.log_file = JsonlLog(self.output_dir / LOG if rank() == 0 else None, self.tell, timed=True)
         self.context = self._context()
+        self.context.answers = answers_of(self.context, lambda: self._writes_logs)
         self.uploads = Uploads(self.context, self._subject)
         if repository is not None:
             self.uploads.use(repository)
@@ -466,9 +468,14 @@ class AlignmentTrainer(TrainerSurface, HubMethods):
         self.state.log_history.append(entry)
         if self.args.disable_tqdm and self.is_world_process_zero():
             print(json.dumps(entry), flush=True)
-        if self.sampler is not None and not self.folder.held_by_earlier_run:
+        if self._writes_logs:
             self.retries.write(self.log_file.write)
             self.log_file.write(entry)
+
+    @property
+    def _writes_logs(self) -> bool:
+        """Whether the files in the output folder are this trainer's to write into."""
+        return self.sampler is not None and not self.folder.held_by_earlier_run
 
     def settings(self) -> dict[str, Any]:
         """What the run was resolved to, by the names of the files in the output folder."""

@@ -44,6 +44,7 @@ MAY_CHANGE = frozenset(
         max_steps num_train_epochs
         hang_factor hang_timeout hang_timeout_first loss_spike_factor max_bad_steps on_bad_step peer_timeout retries
         retry_pause rewind_windows
+        generate_during_eval
         disable_tqdm dry_run eval_delay eval_on_start eval_steps eval_strategy include_num_input_tokens_seen
         include_tokens_per_second log_completions logging_first_step logging_steps logging_strategy
         num_completions_to_log report_to run_name
@@ -114,10 +115,16 @@ def model_fingerprint(source: ModelSource) -> str:
 
 
 def code_fingerprint(code: Any) -> str:
-    """What stands for a user's function or object: its name, and a hash of its source where there is one."""
+    """What stands for a user's function or object: its name, and a hash of its source where there is one.
+
+    An object of ours that has an ``identity`` says itself what it depends on.
+    """
     while isinstance(code, functools.partial):
         code = code.func
     named = code if hasattr(code, "__qualname__") else type(code)
+    own = getattr(code, "identity", None)
+    if isinstance(own, Mapping):
+        return f"{named.__qualname__} {_short(own)}"
     try:
         source = inspect.getsource(named)
     except (OSError, TypeError):
