@@ -37,6 +37,7 @@ from alignment.training.arguments import (
     named_datasets,
     refuse_arguments,
     with_adapter_names,
+    with_quantization,
 )
 from alignment.training.callbacks import Events, check_callbacks, check_early_stopping
 from alignment.training.checkpointing.best import BestModel, check_best_metric
@@ -85,6 +86,8 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
             ``model`` trains those that it has.
         model_adapter_name: as the option.
         ref_adapter_name: as the option.
+        quantization_config: how bitsandbytes keeps the weights of a ``model`` that is given by name; as
+            ``quantization_config`` among ``model_init_kwargs``.
         **unsupported: TRL's further arguments (collators …); each is refused by name.
 
     Raises:
@@ -109,6 +112,7 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         model_adapter_name: str | None = None,
         ref_adapter_name: str | None = None,
         data_collator: Any = None,
+        quantization_config: Any = None,
         **unsupported: Any,
     ) -> None:
         check_overrides(type(self), AlignmentTrainer)
@@ -122,6 +126,7 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         check_data_source(args, train_dataset)
         callbacks = check_callbacks(callbacks)
         model, args = model_and_options(type(self).__name__, self.config_class, model, args)
+        args = with_quantization(args, model, quantization_config)
         self.args = with_adapter_names(args, model_adapter_name, ref_adapter_name)
         init_distributed(self.args.use_cpu)
         self.retries = Retries(self.args.retries, self.args.retry_pause)
