@@ -23,7 +23,7 @@ from alignment.config.options_faults import FaultOptions
 from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions
 from alignment.config.options_training import LoggingOptions, MemoryOptions, SavingOptions, TrainingOptions
 from alignment.config.registry import Paper, name_of
-from alignment.config.translated.sections import translate
+from alignment.config.translated import accelerate, sections
 from alignment.internals.transformers import parallel_mode
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ class AlignmentConfig(
 
     def __post_init__(self) -> None:
         convert_options(self)
-        translate(self)
+        accelerate.translate(self)
+        sections.translate(self)
         self._expand_folders()
         refusals.refuse_not_yet(self)
         checks.check_shared(self)

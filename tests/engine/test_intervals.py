@@ -124,7 +124,7 @@ def test_sections_of_deepspeed(tmp_path: Path) -> None:
         ends.append({key: value.clone() for key, value in trainer.model.state_dict().items()})
         trainer.close()
     assert ends[0].keys() == ends[1].keys() and all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
-    late = CPOConfig(str(tmp_path / "late"), deepspeed=stage, max_prompt_length=None)
+    late = CPOConfig(str(tmp_path / "late"), deepspeed=stage, max_length=64, max_prompt_length=None)
     late.deepspeed = stage | sections
     with pytest.raises(OptionError, match="sections optimizer and scheduler ask for"):
         CPOTrainer(model=model, args=late, train_dataset=paired_rows(20)).train()
