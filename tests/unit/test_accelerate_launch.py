@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from alignment.config.deepspeed import load_deepspeed_config, policy_config
 from alignment.config.dtypes import plan_dtypes
 from alignment.config.errors import OptionError
-from alignment.config.deepspeed import load_deepspeed_config, policy_config
 from alignment.methods.cpo_options import CPOConfig
 
 LAUNCHED = {"ACCELERATE_CONFIG_DS_FIELDS": "zero_stage", "ACCELERATE_USE_DEEPSPEED": "true"}
