@@ -24,6 +24,20 @@ if TYPE_CHECKING:
     from alignment.methods.reward_options import RewardConfig
     from alignment.methods.sft import SFTTrainer
     from alignment.methods.sft_options import SFTConfig
+    from alignment.scripts.arguments import DatasetConfig, DatasetMixtureConfig, ScriptArguments
+    from alignment.scripts.chat import SIMPLE_CHAT_TEMPLATE, clone_chat_template, setup_chat_format
+    from alignment.scripts.mixture import get_dataset
+    from alignment.scripts.model import ModelConfig, get_kbit_device_map, get_peft_config, get_quantization_config
+    from alignment.scripts.parser import TrlParser
+    from alignment.scripts.rows import (
+        apply_chat_template,
+        extract_prompt,
+        is_conversational,
+        maybe_apply_chat_template,
+        maybe_extract_prompt,
+        maybe_unpair_preference_dataset,
+        unpair_preference_dataset,
+    )
 
 __version__ = "0.1.0"
 
@@ -32,8 +46,11 @@ __all__ = [
     "CPOTrainer",
     "DPOConfig",
     "DPOTrainer",
+    "DatasetConfig",
+    "DatasetMixtureConfig",
     "KTOConfig",
     "KTOTrainer",
+    "ModelConfig",
     "OnlineDPOConfig",
     "OnlineDPOTrainer",
     "RewardConfig",
@@ -41,12 +58,43 @@ __all__ = [
     "RunStopped",
     "SFTConfig",
     "SFTTrainer",
+    "SIMPLE_CHAT_TEMPLATE",
+    "ScriptArguments",
+    "TrlParser",
     "__version__",
+    "apply_chat_template",
+    "clone_chat_template",
+    "extract_prompt",
+    "get_dataset",
+    "get_kbit_device_map",
+    "get_peft_config",
+    "get_quantization_config",
+    "is_conversational",
+    "maybe_apply_chat_template",
+    "maybe_extract_prompt",
+    "maybe_unpair_preference_dataset",
+    "setup_chat_format",
+    "unpair_preference_dataset",
 ]
 
 _PATHS = (path for entry in METHODS.entries.values() for path in (entry.options, entry.trainer))
 _HOMES = {name: module for module, _, name in (path.partition(":") for path in _PATHS)}
 _HOMES["RunStopped"] = "alignment.engines.watch.stop"
+# What scripts written for TRL import besides.
+_FOR_SCRIPTS = {
+    "arguments": "DatasetConfig DatasetMixtureConfig ScriptArguments",
+    "chat": "SIMPLE_CHAT_TEMPLATE clone_chat_template setup_chat_format",
+    "mixture": "get_dataset",
+    "model": "ModelConfig get_kbit_device_map get_peft_config get_quantization_config",
+    "parser": "TrlParser",
+    "rows": (
+        "apply_chat_template extract_prompt is_conversational maybe_apply_chat_template maybe_extract_prompt "
+        "maybe_unpair_preference_dataset unpair_preference_dataset"
+    ),
+}
+_HOMES.update(
+    {name: f"alignment.scripts.{module}" for module, names in _FOR_SCRIPTS.items() for name in names.split()}
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 from alignment.config.dtypes import requested_dtype
 from alignment.config.errors import OptionError, did_you_mean, setting
-from alignment.config.fields import Strategy, words
+from alignment.config.fields import SaveStrategy, Strategy, words
 from alignment.config.options_data import check_mixture, tested_parts
 from alignment.config.options_faults import check_faults
 from alignment.config.options_model import REF_PLACEMENTS, check_adapters
@@ -288,12 +288,18 @@ def check_output(options: Any) -> None:
         raise OptionError(
             "load_best_model_at_end=True: there are no evaluations to choose by; set eval_strategy to steps or epoch"
         )
+    if options.save_strategy == SaveStrategy.BEST and options.eval_strategy == Strategy.NO:
+        raise OptionError(
+            "save_strategy='best': there are no evaluations to choose by; set eval_strategy to steps or epoch"
+        )
     if options.overwrite_output_dir and options.resume_from_checkpoint:
         raise OptionError(
             f"{setting('resume_from_checkpoint', options.resume_from_checkpoint)}: with overwrite_output_dir: true "
             "each restart would move its own checkpoints away; leave one of them out"
         )
-    chosen_by = options.metric_for_best_model or options.load_best_model_at_end
+    chosen_by = (
+        options.metric_for_best_model or options.load_best_model_at_end or options.save_strategy == SaveStrategy.BEST
+    )
     if options.greater_is_better is not None and not chosen_by:
         raise OptionError(
             f"{setting('greater_is_better', options.greater_is_better)}: has no effect without metric_for_best_model; "

@@ -52,6 +52,10 @@ class RewardError(AlignmentError):
     """A reward function or judge that raised, or returned what is no score or verdict."""
 
 
+class HubError(AlignmentError):
+    """An upload that failed."""
+
+
 class Leaving(SystemExit):
     """This process is to end, whatever it is doing: no failure of the code that it passes through."""
 

@@ -89,6 +89,7 @@ def option(
     choices: tuple[str, ...] | None = None,
     older: tuple[str, ...] = (),
     several: bool = False,
+    shown: bool = True,
 ) -> Any:
     """A dataclass field; its metadata are what ``HfArgumentParser`` hands on to ``argparse``.
 
@@ -98,6 +99,7 @@ def option(
         choices: for text options, the values that it may take.
         older: further names of it, each of which takes the same values.
         several: whether a command line may give several values.
+        shown: whether it is printed with the options, which a secret is not.
     """
     metadata: dict[str, Any] = {"help": help}
     if choices is not None:
@@ -106,7 +108,7 @@ def option(
         metadata["aliases"] = [f"--{name}" for name in older]
     if several:
         metadata["nargs"] = "+"
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata, repr=shown)
 
 
 def sharing(cls: _Class) -> _Class:

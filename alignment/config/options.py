@@ -22,7 +22,7 @@ from alignment.config.compatibility.training_arguments import TransformersOption
 from alignment.config.compatibility.verdicts import refuse_values, verdict_of
 from alignment.config.dtypes import planned
 from alignment.config.errors import SECRETS, OptionError
-from alignment.config.fields import convert_options, keeping_shared, option_fields
+from alignment.config.fields import SaveStrategy, convert_options, keeping_shared, option_fields
 from alignment.config.options_data import DataOptions
 from alignment.config.options_faults import FaultOptions
 from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions
@@ -152,7 +152,8 @@ class AlignmentConfig(
             self.per_device_eval_batch_size = self.per_device_train_batch_size
         if self.eval_steps is None:
             self.eval_steps = self.logging_steps
-        if self.load_best_model_at_end and self.metric_for_best_model is None:
+        chooses = self.load_best_model_at_end or self.save_strategy == SaveStrategy.BEST
+        if chooses and self.metric_for_best_model is None:
             self.metric_for_best_model = "loss"
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")

@@ -119,7 +119,7 @@ class SavingOptions:
         False, "End with the weights that evaluated best; each new best is saved, whatever `save_strategy` says."
     )
     metric_for_best_model: str | None = option(
-        None, "Metric of the evaluation that decides which is best; unset: `loss` with `load_best_model_at_end`."
+        None, "Metric of the evaluation that decides which is best; unset: `loss` where a best one is asked for."
     )
     greater_is_better: bool | None = option(
         None, "Whether a greater metric is better; unset: unless its name ends with `loss`."
@@ -130,9 +130,23 @@ class SavingOptions:
         "start if there is none.",
     )
     resume_anyway: bool = option(False, "Resume although data, models or options differ; the differences are listed.")
-    push_to_hub: bool = option(False, "Upload the model to the Hugging Face hub.")
-    hub_model_id: str | None = option(None, "Repository to upload to.")
-    hub_token: str | None = option(None, "Token for the hub; never logged or saved.")
-    hub_private_repo: bool | None = option(None, "Make the repository private.")
-    hub_strategy: str = option("every_save", "When to upload.")
-    hub_revision: str | None = option(None, "Branch to upload to.")
+    push_to_hub: bool = option(
+        False, "Upload the model to the Hugging Face hub, at the end and as `hub_strategy` says."
+    )
+    hub_model_id: str | None = option(
+        None, "Repository to upload to, `owner/name` or a name of your own; unset: the name of the output folder."
+    )
+    hub_token: str | None = option(
+        None, "Token for the hub, never logged or saved; unset: that of `hf auth login`.", shown=False
+    )
+    hub_private_repo: bool | None = option(
+        None, "Make the repository private where it is not there yet; unset: as its owner's default is."
+    )
+    hub_strategy: str = option(
+        "every_save",
+        "What is uploaded: the model at the `end`, at `every_save`, with the state of the last `checkpoint`, or with "
+        "`all_checkpoints`.",
+        choices=("end", "every_save", "checkpoint", "all_checkpoints"),
+    )
+    hub_always_push: bool = option(False, "Upload every save, also while an earlier upload is under way.")
+    hub_revision: str | None = option(None, "Branch to upload to, made where it is not there yet; unset: `main`.")

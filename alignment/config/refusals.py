@@ -44,8 +44,6 @@ class NotYet:
     partial: bool = False
 
 
-_HUB = "uploading is not supported yet"
-_UPLOAD = "leave it out and upload output_dir with `hf upload`"
 _SYNC = "a reference that follows the policy is not supported yet"
 
 NOT_YET: dict[str, NotYet] = {
@@ -70,12 +68,6 @@ NOT_YET: dict[str, NotYet] = {
         "set auto, continuous or generate",
         partial=True,
     ),
-    "push_to_hub": NotYet((False,), _HUB, _UPLOAD),
-    "hub_model_id": NotYet((None,), _HUB, _UPLOAD),
-    "hub_token": NotYet((None,), _HUB, "leave it out; `hf auth login` gives access to gated models"),
-    "hub_private_repo": NotYet((None,), _HUB, _UPLOAD),
-    "hub_strategy": NotYet(("every_save",), _HUB, _UPLOAD),
-    "hub_revision": NotYet((None,), _HUB, _UPLOAD),
 }
 
 REMOVED: dict[str, str] = {

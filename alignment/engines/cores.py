@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from alignment.engines.memory.control_groups import control_groups, text_of
 from alignment.engines.watch.launchers import launchers
 
 VARIABLE = "OMP_NUM_THREADS"
-_ROOT = Path("/sys/fs/cgroup")
 # These set the variable to 1 where the user has not; deepspeed sets it where --bind_cores_to_rank asks for that.
 _SETTING = (
     "torchrun",
@@ -53,7 +53,7 @@ def own_cores() -> Cores:
         allowed = frozenset(os.sched_getaffinity(0))
     else:
         allowed = frozenset(range(os.cpu_count() or 1))
-    group, quota = cpu_quota(_text(Path("/proc/self/cgroup")), _ROOT)
+    group, quota = cpu_quota()
     return Cores(socket.gethostname(), allowed, group, quota)
 
 
@@ -71,39 +71,25 @@ def share(everyone: Sequence[Cores], rank: int) -> int:
     return max(1, int(cores + 1e-6))
 
 
-def cpu_quota(groups: str, root: Path) -> tuple[str, float | None]:
-    """The control group of ``/proc/self/cgroup``, and the cores' worth of time that it and those above it allow.
+def cpu_quota(root: Path = Path("/")) -> tuple[str, float | None]:
+    """This process's control group, and the cores' worth of time that it and those above it allow.
 
     Args:
-        groups: the text of that file.
-        root: where control groups are mounted, of version 2 or 1.
+        root: that of files.
     """
-    path, limits = "", list[float]()
-    for line in groups.splitlines():
-        _, controllers, place = line.split(":", 2)
-        if not controllers or "cpu" in controllers.split(","):
-            path = path or place
-            top = root if not controllers else root / "cpu"
-            folders = [top / place.strip("/"), *(top / place.strip("/")).parents]
-            limits += [limit for folder in folders if folder.is_relative_to(top) for limit in _limit(folder)]
-    return path, min(limits, default=None)
+    groups = list(control_groups("cpu", root))
+    limits = [limit for group in groups for limit in _limit(group.folder)]
+    return groups[0].path if groups else "", min(limits, default=None)
 
 
 def _limit(folder: Path) -> list[float]:
     """The limit of one control group; empty for none."""
-    words = _text(folder / "cpu.max").split() or [
-        _text(folder / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    words = text_of(folder / "cpu.max").split() or [
+        text_of(folder / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     ]
     if len(words) != 2 or not all(word.isdecimal() for word in words) or "0" in words:  # "max", -1, or not there
         return []
     return [int(words[0]) / int(words[1])]
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 def users_threads() -> str | None:

@@ -222,13 +222,20 @@ def check_optimization(options: AlignmentConfig, steps: int) -> str | None:
     return optimizer_kind(options)[1]
 
 
+def warmup_length(options: AlignmentConfig, steps: int) -> int:
+    """Steps of the warm-up in a run of ``steps``; a share of them is rounded up, as transformers does."""
+    if options.warmup_steps >= 1:
+        return int(options.warmup_steps)
+    return math.ceil(steps * (options.warmup_steps or options.warmup_ratio))
+
+
 def build_scheduler(optimizer: Optimizer, options: AlignmentConfig, steps: int) -> LRScheduler:
     """transformers' schedule over ``steps`` optimizer steps.
 
     Raises:
         OptionError: ``lr_scheduler_kwargs`` does not suit the schedule.
     """
-    warmup = options.warmup_steps or math.ceil(steps * options.warmup_ratio)
+    warmup = warmup_length(options, steps)
     try:
         return get_scheduler(
             options.lr_scheduler_type,

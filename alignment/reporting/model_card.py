@@ -17,6 +17,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from alignment.config.errors import SECRETS
 from alignment.reporting.report import markdown_table
 
+OURS = "deepspeed-alignment"  # the tag that every card has
 Facts = Sequence[tuple[str, str]]
 _LONGEST = 200  # characters of one value
 # Of Markdown and HTML. As numbers of characters they never have a meaning, in tables and code neither.
@@ -49,6 +50,11 @@ class ModelCard:
         train: metrics.
         evaluation: metrics.
         versions: of libraries, by name.
+        library: what loads the model, ``transformers`` or ``peft``.
+        tags: beside those that every card has.
+        model_name: for the metadata; None leaves it out.
+        language, license: the same.
+        task: the hub's name of what the model does; None: by ``is_classifier``.
     """
 
     title: str
@@ -67,6 +73,12 @@ class ModelCard:
     train: Mapping[str, Any] = field(default_factory=dict)
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    library: str = "transformers"
+    tags: Sequence[str] = ()
+    model_name: str | None = None
+    language: str | Sequence[str] | None = None
+    license: str | None = None
+    task: str | None = None
 
     def text(self) -> str:
         """The whole card, which ends with a line break."""
@@ -82,13 +94,16 @@ class ModelCard:
         return "\n\n".join(sections) + "\n"
 
     def _metadata(self) -> str:
-        tags = ["deepspeed-alignment", *([self.method] if self.method and _is_tag(self.method) else [])]
+        method = [self.method] if self.method and _is_tag(self.method) else []
         data = ModelCardData(
             base_model=self.base_id,
-            library_name="transformers",
-            pipeline_tag="text-classification" if self.is_classifier else "text-generation",
+            library_name=self.library,
+            pipeline_tag=self.task or ("text-classification" if self.is_classifier else "text-generation"),
             datasets=list(self.datasets) or None,
-            tags=tags,
+            tags=list(dict.fromkeys([OURS, *method, *self.tags])),
+            model_name=self.model_name,
+            language=self.language if isinstance(self.language, (str, type(None))) else list(self.language),
+            license=self.license,
         )
         text: str = data.to_yaml()
         return text.rstrip()

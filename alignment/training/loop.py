@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput
 
 from alignment.config.errors import RewardError, TrainingError
+from alignment.config.fields import Strategy
 from alignment.data.batching import AnyBatch, EpochWindows
 from alignment.data.windows import WindowPlan, WindowSampler
 from alignment.engines.checkpoints.folder import checkpoint_folder
@@ -259,7 +260,8 @@ class TrainingLoop:
         Args:
             place: in :meth:`_complete`; a run that leaves before an evaluation, or in it, resumes there.
         """
-        if self.decision.log or (self._stops() and self.history):
+        ends = self._stops() and self.args.logging_strategy == Strategy.STEPS
+        if self.decision.log or (ends and self.history):
             self._log()
             self.decision = self.events.decide()
         if self.decision.evaluate:
@@ -281,10 +283,7 @@ class TrainingLoop:
         self._show_status()
         if fresh:
             self.sampler.epoch, self.sampler.step, state.epoch = 0, 0, 0.0
-        state.max_steps = self.total_steps
-        state.num_train_epochs = math.ceil(self.total_steps / self.sampler.steps_per_epoch)
-        state.train_batch_size, state.logging_steps = args.per_device_train_batch_size, args.logging_steps
-        state.eval_steps, state.save_steps = args.eval_steps, args.save_steps
+        self._set_lengths()
         if self.resumed is not None:
             self.context.log_file.write({"event": "resume", "step": state.global_step, **self.resumed})
             return
@@ -302,6 +301,14 @@ class TrainingLoop:
                 "dropped": report.dropped,
             }
         )
+
+    def _set_lengths(self) -> None:
+        """Tell the callbacks how long the run is, and after how many steps each thing happens that has a number."""
+        state = self.state
+        state.max_steps = self.total_steps
+        state.num_train_epochs = math.ceil(self.total_steps / self.sampler.steps_per_epoch)
+        state.train_batch_size = self.args.per_device_train_batch_size
+        state.compute_steps(self.args, self.total_steps)  # of a share of the run, as transformers rounds it
 
     def _windows(self) -> Iterator[tuple[WindowPlan, Sequence[AnyBatch]]]:
         """Windows from where the sampler stands to the last; it is moved on before each is handed out."""
@@ -340,6 +347,7 @@ class TrainingLoop:
             if self.faults.rewinds(fault, plan, self.state.global_step + 1, rewind):
                 assert self.rewinder is not None
                 self.rewinder.amend()
+                self._set_lengths()  # the checkpoint may be of an attempt with other options
                 self.progress.back_to(self.state.global_step)
                 self._go_on()
                 return False
@@ -393,7 +401,7 @@ class TrainingLoop:
 
     def _evaluate(self) -> None:
         metrics = self.evaluate()
-        if self.best.improved(metrics) and self.args.load_best_model_at_end:
+        if self.best.improved(metrics) and self.best.saves:
             self.events.control.should_save = True  # or there would be nothing to come back to
         shown = {name: round(value, 4) for name, value in metrics.items() if name.endswith(("loss", "margins"))}
         self.progress.note(f"step {self.state.global_step}: {shown}")

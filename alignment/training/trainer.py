@@ -25,6 +25,7 @@ from alignment.engines.optimizers import check_optimization
 from alignment.engines.phases import Phases
 from alignment.engines.watch.retries import Retries
 from alignment.models.adapters.record import unwrapped
+from alignment.models.tasks import CAUSAL_LM
 from alignment.planning.engines import check_alike, plan_engines
 from alignment.references.engine import ReferencePlan
 from alignment.reporting.activity import ACTIVITY
@@ -53,6 +54,9 @@ from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import Resources, RunContext
 from alignment.training.data import PreparedData, prepare_data, total_steps, window_sampler
 from alignment.training.evaluation import evaluate, evaluation_windows
+from alignment.training.hub.card import Subject
+from alignment.training.hub.methods import HubMethods
+from alignment.training.hub.uploads import Uploads
 from alignment.training.interruptions.limits import limits_of
 from alignment.training.interruptions.status import begin_status, ending_in_status
 from alignment.training.interruptions.stopping import listening
@@ -63,7 +67,7 @@ from alignment.training.run_state import Identity, RunState
 from alignment.training.summary import write_report
 
 
-class AlignmentTrainer:
+class AlignmentTrainer(HubMethods):
     """Base of the trainers; use that of a method, such as :class:`KTOTrainer`.
 
     Args:
@@ -121,6 +125,7 @@ class AlignmentTrainer:
         if train_dataset is not None:
             self.folder.check()
         self._prepare_models(model, ref_model, optimizers, peft_config, adapted)
+        repository = self._repository() if self.args.push_to_hub else None
         if self.engine_plan.works_in_host_memory(self.args):
             self.tell(share_cores())
         self.processing_class = load_tokenizer(processing_class, tokenizer, self.policy_source, self.args)
@@ -133,6 +138,10 @@ class AlignmentTrainer:
         self.phases = Phases(device())
         self.log_file = JsonlLog(self.output_dir / LOG if rank() == 0 else None, self.tell, timed=True)
         self.context = self._context()
+        self.uploads = Uploads(self.context, self._subject)
+        if repository is not None:
+            self.uploads.use(repository)
+            self.events.handler.add_callback(self.uploads)
         self.engines = RunEngines(
             self.context, self.engine_plan, self.optimizers, self.aux_coefficient, self.resources
         )
@@ -163,6 +172,17 @@ class AlignmentTrainer:
             sampler=self.sampler,
             eval_data=self.eval_data,
             advice=self.advice,
+        )
+
+    def _subject(self) -> Subject:
+        """What a model card says of the model."""
+        name = self.policy_source.name
+        return Subject(
+            title=(self.args.hub_model_id or self.output_dir.absolute().name).split("/")[-1],
+            base=name if isinstance(name, str) and name else None,
+            is_classifier=self.method.task is not CAUSAL_LM,
+            is_adapter=self.engine_plan.adapters is not None,
+            tags=list(getattr(self.model, "model_tags", None) or ()),
         )
 
     @property
@@ -298,10 +318,15 @@ class AlignmentTrainer:
             self.folder.release()
             raise
         self.engines.trained = True
-        result = loop.run(evaluation_windows(self.context), writer)
+        try:
+            result = loop.run(evaluation_windows(self.context), writer)
+            self.uploads.finish()
+        except BaseException:
+            self.uploads.cut_off()
+            raise
         self.write_report(show=True)
         if self.args.merged_output_dir is not None:
-            self.save_model()
+            self.save_model(_internal_call=True)
             write_merged(self.context, self.engine_plan.source, Path(self.args.merged_output_dir))
         if writer.failure is not None:
             raise LastCheckpointError(f"output_dir: the end of the run could not be written: {writer.failure}")
@@ -395,10 +420,11 @@ class AlignmentTrainer:
         """Whether this is the first rank."""
         return rank() == 0
 
-    def save_model(self, output_dir: str | Path | None = None) -> None:
+    def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
         """Write model and tokenizer as a Hugging Face folder, whatever the ZeRO stage. All ranks must call it.
 
-        Of a run that trains adapters it is PEFT's folder of these alone, and what else was trained with them.
+        Of a run that trains adapters it is PEFT's folder of these alone, and what else was trained with them. With
+        ``push_to_hub`` it is then uploaded.
         """
         folder = Path(output_dir or self.output_dir)
         on_first_rank(lambda: self.folder.check_not_replaced(folder))
@@ -406,6 +432,8 @@ class AlignmentTrainer:
         with ACTIVITY("save model"):
             self.engines.write(folder)
             barrier()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_saved(folder)
 
     def save_state(self) -> None:
         """Write ``trainer_state.json`` into the output folder."""
@@ -416,10 +444,6 @@ class AlignmentTrainer:
         if self.is_world_process_zero():
             self.events.save_state()
             write_json(folder / "trainer_state.json", dataclasses.asdict(self.state))
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> None:
-        """Not there yet."""
-        raise OptionError("push_to_hub: not supported yet; save_model() and upload the folder with the `hf` command")
 
     def add_callback(self, callback: Any) -> None:
         """Add a ``TrainerCallback``, an instance or a class."""

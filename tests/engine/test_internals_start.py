@@ -114,6 +114,7 @@ def faults() -> dict[str, str]:
     return found
 
 
+@pytest.mark.ci
 def test_transformers_is_as_it_is_by_itself(faults: dict[str, str]) -> None:
     assert not faults.get("transformers"), faults["transformers"]
 
@@ -135,6 +136,7 @@ assert reads().misses == before + 1, "by itself it is read again"
     run(code)
 
 
+@pytest.mark.ci
 def test_muon_is_compiled_when_it_is_used(faults: dict[str, str]) -> None:
     assert not faults.get("muon"), faults["muon"]
 

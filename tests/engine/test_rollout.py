@@ -209,7 +209,7 @@ def old_objects_spared() -> Any:
 
 
 @pytest.mark.usefixtures("old_objects_spared")
-@pytest.mark.parametrize("stage", ["stage3", "stage3-offload"])
+@pytest.mark.parametrize("stage", ["stage3", pytest.param("stage3-offload", marks=pytest.mark.ci)])
 def test_training_after_rollouts_is_what_it_would_have_been(model: str, stage: str) -> None:
     def between(policy: PolicyEngine, step: int, backend: str, gather: bool, fails: bool) -> None:
         engine = RolloutEngine(policy, backend, gather=gather, longest_context=64)

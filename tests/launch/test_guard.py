@@ -115,7 +115,9 @@ def check_failure(stdout: str, stderr: str, kind: str, line: str) -> None:
     assert ("Traceback" in stderr.partition(line)[0]) == (kind == "defect")
 
 
-@pytest.mark.parametrize(("kind", "work", "line"), FAILURES)
+@pytest.mark.parametrize(
+    ("kind", "work", "line"), [FAILURES[0], *(pytest.param(*case, marks=pytest.mark.ci) for case in FAILURES[1:])]
+)
 def test_rank_1_fails_and_both_end_with_one_message(ranks: RankServer, kind: str, work: str, line: str) -> None:
     """Without a launcher that would end the other rank."""
     done = ranks.run(DRIVER, kind, work, timeout=60, check=False)

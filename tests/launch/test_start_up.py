@@ -102,6 +102,7 @@ def test_a_run_of_kto_imports_what_it_needs(tmp_path: Path, launch: Launch) -> N
     assert methods.isdisjoint(modules)
 
 
+@pytest.mark.ci
 def test_from_python_each_name_imports_what_it_needs() -> None:
     said = python("""
 import json, sys

@@ -52,16 +52,23 @@ def limited(folder: Path, **files: str) -> None:
 
 
 def test_the_lowest_quota_of_a_group_and_those_above_it_counts(tmp_path: Path) -> None:
-    limited(tmp_path, cpu__max="max 100000\n")
-    limited(tmp_path / "job", cpu__max="300000 100000\n")
-    limited(tmp_path / "job" / "task", cpu__max="450000 100000\n")
-    assert cpu_quota("0::/job/task\n", tmp_path) == ("/job/task", 3.0)
-    assert cpu_quota("0::/\n", tmp_path) == ("/", None)
-    assert cpu_quota("0::/elsewhere\n", tmp_path) == ("/elsewhere", None)
-    limited(tmp_path / "cpu" / "box", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
-    assert cpu_quota("4:cpu,cpuacct:/box\n3:memory:/box\n", tmp_path) == ("/box", None)
-    limited(tmp_path / "cpu" / "box", cpu__cfs_quota_us="150000")
-    assert cpu_quota("4:cpu,cpuacct:/box\n", tmp_path) == ("/box", 1.5)
+    mounts = tmp_path / "sys" / "fs" / "cgroup"
+
+    def quota(groups: str) -> tuple[str, float | None]:
+        limited(tmp_path / "proc" / "self", cgroup=groups)
+        return cpu_quota(tmp_path)
+
+    assert cpu_quota(tmp_path) == ("", None)
+    limited(mounts, cpu__max="max 100000\n")
+    limited(mounts / "job", cpu__max="300000 100000\n")
+    limited(mounts / "job" / "task", cpu__max="450000 100000\n")
+    assert quota("0::/job/task\n") == ("/job/task", 3.0)
+    assert quota("0::/\n") == ("/", None)
+    assert quota("0::/elsewhere\n") == ("/elsewhere", None)
+    limited(mounts / "cpu" / "box", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
+    assert quota("4:cpu,cpuacct:/box\n3:memory:/box\n") == ("/box", None)
+    limited(mounts / "cpu" / "box", cpu__cfs_quota_us="150000")
+    assert quota("4:cpu,cpuacct:/box\n") == ("/box", 1.5)
 
 
 def test_the_users_own_number_is_kept_and_a_launchers_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,9 +67,10 @@ KINDS: dict[str, tuple[str, peft.PeftConfig]] = {
     "oft": ("tied", peft.OFTConfig(oft_block_size=8, r=0, target_modules=["q_proj", "v_proj"], **CAUSAL)),
     "experts": ("moe", lora(r=2, target_modules=["q_proj"], target_parameters=EXPERTS)),
 }
+BRIEF = ("lora", "bias", "experts")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in BRIEF else pytest.mark.ci) for k in KINDS])
 def test_an_export_in_fp32_computes_what_peft_does(kind: str, bases: dict[str, str], tmp_path: Path) -> None:
     base, config = KINDS[kind]
     adapter = make_adapter(tmp_path / "adapter", bases[base], config)

@@ -42,6 +42,7 @@ importlib.reload(bitsandbytes.backends.cpu.ops)
 """
 
 
+@pytest.mark.ci
 def test_the_warning_about_a_missing_kernel() -> None:
     done = subprocess.run(
         [sys.executable, "-uc", CODE], check=True, cwd=ROOT, capture_output=True, text=True, timeout=120

@@ -23,12 +23,7 @@ from alignment.cli.help import option_tables, with_tables  # noqa: E402
 from alignment.config import dtypes  # noqa: E402
 from alignment.config.compatibility.verdicts import judged_names  # noqa: E402
 from alignment.config.errors import OptionError, OutputError  # noqa: E402
-from alignment.config.fields import (  # noqa: E402
-    hints,
-    members,
-    option,  # noqa: E402
-    option_fields,
-)
+from alignment.config.fields import hints, members, option, option_fields  # noqa: E402
 from alignment.config.options import AlignmentConfig  # noqa: E402
 from alignment.config.refusals import refused_fields  # noqa: E402
 from alignment.config.registry import METHODS, option_names  # noqa: E402
@@ -53,8 +48,10 @@ PROBES: dict[str, Any] = {
     "precompute_ref_log_probs": True,  # another name of a placement
 }
 WITH_REFERENCE = ("kto", "dpo", "online_dpo")
-# Read by transformers' DefaultFlowCallback; tests/engine/test_callbacks.py shows the effect.
-READ_BY_CALLBACKS = {"logging_first_step", "logging_strategy", "eval_delay"}
+# Read by transformers' DefaultFlowCallback and TrainerState; test_callbacks.py and test_intervals.py show the effect.
+READ_BY_TRANSFORMERS = {
+    "logging_first_step", "logging_strategy", "eval_delay", "logging_steps", "eval_steps", "save_steps",
+}  # fmt: skip
 # Other ways to set an option, read where that is resolved; test_config_options.py shows the effect.
 READ_INTO_OTHERS = {"gamma_beta_ratio", "use_transformers_paged"}
 FIELDS = [
@@ -85,7 +82,7 @@ def _is_options(node: ast.expr) -> bool:
     return name in OBJECTS
 
 
-READ = attributes_read(ROOT / "alignment") | READ_BY_CALLBACKS | READ_INTO_OTHERS
+READ = attributes_read(ROOT / "alignment") | READ_BY_TRANSFORMERS | READ_INTO_OTHERS
 
 
 def unaccounted(cls: type[AlignmentConfig]) -> set[str]:

@@ -154,7 +154,6 @@ class ReportArguments:
     restore_callback_states_from_checkpoint: bool = accepted(
         False, "The states of callbacks are restored in any case, as everything that a run would go on from."
     )
-    hub_always_push: bool = accepted(False, "An upload waits for the one before it, so none is left out.")
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -44,10 +44,12 @@ class Run:
     Attributes:
         folder: the checkpoint or output folder.
         manifest: the checkpoint's; None for any other folder.
+        given: the run's options, where it is the run that asks.
     """
 
     folder: Path
     manifest: Manifest | None = None
+    given: Mapping[str, Any] | None = None
 
     @property
     def root(self) -> Path:
@@ -58,6 +60,8 @@ class Run:
     @cached_property
     def options(self) -> Mapping[str, Any]:
         """The run's options as resolved; of a checkpoint without its run those that its manifest has."""
+        if self.given is not None:
+            return self.given
         recorded = {} if self.manifest is None else self.manifest.options
         return _object(self.root / "options.json") or recorded
 
@@ -121,28 +125,46 @@ def write_card(
     title: str,
 ) -> None:
     """Write ``README.md`` into ``folder``, an export of ``source`` that will be called ``title``."""
-    run = Run(source, manifest)
-    named = METHODS[run.method] if run.method in METHODS.entries else None
     merged = isinstance(report, MergeReport)
-    card = ModelCard(
+    card = card_of(
+        Run(source, manifest),
         title=title,
         is_classifier=report.task == "classifier",
+        base=base,
+        export=[_origin(merged), *(line for line in report.lines() if not line.startswith("advice"))],
+    )
+    (folder / CARD).write_text(card.text(), encoding="utf-8")
+
+
+def card_of(run: Run, *, title: str, is_classifier: bool, base: str | None, export: Sequence[str]) -> ModelCard:
+    """The card of what a run trained.
+
+    Args:
+        run: what is on disk of it.
+        title: the model's name.
+        is_classifier: whether it is a reward model.
+        base: the model that it began with; None where that is not known.
+        export: sentences on how the weights were written.
+    """
+    named = METHODS[run.method] if run.method in METHODS.entries else None
+    return ModelCard(
+        title=title,
+        is_classifier=is_classifier,
         base_model=base,
-        base_id=_on_hub(base, source),
+        base_id=_on_hub(base, run.folder),
         method=run.method if named is None else named.method,
         method_title=None if named is None else named.TITLE,
         papers=[] if named is None else _papers(named.PAPERS, run.options.get("loss_type")),
-        datasets=[name for name in _datasets(run.options) if _on_hub(name, source)],
-        export=[_origin(merged), *(line for line in report.lines() if not line.startswith("advice"))],
+        datasets=[name for name in _datasets(run.options) if _on_hub(name, run.folder)],
+        export=export,
         training=_training(run),
         options=_changed(run.options, named or AlignmentConfig),
         data=_data(run),
         results_of="" if run.step is None else f"step {run.step}",
         train=run.metrics("loss"),
         evaluation={name.removeprefix("eval_"): value for name, value in run.metrics("eval_").items()},
-        versions=_installed() if manifest is None else manifest.versions,
+        versions=_installed() if run.manifest is None else run.manifest.versions,
     )
-    (folder / CARD).write_text(card.text(), encoding="utf-8")
 
 
 def _origin(merged: bool) -> str:

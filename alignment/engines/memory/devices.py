@@ -10,6 +10,8 @@ from typing import NamedTuple
 import psutil
 import torch
 
+from alignment.engines.memory.control_groups import control_groups, text_of
+
 
 class _Files(NamedTuple):
     """What a version of control groups calls its limit, its use, and the part of ``memory.stat`` that can be freed."""
@@ -19,8 +21,10 @@ class _Files(NamedTuple):
     freeable: str
 
 
-_V2 = _Files("memory.max", "memory.current", "inactive_file")
-_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_FILES = {
+    1: _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: _Files("memory.max", "memory.current", "inactive_file"),
+}
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
@@ -44,24 +48,13 @@ def _left(root: Path) -> Iterator[int]:
 
 
 def _folders(root: Path) -> Iterator[tuple[Path, _Files]]:
-    """Each control group for memory from this process's own to the outermost one that can be seen."""
-    mounts = root / "sys/fs/cgroup"
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, own = (line.split(":", 2) + ["", ""])[:3]
-        if not controllers:
-            top, files = mounts, _V2
-        elif "memory" in controllers.split(","):
-            top, files = mounts / "memory", _V1
-        else:
-            continue
-        # A container may see its own group as the outermost one, and yet be told the path that the host knows.
-        parts = Path(own).parts[1:]
-        for depth in range(len(parts), -1, -1):
-            yield top.joinpath(*parts[:depth]), files
+    """Each control group for memory, and what its files are called."""
+    for group in control_groups("memory", root):
+        yield group.folder, _FILES[group.version]
 
 
 def _freeable(folder: Path, files: _Files) -> int:
-    for line in _text(folder / "memory.stat").splitlines():
+    for line in text_of(folder / "memory.stat").splitlines():
         name, _, value = line.partition(" ")
         if name == files.freeable and value.isdigit():
             return int(value)
@@ -69,16 +62,8 @@ def _freeable(folder: Path, files: _Files) -> int:
 
 
 def _number(path: Path) -> int | None:
-    text = _text(path).strip()
+    text = text_of(path).strip()
     return int(text) if text.isdigit() else None  # "max": no limit
-
-
-def _text(path: Path) -> str:
-    """What a file says; empty where it is missing or may not be read."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def free_bytes(where: torch.device) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alignment.config.errors import CheckpointError, OptionError, did_you_mean, setting
+from alignment.config.fields import SaveStrategy
 from alignment.engines.checkpoints.manifest import Manifest
 from alignment.engines.collectives import on_first_rank
 
@@ -51,6 +52,11 @@ class BestModel:
         self._before: tuple[Any, Any] | None = None
         self._folder_before: str | None = None
 
+    @property
+    def saves(self) -> bool:
+        """Whether each new best is saved, whatever else asks for a checkpoint."""
+        return self.args.load_best_model_at_end or self.args.save_strategy == SaveStrategy.BEST
+
     def improved(self, metrics: Mapping[str, float]) -> bool:
         """Take note of an evaluation; whether it is the best so far. One that is not finite never is."""
         wanted = self.args.metric_for_best_model
@@ -77,7 +83,7 @@ class BestModel:
         if self.state.best_global_step != self.state.global_step:
             return
         self.state.best_model_checkpoint = self._folder_before
-        if self.args.load_best_model_at_end and self._before is not None:
+        if self.saves and self._before is not None:
             self.state.best_metric, self.state.best_global_step = self._before
 
     @property
@@ -98,7 +104,7 @@ class BestModel:
         folder = output_dir / self.folder.name
         self.state.best_model_checkpoint = str(folder)
         damage: str | None = on_first_rank(lambda: damage_of_model(folder, read=False))
-        if damage is None or not self.args.load_best_model_at_end:
+        if damage is None or not self.saves:
             return None
         self.state.best_metric = self.state.best_global_step = self.state.best_model_checkpoint = None
         return f"the best checkpoint so far cannot be used ({damage}), so the best is chosen from here on"

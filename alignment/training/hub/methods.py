@@ -1,0 +1,199 @@
+"""What trainers offer for the hub, by the names and arguments of transformers' and TRL's."""
+
+from __future__ import annotations
+
+import dataclasses
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import CommitInfo
+
+from alignment.config.errors import HubError, OptionError, OutputError, did_you_mean
+from alignment.engines.collectives import from_first_rank, on_first_rank
+from alignment.training.hub.card import Details
+from alignment.training.hub.process import CUT_OFF, Answer
+from alignment.training.hub.repository import Repository, named_repository, ready_repository
+from alignment.training.hub.uploads import Uploads
+
+if TYPE_CHECKING:
+    from alignment.config.options import AlignmentConfig
+    from alignment.engines.watch.retries import Retries
+    from alignment.training.callbacks import Events
+
+_DETAILS = {field.name for field in dataclasses.fields(Details)}
+
+
+class HubMethods:
+    """The part of a trainer that publishes what it trained."""
+
+    args: AlignmentConfig
+    retries: Retries
+    events: Events
+    output_dir: Path
+    uploads: Uploads
+
+    if TYPE_CHECKING:
+
+        def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None: ...
+
+        def tell(self, text: str | None) -> None: ...
+
+    @property
+    def hub_model_id(self) -> str | None:
+        """The repository with its owner, on the first rank; None until it is known."""
+        repository = self.uploads.repository
+        return None if repository is None or not repository.known else repository.name
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Make sure that the repository is there and may be written. All ranks must call it.
+
+        Args:
+            token: in place of ``hub_token``.
+            private: in place of ``hub_private_repo``.
+
+        Raises:
+            OptionError: it cannot be had, or the hub cannot be reached.
+        """
+        self.uploads.use(self._repository(token, private, resumes=False))
+
+    def _repository(
+        self, token: str | None = None, private: bool | None = None, *, resumes: bool | None = None
+    ) -> Repository:
+        """The repository of the options, made ready on the first rank; collective."""
+        resumes = bool(self.args.resume_from_checkpoint) if resumes is None else resumes
+
+        def ready() -> Repository:
+            repository = named_repository(self.args, token, private)
+            try:
+                return ready_repository(repository, self.retries, create=not self.args.dry_run)
+            except ConnectionError as error:
+                if not resumes:
+                    raise OptionError(
+                        f"push_to_hub: the hub cannot be reached: {error}; try again, or set push_to_hub: false"
+                    ) from None
+                self.tell(f"warning: push_to_hub: the hub cannot be reached: {error}; uploads are tried all the same")
+                return repository
+
+        found: Repository = on_first_rank(ready)
+        return found
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
+        tags: str | list[str] | None = None,
+        **details: Any,
+    ) -> None:
+        """Write the model card, ``README.md`` in the output folder, unless one is there that somebody else wrote.
+
+        Uploads after it repeat what it was given.
+
+        Args:
+            model_name: for the metadata; None: the repository's name, or that of the output folder.
+            dataset_name: what was trained on, by its name on the hub.
+            tags: beside those of the method.
+            **details: transformers' further arguments: ``language``, ``license``, ``finetuned_from``, ``tasks``,
+                ``dataset_tags``, ``dataset``, ``dataset_args``.
+
+        Raises:
+            TypeError: an argument that it does not have.
+            OutputError: it cannot be written.
+        """
+        given = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags, **details}
+        for name in details:
+            if name not in _DETAILS:
+                raise TypeError(f"create_model_card: unexpected argument {name!r}{did_you_mean(name, _DETAILS)}")
+        self.uploads.details = replace(self.uploads.details, **{k: v for k, v in given.items() if v is not None})
+        on_first_rank(self._write_card)
+
+    def _write_card(self) -> None:
+        try:
+            self.uploads.write_card(self.output_dir)
+        except OSError as error:
+            raise OutputError(f"output_dir: the model card could not be written: {error}") from error
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> CommitInfo | Future[Answer] | None:
+        """Save the model into the output folder and upload it with its card. All ranks must call it.
+
+        Args:
+            commit_message: of the commit.
+            blocking: wait until it is done, or has failed.
+            token: in place of ``hub_token``.
+            revision: in place of ``hub_revision``.
+            private: in place of ``hub_private_repo``, where the repository is not there yet.
+            **kwargs: as for :meth:`create_model_card`.
+
+        Returns:
+            On the first rank the commit, or with ``blocking=False`` a future; None on the others.
+
+        Raises:
+            OptionError: the repository cannot be had.
+            HubError: the upload failed; the message has the command that does it.
+        """
+        if self.uploads.repository is None:
+            self.init_hf_repo(token, private)
+        self.save_model(_internal_call=True)
+        self.create_model_card(**kwargs)
+        self.events("on_push_begin")
+        future = self._begun(self.output_dir, commit_message, token, revision)
+        if not blocking:
+            return future
+        self.uploads.wait()
+        failure, answer = self._result(future)
+        if failure is not None:
+            raise HubError(f"push_to_hub: {failure}")
+        if answer is None:
+            return None
+        commit = answer.commits[0]
+        return CommitInfo(commit["url"], commit_message=commit["message"], commit_description="", oid=commit["oid"])
+
+    def push_saved(self, folder: Path) -> None:
+        """Upload what :meth:`save_model` has written, wait, and say it if that fails. Collective."""
+        if folder == self.output_dir:
+            self.create_model_card()
+        self.events("on_push_begin")
+        try:
+            self._begun(folder, "Model save", None, None)
+        except HubError as error:
+            self.tell(f"push_to_hub: {error}; training is not affected")
+            return
+        self.uploads.wait()
+
+    def _begun(
+        self, folder: Path, message: str | None, token: str | None, revision: str | None
+    ) -> Future[Answer] | None:
+        future: list[Future[Answer] | None] = [None]
+
+        def begin() -> None:
+            try:
+                future[0] = self.uploads.push(folder, message or "Upload model", token, revision)
+            except OSError as error:
+                raise HubError(f"the model could not be put aside for the upload: {error}") from error
+
+        on_first_rank(begin)
+        return future[0]
+
+    @staticmethod
+    def _result(future: Future[Answer] | None) -> tuple[str | None, Answer | None]:
+        """Why it failed, on every rank; and the answer, on the first."""
+        failure: str | None = None
+        answer: Answer | None = None
+        if future is not None:
+            if not future.done():
+                failure = CUT_OFF
+            elif (error := future.exception()) is not None:
+                failure = str(error)
+            else:
+                answer = future.result()
+        failure = from_first_rank(failure)
+        return failure, answer

@@ -1,0 +1,126 @@
+"""The program that talks to the hub, run as a process of its own: it can be ended at any time, whatever it waits for.
+
+It reads one request as a line of JSON from its standard input, which its parent keeps open while it lives, and writes
+the answer as the last line of its output. It imports nothing but the hub's client.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+_BUSY = {408, 409, 425, 429, 500, 502, 503, 504}  # of HTTP: what a later attempt may not meet
+
+
+class Refused(Exception):
+    """What no later attempt would mend."""
+
+
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Do what a request asks for.
+
+    Args:
+        request: ``token`` (None: the one that is logged in), ``repo``, ``known`` (whether that is known to be ready),
+            ``private``, ``revision``, ``create`` (False: look only), and ``parts`` to upload, one commit each:
+            ``folder``, ``path``, ``message``, and ``replaces``, patterns of files in ``path`` that are removed unless
+            the folder has them.
+
+    Returns:
+        ``repo`` with its owner, and of each part ``commits`` with ``url``, ``oid`` and ``message``; or ``error``, one
+        line without the token, and whether it is ``transient``.
+    """
+    from huggingface_hub import HfApi
+
+    token = request.get("token")
+    api = HfApi(token=token, library_name="deepspeed-alignment")
+    try:
+        repo = request["repo"] if request["known"] else ready(api, request)
+        return {"repo": repo, "commits": [_commit(api, repo, request.get("revision"), p) for p in request["parts"]]}
+    except Exception as error:  # each library below has its own classes, and all of them end here
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        told = _told(error, status, request["repo"], api.endpoint)
+        told = told if token is None else told.replace(token, "<hidden>")
+        final = isinstance(error, (Refused, ValueError)) or _is_offline(error)
+        return {"error": told, "transient": not final and (status is None or status in _BUSY), "status": status}
+
+
+def ready(api: Any, request: Mapping[str, Any]) -> str:
+    """Make sure that there is a repository that may be written, with the branch; return it with its owner."""
+    from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
+
+    try:
+        user = api.whoami()
+    except LocalTokenNotFoundError:
+        raise Refused("there is no token; run `hf auth login`, or set hub_token") from None
+    if (user.get("auth") or {}).get("accessToken", {}).get("role") == "read":
+        raise Refused("the token may only read; make one that may write and run `hf auth login`, or set hub_token")
+    name = request["repo"]
+    repo = name if "/" in name else f"{user['name']}/{name}"
+    try:
+        api.repo_info(repo)
+    except RepositoryNotFoundError:
+        if not request["create"]:
+            return str(repo)
+        repo = api.create_repo(repo, private=request.get("private"), exist_ok=True).repo_id
+    revision = request.get("revision")
+    if revision and revision != "main" and not revision.startswith("refs/") and request["create"]:
+        api.create_branch(repo, branch=revision, exist_ok=True)
+    return str(repo)
+
+
+def _commit(api: Any, repo: str, revision: str | None, part: Mapping[str, Any]) -> dict[str, str]:
+    info = api.upload_folder(
+        repo_id=repo,
+        folder_path=part["folder"],
+        path_in_repo=part["path"] or None,
+        commit_message=part["message"],
+        revision=revision,
+        delete_patterns=part["replaces"] or None,
+    )
+    return {"url": info.commit_url, "oid": info.oid, "message": part["message"]}
+
+
+def _is_offline(error: BaseException) -> bool:
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    return isinstance(error, OfflineModeIsEnabled)
+
+
+def _told(error: BaseException, status: int | None, repo: str, endpoint: str) -> str:
+    """The error in one line."""
+    if isinstance(error, Refused):
+        return str(error)
+    if _is_offline(error):
+        return "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, so nothing can be uploaded; unset it"
+    if status == 401:
+        return f"{endpoint} does not accept the token (HTTP 401); run `hf auth login`, or set hub_token"
+    if status == 403:
+        return f"the token may not write to {repo} (HTTP 403); set hub_model_id to a repository that it may write to"
+    said = [line for line in str(error).splitlines() if not line.startswith("For more information")]
+    lines = " ".join(" ".join(said).split()) or type(error).__name__
+    return f"HTTP {status}: {lines[:300]}" if status is not None else f"{type(error).__name__}: {lines[:300]}"
+
+
+def _end_with_parent() -> None:
+    """Its end of the pipe is closed when the parent ends, however it does."""
+    while sys.stdin.buffer.read(1):
+        continue
+    os._exit(1)
+
+
+def main() -> None:
+    """Answer one request."""
+    request = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    found = json.dumps(answer(request))
+    print(f"\n{found}", flush=True)
+    os._exit(0)  # threads of a client may still wait for something
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder: its modules are none that the client asks for
+    main()

@@ -1,0 +1,232 @@
+"""What scripts written for TRL import beside configs and trainers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from data_tokenizers import word_tokenizer
+from datasets import Dataset
+from helpers import tiny_config
+from transformers import AutoModelForCausalLM
+
+import alignment
+from alignment import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+from alignment.config.errors import OptionError
+
+
+@dataclass
+class Arguments:
+    rate: float
+    name: str = "alpha"
+
+
+@dataclass
+class Taken:
+    config: str = ""
+
+
+def parsed(tmp_path: Path, text: str, *arguments: str, **kwargs: Any) -> tuple[Any, ...]:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    return TrlParser(Arguments).parse_args_and_config([*arguments, "--config", str(file)], **kwargs)
+
+
+def test_the_file_gives_defaults_and_the_command_line_goes_before_it(tmp_path: Path) -> None:
+    assert parsed(tmp_path, "rate: 5e-7\nname: beta", "--name", "gamma") == (Arguments(5e-7, "gamma"),)
+    file = tmp_path / "config.yaml"
+    assert TrlParser([Arguments]).parse_args_and_config([f"--config={file}"]) == (Arguments(5e-7, "beta"),)
+
+
+def test_env_is_set_and_no_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SCRIPTS_TEST", raising=False)
+    assert parsed(tmp_path, "env: {SCRIPTS_TEST: 3}\nrate: 1") == (Arguments(1.0),)
+    assert os.environ.pop("SCRIPTS_TEST") == "3"
+    with pytest.raises(ValueError, match="`env` field should be a dict"):
+        parsed(tmp_path, "env: 3\nrate: 1")
+
+
+def test_what_is_no_argument_fails_or_is_named_or_comes_back(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="--nmae beta: no argument of this script"):
+        parsed(tmp_path, "rate: 1\nnmae: beta")
+    with pytest.warns(UserWarning, match="--nmae beta"):
+        assert parsed(tmp_path, "rate: 1\nnmae: beta", fail_with_unknown_args=False) == (Arguments(1.0),)
+    more = {"return_remaining_strings": True}
+    assert parsed(tmp_path, "rate: 1\na: b", "rest", **more)[1:] == (["--a", "b", "rest"],)
+    more["separate_remaining_strings"] = True
+    assert parsed(tmp_path, "rate: 1\na: b", "rest", **more)[1:] == (["--a", "b"], ["rest"])
+
+
+def test_subcommands_take_the_file_too(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("rate: 2")
+    for command in ("one", "two"):
+        parser = TrlParser()
+        commands = parser.add_subparsers(dest="command", parser_class=TrlParser)
+        for name in ("one", "two"):
+            commands.add_parser(name, help="a script", dataclass_types=(Arguments,))
+        (namespace,) = parser.parse_args_and_config([command, "--config", str(tmp_path / "config.yaml")])
+        assert (namespace.command, namespace.rate) == (command, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: [", "not valid YAML"), ("- a", "expected keys with values, found list"), (None, "cannot be read")],
+)
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, text: str | None, message: str) -> None:
+    file = tmp_path / "config.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(OptionError, match=message):
+        TrlParser(Arguments).parse_args_and_config(["--config", str(file)])
+    with pytest.raises(OptionError, match="no file is named"):
+        TrlParser(Arguments).parse_args_and_config(["--config"])
+
+
+def test_a_field_of_the_files_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="Taken has a field named 'config'"):
+        TrlParser((Taken,))
+
+
+def test_arguments_of_the_model() -> None:
+    line = "--torch_dtype bfloat16 --use_peft --lora_target_modules all-linear --load_in_4bit --trust_remote_code"
+    (model,) = TrlParser(ModelConfig).parse_args_and_config(line.split())
+    assert model.dtype == model.torch_dtype == "bfloat16" and model.trust_remote_code
+    adapters = alignment.get_peft_config(model)
+    assert adapters is not None
+    assert (adapters.r, adapters.lora_alpha, adapters.lora_dropout) == (16, 32, 0.05)
+    assert (adapters.target_modules, adapters.task_type, adapters.bias) == ("all-linear", "CAUSAL_LM", "none")
+    weights = alignment.get_quantization_config(model)
+    assert weights is not None and weights.load_in_4bit and not weights.bnb_4bit_use_double_quant
+    assert weights.bnb_4bit_quant_type == "nf4" and str(weights.bnb_4bit_compute_dtype) == "torch.bfloat16"
+    (plain,) = TrlParser(ModelConfig).parse_args_and_config([])
+    assert plain.dtype == plain.torch_dtype == "float32"
+    assert alignment.get_peft_config(plain) is None and alignment.get_quantization_config(plain) is None
+    eight = alignment.get_quantization_config(ModelConfig(load_in_8bit=True))
+    assert eight is not None and eight.load_in_8bit
+    two = ModelConfig(use_peft=True, lora_target_modules=["q", "k"], lora_r=4, lora_task_type="SEQ_CLS", use_dora=True)
+    adapters = alignment.get_peft_config(two)
+    assert adapters is not None and {"q", "k"} == adapters.target_modules
+    assert (adapters.r, adapters.task_type, adapters.use_dora) == (4, "SEQ_CLS", True)
+
+
+def test_arguments_of_the_model_that_contradict_each_other() -> None:
+    with pytest.raises(OptionError, match="only one is possible"):
+        ModelConfig(load_in_4bit=True, load_in_8bit=True)
+    with pytest.raises(OptionError, match="torch_dtype='float16': dtype='bfloat16' was given as well"):
+        ModelConfig(dtype="bfloat16", torch_dtype="float16")
+    with pytest.raises(OptionError, match="dtype='bf16': not one of"):
+        ModelConfig(dtype="bf16")
+    with pytest.warns(UserWarning, match="lora_r=4: has no effect without use_peft"):
+        alignment.get_peft_config(ModelConfig(lora_r=4))
+    with pytest.raises(OptionError, match="gradient_checkpointing_kwargs"):
+        ScriptArguments(gradient_checkpointing_use_reentrant=True)
+
+
+def test_a_mixture_in_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(path: str, name: str | None = None, **arguments: Any) -> Dataset:
+        return Dataset.from_dict({"text": [f"{path}{row}" for row in range(int(path))], "more": [0] * int(path)})
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    parts: list[Any] = [{"path": "10", "columns": ["text"]}, {"path": "4", "columns": ["text"]}]
+    whole = alignment.get_dataset(DatasetMixtureConfig(datasets=parts))["train"]
+    assert whole.column_names == ["text"] and len(whole) == 14
+    shares = [{**part, "fraction": fraction} for part, fraction in zip(parts, (0.2, 0.6))]
+    mixed = alignment.get_dataset(DatasetMixtureConfig(datasets=shares))["train"]
+    assert mixed["text"] == ["100", "40", "41", "42", "43"]  # 4 rows are three quarters of 5.33
+    split = alignment.get_dataset(DatasetMixtureConfig(datasets=parts, test_split_size=0.5))
+    assert (len(split["train"]), len(split["test"])) == (7, 7)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "no dataset is named"),
+        ({"datasets": [{"path": "a", "fraction": 1.0}, {"path": "b"}]}, r"datasets\[1\].fraction: not set"),
+        ({"datasets": [{"path": "a", "fraction": 0.0}]}, "must be more than 0"),
+        ({"datasets": [{"path": "a", "fraction": 0.5}], "streaming": True}, "set streaming: false"),
+        ({"datasets": [{"path": "a"}], "streaming": True, "test_split_size": 0.1}, "has no number of rows"),
+        ({"datasets": [{"path": "a", "splits": "b"}]}, r"datasets\[0\].splits='b': not a key.*did you mean 'split'"),
+        ({"datasets": [{"split": "b"}]}, "path is missing"),
+        ({"datasets": ["a"]}, "expected a mapping"),
+    ],
+)
+def test_a_mixture_that_cannot_be_made(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        alignment.get_dataset(DatasetMixtureConfig(**options))
+
+
+WORDS = "a b c"
+
+
+def fresh_model() -> Any:
+    return AutoModelForCausalLM.from_config(tiny_config("tied"))
+
+
+def test_chat_formats() -> None:
+    tokenizer, model = word_tokenizer(WORDS), fresh_model()
+    tokenizer.chat_template = None
+    before = len(tokenizer)
+    model, tokenizer = alignment.setup_chat_format(model, tokenizer)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token) == ("<|im_end|>",) * 2 + ("<|im_start|>",)
+    assert model.config.eos_token_id == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert len(tokenizer) == before + 2 == model.get_input_embeddings().weight.shape[0]
+    with pytest.raises(ValueError, match="has a chat template already"):
+        alignment.setup_chat_format(model, tokenizer)
+    tokenizer.chat_template = alignment.SIMPLE_CHAT_TEMPLATE
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text == "User: a\n\nAssistant:"
+
+
+def test_another_tokenizers_template(tmp_path: Path) -> None:
+    source, tokenizer, model = word_tokenizer(WORDS), word_tokenizer(WORDS), fresh_model()
+    source.add_special_tokens({"eos_token": "<end>"})
+    source.chat_template = "{{ 'x' }}"
+    source.save_pretrained(tmp_path)
+    before = len(tokenizer)
+    model, tokenizer, added = alignment.clone_chat_template(model, tokenizer, str(tmp_path))
+    assert tokenizer.chat_template == "{{ 'x' }}" and tokenizer.eos_token == "<end>"
+    assert model.get_input_embeddings().weight.shape[0] == len(tokenizer) == -(-(before + 1) // 64) * 64
+    assert added == list(range(before, len(tokenizer))) and added[0] == model.config.eos_token_id
+
+
+USER, GOOD, BAD = (
+    {"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("assistant", "c"))
+)
+
+
+def test_rows_by_the_template_and_back() -> None:
+    tokenizer = word_tokenizer(WORDS)
+    tokenizer.chat_template = alignment.SIMPLE_CHAT_TEMPLATE
+    pair = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
+    expected = {"prompt": "User: a\n\nAssistant:", "chosen": " b\n\n", "rejected": " c\n\n"}
+    assert alignment.maybe_apply_chat_template(pair, tokenizer) == expected
+    assert alignment.maybe_apply_chat_template(expected, tokenizer) is expected
+    assert alignment.apply_chat_template({"messages": [USER]}, tokenizer) == {"text": "User: a\n\n"}
+    row = {"prompt": [USER], "completion": [GOOD], "label": True}
+    assert alignment.apply_chat_template(row, tokenizer)["label"] is True
+    with pytest.raises(KeyError, match="Invalid keys"):
+        alignment.apply_chat_template({"chosen": [USER]}, tokenizer)
+    implicit = {"chosen": [USER, GOOD], "rejected": [USER, BAD]}
+    assert alignment.maybe_extract_prompt(implicit) == pair
+    assert alignment.maybe_extract_prompt(pair) is pair
+    assert alignment.extract_prompt({"chosen": "It is blue", "rejected": "It is red"})["prompt"] == "It is"
+
+
+def test_pairs_as_rows_with_labels() -> None:
+    pairs = Dataset.from_dict({"prompt": ["p"], "chosen": ["a"], "rejected": ["b"], "id": [3]})
+    rows = alignment.maybe_unpair_preference_dataset(pairs)
+    assert [tuple(row[key] for key in ("prompt", "completion", "label", "id")) for row in rows] == [
+        ("p", "a", True, 3),
+        ("p", "b", False, 3),
+    ]
+    assert alignment.maybe_unpair_preference_dataset(rows) is rows
