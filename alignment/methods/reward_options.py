@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from alignment.config import checks
+from alignment.config.compatibility.trl import RewardCompatibility
 from alignment.config.fields import option
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import SequenceOptions
@@ -14,7 +15,7 @@ from alignment.config.registry import Paper
 
 
 @dataclass(kw_only=True)
-class RewardConfig(SequenceOptions, AlignmentConfig):
+class RewardConfig(SequenceOptions, RewardCompatibility, AlignmentConfig):
     """A sequence classifier with one label, trained on pairs by the Bradley-Terry model.
 
     Raises:

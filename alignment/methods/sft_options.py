@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from alignment.config import checks
+from alignment.config.compatibility.trl import SFTCompatibility
 from alignment.config.fields import option
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import SequenceOptions
 
 
 @dataclass(kw_only=True)
-class SFTConfig(SequenceOptions, AlignmentConfig):
+class SFTConfig(SequenceOptions, SFTCompatibility, AlignmentConfig):
     """Supervised fine-tuning on the tokens of given answers; prompts are context only.
 
     Raises:
