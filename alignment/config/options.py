@@ -29,7 +29,7 @@ from alignment.config.options_model import AdapterOptions, ModelOptions, Precisi
 from alignment.config.options_training import LoggingOptions, MemoryOptions, SavingOptions, TrainingOptions
 from alignment.config.process.facts import ProcessFacts
 from alignment.config.registry import Paper, name_of
-from alignment.config.translated.sections import translate
+from alignment.config.translated import accelerate, sections
 from alignment.internals.transformers import parallel_mode
 
 _OUTPUT_DIR = "trainer_output"  # as transformers calls it
@@ -146,7 +146,8 @@ class AlignmentConfig(
         convert_options(self)
         if self.output_dir is None:
             self.output_dir = _OUTPUT_DIR
-        translate(self)
+        accelerate.translate(self)
+        sections.translate(self)
         self._expand_folders()
         refusals.refuse_not_yet(self)
         refuse_values(self)
