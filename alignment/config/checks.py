@@ -7,7 +7,7 @@ from typing import Any
 from alignment.config.dtypes import requested_dtype
 from alignment.config.errors import OptionError, did_you_mean, setting
 from alignment.config.fields import SaveStrategy, Strategy, words
-from alignment.config.options_data import check_mixture, tested_parts
+from alignment.config.options_data import PROMPT_LENGTH, check_mixture, tested_parts
 from alignment.config.options_faults import check_faults
 from alignment.config.options_model import REF_PLACEMENTS, check_adapters
 
@@ -255,6 +255,10 @@ def check_lengths(options: Any, rows_per_unit: int) -> None:
     """Lengths in tokens. ``rows_per_unit``: sequences that must share a micro-batch (2 for a pair)."""
     at_least(options, 2, "max_length")
     at_least(options, 1, "max_prompt_length", "max_completion_length")
+    if options.max_length is None:
+        return
+    if options.max_prompt_length == PROMPT_LENGTH >= options.max_length:  # the default, which would leave no room
+        options.max_prompt_length = options.max_length // 2
     least = rows_per_unit * options.max_length
     if options.max_tokens_per_batch is not None and options.max_tokens_per_batch < least:
         what = "one row" if rows_per_unit == 1 else "a pair"
