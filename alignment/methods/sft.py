@@ -10,6 +10,7 @@ from datasets import IterableDataset
 
 from alignment.config.errors import OptionError
 from alignment.data.batching import Batch, Collate, CompletionBatch, collate_completion
+from alignment.data.shown.rows import Columns, as_language_modelling
 from alignment.data.sources import dataset_from_python
 from alignment.data.targets.formatting import Format, formatted
 from alignment.data.targets.rules import RowRules
@@ -33,6 +34,9 @@ class SFTMethod(Method[CompletionBatch]):
     @property
     def collate(self) -> Collate:
         return collate_completion
+
+    def shown(self, rows: Columns) -> dict[str, list[Any]]:
+        return as_language_modelling(rows)
 
     def scored(self, batch: CompletionBatch) -> Batch:
         return batch.completions

@@ -14,6 +14,7 @@ from alignment.config.options import AlignmentConfig
 from alignment.data.batching import Batch, BatchT, Collate
 from alignment.data.formats import Kind
 from alignment.data.report import DataReport
+from alignment.data.shown.rows import Columns, as_stored
 from alignment.data.targets.rules import RowRules
 from alignment.data.windows import WindowCounts
 from alignment.engines.phases import Phases
@@ -153,6 +154,10 @@ class Method(ABC, Generic[BatchT]):
             window_rows: rows of one optimizer step, over all ranks.
         """
         return []
+
+    def shown(self, rows: Columns) -> dict[str, list[Any]]:
+        """Columns of tokenised rows as ``trainer.train_dataset`` shows them: by TRL's names."""
+        return as_stored(rows)
 
     def check_window(self, counts: WindowCounts) -> str | None:
         """A sentence for the user about a window that is computed in a reduced form, else None."""
