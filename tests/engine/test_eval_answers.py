@@ -33,7 +33,7 @@ CASES: list[dict[str, Any]] = [
         "reference": True,
     },
     {"name": "offload", "method": "DPO", "args": {"deepspeed": "stage2", "ref_placement": "offload"}},
-    {"name": "adapter", "method": "KTO", "args": {"deepspeed": "stage2"}, "lora": True},
+    {"name": "adapter", "method": "KTO", "args": {"deepspeed": "stage2", **FASTER}, "lora": True},
     {"name": "adapter-3", "method": "DPO", "args": {"deepspeed": "stage3"}, "lora": True},
     {"name": "none", "method": "CPO", "args": {"deepspeed": "stage3-offload"}},
     {"name": "precomputed", "method": "DPO", "args": {"deepspeed": "stage0", "ref_placement": "precomputed"}},
