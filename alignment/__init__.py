@@ -106,6 +106,7 @@ _FOR_SCRIPTS = {
     "rewards.endpoint": "EndpointJudge OpenAIPairwiseJudge",
     "rewards.hub_judges": "HfPairwiseJudge PairRMJudge",
     "rewards.pairwise": "AllTrueJudge BaseBinaryJudge BaseJudge BasePairwiseJudge BaseRankJudge",
+    "training.sampling.callbacks": "LogCompletionsCallback WinRateCallback",
     "scripts.arguments": "DatasetConfig DatasetMixtureConfig ScriptArguments",
     "scripts.chat": "SIMPLE_CHAT_TEMPLATE clone_chat_template setup_chat_format",
     "scripts.mixture": "get_dataset",

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tools.ranks import RankServer
 
+FASTER = {"learning_rate": 5.0}  # for adapters, which begin at zero
 CASES: list[dict[str, Any]] = [
     {
         "name": "replica",
@@ -33,8 +34,8 @@ CASES: list[dict[str, Any]] = [
         "reference": True,
     },
     {"name": "offload", "method": "DPO", "args": {"deepspeed": "stage2", "ref_placement": "offload"}},
-    {"name": "adapter", "method": "KTO", "args": {"deepspeed": "stage2"}, "lora": True},
-    {"name": "adapter-3", "method": "DPO", "args": {"deepspeed": "stage3"}, "lora": True},
+    {"name": "adapter", "method": "KTO", "args": {"deepspeed": "stage2", **FASTER}, "lora": True},
+    {"name": "adapter-3", "method": "DPO", "args": {"deepspeed": "stage3", **FASTER}, "lora": True},
     {"name": "none", "method": "CPO", "args": {"deepspeed": "stage3-offload"}},
     {"name": "precomputed", "method": "DPO", "args": {"deepspeed": "stage0", "ref_placement": "precomputed"}},
 ]
