@@ -101,26 +101,23 @@ __all__ = [
 _PATHS = (path for entry in METHODS.entries.values() for path in (entry.options, entry.trainer))
 _HOMES = {name: module for module, _, name in (path.partition(":") for path in _PATHS)}
 _HOMES["RunStopped"] = "alignment.engines.watch.stop"
-_JUDGES = ("AllTrueJudge", "BaseBinaryJudge", "BaseJudge", "BasePairwiseJudge", "BaseRankJudge")
-_HOMES |= dict.fromkeys(_JUDGES, "alignment.rewards.pairwise")
-_HOMES |= dict.fromkeys(("EndpointJudge", "OpenAIPairwiseJudge"), "alignment.rewards.endpoint")
-_HOMES |= dict.fromkeys(("HfPairwiseJudge", "PairRMJudge"), "alignment.rewards.hub_judges")
-_HOMES |= dict.fromkeys(("LogCompletionsCallback", "WinRateCallback"), "alignment.training.sampling.callbacks")
 # What scripts written for TRL import besides.
 _FOR_SCRIPTS = {
-    "arguments": "DatasetConfig DatasetMixtureConfig ScriptArguments",
-    "chat": "SIMPLE_CHAT_TEMPLATE clone_chat_template setup_chat_format",
-    "mixture": "get_dataset",
-    "model": "ModelConfig get_kbit_device_map get_peft_config get_quantization_config",
-    "parser": "TrlParser",
-    "rows": (
+    "rewards.endpoint": "EndpointJudge OpenAIPairwiseJudge",
+    "rewards.hub_judges": "HfPairwiseJudge PairRMJudge",
+    "rewards.pairwise": "AllTrueJudge BaseBinaryJudge BaseJudge BasePairwiseJudge BaseRankJudge",
+    "training.sampling.callbacks": "LogCompletionsCallback WinRateCallback",
+    "scripts.arguments": "DatasetConfig DatasetMixtureConfig ScriptArguments",
+    "scripts.chat": "SIMPLE_CHAT_TEMPLATE clone_chat_template setup_chat_format",
+    "scripts.mixture": "get_dataset",
+    "scripts.model": "ModelConfig get_kbit_device_map get_peft_config get_quantization_config",
+    "scripts.parser": "TrlParser",
+    "scripts.rows": (
         "apply_chat_template extract_prompt is_conversational maybe_apply_chat_template maybe_extract_prompt "
         "maybe_unpair_preference_dataset unpair_preference_dataset"
     ),
 }
-_HOMES.update(
-    {name: f"alignment.scripts.{module}" for module, names in _FOR_SCRIPTS.items() for name in names.split()}
-)
+_HOMES.update({name: f"alignment.{module}" for module, names in _FOR_SCRIPTS.items() for name in names.split()})
 
 
 def __getattr__(name: str) -> Any:

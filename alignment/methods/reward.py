@@ -14,6 +14,7 @@ from alignment.data.batching import Batch, Collate, PreferenceBatch, collate_pre
 from alignment.data.shown.rows import Columns, as_scored_pairs
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.reward_options import RewardConfig
+from alignment.methods.tokenizers import with_options
 from alignment.models.tasks import REWARD_MODEL
 from alignment.objectives.reward import bradley_terry
 from alignment.reporting.metrics import REWARDS, add_rewards
@@ -73,6 +74,9 @@ class RewardTrainer(AlignmentTrainer):
 
     def _resources(self) -> Resources:
         return _Pad()
+
+    def _tokenizer(self, tokenizer: Any) -> Any:
+        return with_options(tokenizer, self.args)
 
     def _prepare_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
         super()._prepare_datasets(train_dataset, eval_dataset)

@@ -15,6 +15,7 @@ from alignment.data.batching import Batch, BatchT, Collate
 from alignment.data.formats import Kind
 from alignment.data.report import DataReport
 from alignment.data.shown.rows import Columns, as_stored
+from alignment.data.targets.rules import RowRules
 from alignment.data.windows import WindowCounts
 from alignment.engines.phases import Phases
 from alignment.engines.scoring import ScoringEngine, SequenceOutput
@@ -124,6 +125,11 @@ class Method(ABC, Generic[BatchT]):
     @abstractmethod
     def collate(self) -> Collate:
         """The function that makes batches of rows, on each rank."""
+
+    @property
+    def rules(self) -> RowRules:
+        """Which tokens of its rows are learned."""
+        return RowRules()
 
     @property
     def needs_reference(self) -> bool:

@@ -144,7 +144,9 @@ class AlignmentTrainer(TrainerSurface, HubMethods):
         repository = self._repository() if self.args.push_to_hub else None
         if self.engine_plan.works_in_host_memory(self.args):
             self.tell(share_cores())
-        self.processing_class = load_tokenizer(processing_class, tokenizer, self.policy_source, self.args)
+        self.processing_class = self._tokenizer(
+            load_tokenizer(processing_class, tokenizer, self.policy_source, self.args)
+        )
         for source in (self.policy_source, self.reference_source):
             check_vocabulary(self.processing_class, source.config.get_text_config().vocab_size, source.name)
         with ACTIVITY("data"):
@@ -249,6 +251,10 @@ class AlignmentTrainer(TrainerSurface, HubMethods):
             for note in adapters.notes:
                 self.tell(note)
         self.resources = self._resources()
+
+    def _tokenizer(self, tokenizer: Any) -> Any:
+        """The tokenizer as the method's options want it: itself, or a copy."""
+        return tokenizer
 
     def _resources(self) -> Resources:
         """What the method needs in a run beside policy and reference."""

@@ -37,6 +37,7 @@ ARCHITECTURES = {
 }
 WITHOUT_TEMPLATE = ("neox",)
 CONTINUE = ("qwen", "gemma", "phi3")  # their templates write a newline behind the end of a turn
+BEGIN_WITH_BOS = ("llama3", "mistral", "gemma")
 BEGIN_WITHOUT_BOS = ("neox", "phi3")  # they have the token, and do not put it before texts
 CHATS = ("conversational", "tools")
 PAIRED = ("standard", "implicit", "conversational", "conversational_implicit", "tools")
@@ -138,6 +139,8 @@ def difference(job: dict[str, Any]) -> str | None:
         return "CPO leaves the tools of a row aside"
     if method == "cpo" and family in BEGIN_WITHOUT_BOS and not of_chats(kind):
         return "CPO puts BOS before a text whatever the tokenizer does"
+    if method == "online_dpo" and family in BEGIN_WITH_BOS and kind == "standard":
+        return "Online DPO leaves out the BOS of a prompt that is a text"
     if family in CONTINUE and of_chats(kind) and method != "reward":
         return "an answer ends at the end-of-turn token"
     return None
