@@ -112,7 +112,6 @@ _FOR_SCRIPTS = {
     "scripts.mixture": "get_dataset",
     "scripts.model": "ModelConfig get_kbit_device_map get_peft_config get_quantization_config",
     "scripts.parser": "TrlParser",
-    "training.sampling.callbacks": "LogCompletionsCallback WinRateCallback",
     "scripts.rows": (
         "apply_chat_template extract_prompt is_conversational maybe_apply_chat_template maybe_extract_prompt "
         "maybe_unpair_preference_dataset unpair_preference_dataset"
