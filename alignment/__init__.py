@@ -24,6 +24,15 @@ if TYPE_CHECKING:
     from alignment.methods.reward_options import RewardConfig
     from alignment.methods.sft import SFTTrainer
     from alignment.methods.sft_options import SFTConfig
+    from alignment.rewards.endpoint import EndpointJudge, OpenAIPairwiseJudge
+    from alignment.rewards.hub_judges import HfPairwiseJudge, PairRMJudge
+    from alignment.rewards.pairwise import (
+        AllTrueJudge,
+        BaseBinaryJudge,
+        BaseJudge,
+        BasePairwiseJudge,
+        BaseRankJudge,
+    )
     from alignment.scripts.arguments import DatasetConfig, DatasetMixtureConfig, ScriptArguments
     from alignment.scripts.chat import SIMPLE_CHAT_TEMPLATE, clone_chat_template, setup_chat_format
     from alignment.scripts.mixture import get_dataset
@@ -42,17 +51,26 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AllTrueJudge",
+    "BaseBinaryJudge",
+    "BaseJudge",
+    "BasePairwiseJudge",
+    "BaseRankJudge",
     "CPOConfig",
     "CPOTrainer",
     "DPOConfig",
     "DPOTrainer",
     "DatasetConfig",
     "DatasetMixtureConfig",
+    "EndpointJudge",
+    "HfPairwiseJudge",
     "KTOConfig",
     "KTOTrainer",
     "ModelConfig",
     "OnlineDPOConfig",
     "OnlineDPOTrainer",
+    "OpenAIPairwiseJudge",
+    "PairRMJudge",
     "RewardConfig",
     "RewardTrainer",
     "RunStopped",
@@ -82,19 +100,20 @@ _HOMES = {name: module for module, _, name in (path.partition(":") for path in _
 _HOMES["RunStopped"] = "alignment.engines.watch.stop"
 # What scripts written for TRL import besides.
 _FOR_SCRIPTS = {
-    "arguments": "DatasetConfig DatasetMixtureConfig ScriptArguments",
-    "chat": "SIMPLE_CHAT_TEMPLATE clone_chat_template setup_chat_format",
-    "mixture": "get_dataset",
-    "model": "ModelConfig get_kbit_device_map get_peft_config get_quantization_config",
-    "parser": "TrlParser",
-    "rows": (
+    "rewards.endpoint": "EndpointJudge OpenAIPairwiseJudge",
+    "rewards.hub_judges": "HfPairwiseJudge PairRMJudge",
+    "rewards.pairwise": "AllTrueJudge BaseBinaryJudge BaseJudge BasePairwiseJudge BaseRankJudge",
+    "scripts.arguments": "DatasetConfig DatasetMixtureConfig ScriptArguments",
+    "scripts.chat": "SIMPLE_CHAT_TEMPLATE clone_chat_template setup_chat_format",
+    "scripts.mixture": "get_dataset",
+    "scripts.model": "ModelConfig get_kbit_device_map get_peft_config get_quantization_config",
+    "scripts.parser": "TrlParser",
+    "scripts.rows": (
         "apply_chat_template extract_prompt is_conversational maybe_apply_chat_template maybe_extract_prompt "
         "maybe_unpair_preference_dataset unpair_preference_dataset"
     ),
 }
-_HOMES.update(
-    {name: f"alignment.scripts.{module}" for module, names in _FOR_SCRIPTS.items() for name in names.split()}
-)
+_HOMES.update({name: f"alignment.{module}" for module, names in _FOR_SCRIPTS.items() for name in names.split()})
 
 
 def __getattr__(name: str) -> Any:

@@ -28,7 +28,7 @@ Change the import: `from alignment import KTOConfig, KTOTrainer`. Names, default
 option that TRL 0.12 to 1.16 or transformers' `TrainingArguments` has is in one of the tables below:
 
 - *works*: it is an option here;
-- *accepted*: nothing depends on it, for the reason that is given; it is not written into `options.json` unless it is set;
+- *accepted*: nothing depends on it, for the reason that is given; `options.json` has it only where it is set;
 - *only …*: these values ask for what is done here; any other one would change the result, and is refused by name with
   the nearest thing that works.
 
@@ -123,9 +123,7 @@ def _other_defaults(name: str, owners: list[str]) -> str:
     if len(pairs) == 1 and set(other) == set(METHODS):
         theirs, ours = pairs.pop()
         return f"; the default is `{ours}`, in TRL `{theirs}`"
-    said = (
-        f"of {method} is `{default_text(fields[method])}`, in TRL `{theirs}`" for method, theirs in other.items()
-    )
+    said = (f"of {method} is `{default_text(fields[method])}`, in TRL `{theirs}`" for method, theirs in other.items())
     return "; the default " + ", ".join(said)
 
 

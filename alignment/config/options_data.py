@@ -118,6 +118,19 @@ class SequenceOptions:
     generate_during_eval: bool = option(False, "Log a table of prompts with answers of policy and reference.")
 
 
+@dataclass(kw_only=True)
+class TokenizerOptions:
+    """Changes of the tokenizer that a model is trained with, and saved with."""
+
+    TITLE: ClassVar[str] = "Tokenizer"
+
+    eos_token: str | None = option(None, "A token of the tokenizer that ends texts and turns; unset: the tokenizer's.")
+    pad_token: str | None = option(None, "A token of the tokenizer that pads where others read the saved model.")
+    chat_template_path: str | None = option(
+        None, "A Jinja file, or a folder or hub name whose tokenizer has the chat template to use; unset: the model's."
+    )
+
+
 def check_column_map(key: str, value: dict[str, str] | None) -> None:
     """Check a ``column_map``; ``key`` names the option in messages.
 

@@ -80,8 +80,11 @@ class RewardOptions:
     reward_weights: list[float] | None = option(
         None, "Weights of the rewards in their sum, the reward model's first; unset: 1 each."
     )
-    judge: str | None = option(
-        None, "A judge of pairs in place of rewards, as `file.py:name`: (prompts, pairs) -> 0, 1 or -1 for each pair."
+    judge: TextOrKeywords = option(
+        None,
+        "A judge of pairs in place of rewards: `file.py:name` of (prompts, pairs) -> 0, 1 or -1 for each pair; or a "
+        "mapping for a model at an OpenAI-compatible endpoint, such as `{base_url: http://localhost:8000/v1, model: "
+        "NAME}`; or `openai`, `hf`, `pair_rm`. See docs/judges.md.",
     )
     missing_eos_penalty: float | None = option(
         None, "Subtracted from the score of a completion that did not end by itself."
@@ -109,7 +112,7 @@ class OnlineOptions(RewardOptions, RolloutOptions, AlignmentConfig):
         self._check_sampling()
         checks.check_lengths(self, rows_per_unit=2)
         if self.judge is not None:
-            self.check_judge(self.judge)
+            self.check_judge(self.judge if isinstance(self.judge, str) else str(self.judge.get("model")))
 
     @property
     def max_prompt_length(self) -> int:

@@ -68,10 +68,10 @@ class Batch(OnDevice):
     Attributes:
         input_ids: (B, T) int64, padded on the right.
         attention_mask: (B, T) int64, 1 on real tokens.
-        positions: (N,) int64 into the flattened (B*T) positions: the one before each completion token.
-        targets: (N,) int64, the completion tokens.
-        segments: (N,) int64, the sequence that each completion token belongs to.
-        lengths: (S,) int64, completion tokens of each sequence.
+        positions: (N,) int64 into the flattened (B*T) positions: the one before each completion token that is scored.
+        targets: (N,) int64, the completion tokens that are scored.
+        segments: (N,) int64, the sequence that each of them belongs to.
+        lengths: (S,) int64, how many each sequence has.
         longest: the largest N of any rank in this forward.
         blocks: ``(rows, width)`` of consecutive rows of ``input_ids``; right of its width a block is padding.
     """
@@ -91,11 +91,14 @@ class Batch(OnDevice):
         return int(self.attention_mask.sum()) if len(self.lengths) else 0
 
 
-def collate(sequences: Sequence[tuple[TokenIds, TokenIds]], longest: int) -> Batch:
+def collate(
+    sequences: Sequence[tuple[TokenIds, TokenIds]], longest: int, scored: Sequence[Sequence[bool] | None] | None = None
+) -> Batch:
     """Pad (prompt, completion) pairs on the right; no sequence at all gives one dummy token that nothing scores.
 
     The fill value is 0 and is never scored nor attended to by a token that is, so no pad token is needed. Rows are in
     the order of the sequences, or where that saves padding from the longest to the shortest, cut into blocks.
+    ``scored`` says of each sequence which of its completion tokens are scored; None for all.
     """
     count = max(1, len(sequences))
     totals = [len(p) + len(c) for p, c in sequences] or [1]
@@ -108,14 +111,17 @@ def collate(sequences: Sequence[tuple[TokenIds, TokenIds]], longest: int) -> Bat
     input_ids = torch.zeros((count, width), dtype=torch.long)
     attention_mask = torch.zeros((count, width), dtype=torch.long)
     attention_mask[0, 0] = 1
-    lengths = torch.tensor([len(c) for _, c in sequences], dtype=torch.long)
     positions, targets = [], []
-    for row, total, (prompt, completion) in zip(rows, totals, sequences):
+    for row, total, (prompt, completion), mask in zip(rows, totals, sequences, scored or [None] * count):
         input_ids[row, :total] = torch.tensor([*prompt, *completion])
         attention_mask[row, :total] = 1
         positions.append(torch.arange(len(prompt) - 1, total - 1) + row * width)
         targets.append(input_ids[row, len(prompt) : total])
+        if mask is not None:
+            kept = torch.tensor(mask, dtype=torch.bool)
+            positions[-1], targets[-1] = positions[-1][kept], targets[-1][kept]
     empty = torch.zeros(0, dtype=torch.long)
+    lengths = torch.tensor([len(each) for each in targets], dtype=torch.long)
     return Batch(
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -277,9 +283,8 @@ def collate_completion(dataset: Dataset, table: RowTable, plan: WindowPlan, micr
     """The tensors of one rank's micro-batch of answers to imitate."""
     own = plan.micro_batches[micro][rank]
     data = dataset[list(own.rows)]
-    return CompletionBatch(
-        own.rows, collate(list(zip(data["prompt_ids"], data["completion_ids"])), plan.longest[micro])
-    )
+    sequences = list(zip(data["prompt_ids"], data["completion_ids"]))
+    return CompletionBatch(own.rows, collate(sequences, plan.longest[micro], data.get("scored")))
 
 
 def collate_prompts(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> PromptBatch:

@@ -2,31 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Dataset
 
 from alignment.config.errors import DataError, listing
 from alignment.config.options_data import COLUMNS, MAPPED_COLUMNS
 from alignment.data.formats import Kind
 from alignment.data.json_columns import foreign_columns, tell_left_out
+from alignment.data.targets.rules import USUAL, RowRules
+from alignment.data.targets.tokenised import all_token_columns, check_tokenised, token_columns
 
 PROMPT_COLUMNS = ("prompt", "tools", "chat_template_kwargs")
+IMAGES = ("image", "images")
+_TURNS = "conversations"  # what ShareGPT calls messages
 
 
 def arranged(
-    dataset: Dataset, column_map: Mapping[str, str] | None, kind: Kind, where: str, method: str = "training"
+    dataset: Dataset,
+    column_map: Mapping[str, str] | None,
+    kind: Kind,
+    where: str,
+    method: str = "training",
+    rules: RowRules = USUAL,
 ) -> Dataset:
     """The columns that rows are made of, by their expected names, and no others unless reward functions get them.
 
-    A column that is mapped is known by its new name only, and takes the place of one that has this name already. Rows
-    are made of ``query`` and ``system`` only if they are mapped. What reward functions would get and JSON cannot hold
-    is left out with a warning.
+    Columns of token ids, where they are all there, come before any text. A column that is mapped is known by its new
+    name only, and takes the place of one that has this name already. Rows are made of ``query`` and ``system`` only if
+    they are mapped. What reward functions would get and JSON cannot hold is left out with a warning.
 
     Raises:
-        DataError: a column of the map, or one that ``kind`` needs, is missing.
+        DataError: a column of the map, or one that ``kind`` needs, is missing; or there are images.
     """
-    column_map, there = column_map or {}, dataset.column_names
+    there = dataset.column_names
+    if dataset.format["type"] == "custom":
+        raise DataError(
+            f"{where}: Dataset.with_transform() makes new rows each time, and rows are tokenised once; apply it by "
+            "Dataset.map()"
+        )
+    _refuse_images(dataset, where)
+    tokens = token_columns(kind, there)
+    if rules.tokenised:
+        check_tokenised(tokens, where, there)
+    if tokens is not None and not column_map:
+        return dataset.with_format(None).select_columns(list(tokens.names))
+    column_map = mapped_columns(column_map, kind, there, where, rules)
     for name, column in column_map.items():
         if column not in there:
             raise DataError(
@@ -52,9 +76,65 @@ def extra_columns(dataset: Dataset, column_map: Mapping[str, str] | None, kind: 
     return [name for name in dataset.column_names if name not in made_of]
 
 
-def stream_columns(column_map: Mapping[str, str] | None, kind: Kind) -> set[str] | None:
+def stream_columns(column_map: Mapping[str, str] | None, kind: Kind, rules: RowRules = USUAL) -> set[str] | None:
     """The columns of a stream that :func:`arranged` may take, by their own names; None for every one."""
-    return None if kind == "prompt_only" else {*_row_columns(kind), *(column_map or {}).values()}
+    if kind == "prompt_only":
+        return None
+    further = {rules.text_field, _TURNS} if kind == "prompt_completion" else set()
+    return {*_row_columns(kind), *(column_map or {}).values(), *all_token_columns(kind), *further}
+
+
+def mapped_columns(
+    column_map: Mapping[str, str] | None, kind: Kind, there: Collection[str], where: str, rules: RowRules
+) -> dict[str, str]:
+    """The map with what ``dataset_text_field`` and ShareGPT's name of a conversation add to it.
+
+    Raises:
+        DataError: there is no column of the text field, nor any other to make rows of.
+    """
+    found = dict(column_map or {})
+    if not found and token_columns(kind, there) is not None:
+        return found
+    if kind != "prompt_completion" or {"text", "messages", "completion"} & found.keys():
+        return found
+    if rules.text_field in there:
+        return found if rules.text_field == "text" else {**found, "text": rules.text_field}
+    if _TURNS in there and "messages" not in there and "completion" not in there:
+        return {**found, "messages": _TURNS}
+    if rules.text_field != "text" and not {"messages", "completion"} & {*there}:
+        raise DataError(
+            f"{where}: dataset_text_field={rules.text_field!r}: there is no such column; columns: {listing(there)}"
+        )
+    return found
+
+
+def check_no_images(row: Mapping[str, Any], where: str) -> None:
+    """Refuse a row with pictures; ``where`` names it in messages."""
+    for name in IMAGES:
+        if row.get(name) not in (None, []):
+            raise _images(name, where)
+
+
+def _images(name: str, where: str) -> DataError:
+    return DataError(
+        f"{where}: column {name!r} holds pictures, and models here read text only; remove the column to train on the "
+        "text alone"
+    )
+
+
+def _refuse_images(dataset: Dataset, where: str) -> None:
+    """Refuse pictures, which a model of texts would be trained without."""
+    for name in IMAGES:
+        if name in dataset.column_names and _holds_something(dataset.with_format("arrow")[:][name]):
+            raise _images(name, where)
+
+
+def _holds_something(column: pa.ChunkedArray) -> bool:
+    """Whether any value is neither null nor an empty list."""
+    kind = column.type.storage_type if isinstance(column.type, pa.BaseExtensionType) else column.type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return bool(pc.sum(pc.list_value_length(column)).as_py())
+    return column.null_count < len(column)
 
 
 def _row_columns(kind: Kind) -> tuple[str, ...]:

@@ -60,11 +60,12 @@ class Preference:
 
 @dataclass(frozen=True)
 class PromptCompletion:
-    """One answer to imitate."""
+    """One answer to imitate; ``whole``: the prompt's tokens are learned as well."""
 
     prompt: Text
     completion: Text
     template: Mapping[str, Any] = field(default_factory=dict)
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,14 +94,24 @@ def unpaired_rows(row: Mapping[str, Any], where: str) -> list[UnpairedPreference
             UnpairedPreference(pair.prompt, pair.chosen, True, pair.template),
             UnpairedPreference(pair.prompt, pair.rejected, False, pair.template),
         ]
-    label = row["label"]
-    if type(label) is not bool:
-        raise DataError(f"{where}: label is {show(label)}; set it to true or false")
+    label = label_of(row, where)
     if row.get("completion") is None and row.get("messages") is not None:
         prompt, completion = _conversation(row, where)
     else:
         prompt, completion = _answered(row, where)
     return [UnpairedPreference(prompt, completion, label, template_variables(row, where))]
+
+
+def label_of(row: Mapping[str, Any], where: str) -> bool:
+    """Whether the row's completion is desirable.
+
+    Raises:
+        DataError: its label is neither true nor false.
+    """
+    label = row["label"]
+    if type(label) is not bool:
+        raise DataError(f"{where}: label is {show(label)}; set it to true or false")
+    return label
 
 
 def preference_row(row: Mapping[str, Any], where: str) -> Preference:
@@ -150,23 +161,41 @@ def margin_of(row: Mapping[str, Any], where: str) -> float:
     return margin
 
 
-def prompt_completion_row(row: Mapping[str, Any], where: str) -> PromptCompletion:
-    """The canonical row of ``prompt, completion``, of ``messages`` (the last one is the answer) or of ``text``.
+def prompt_completion_row(row: Mapping[str, Any], where: str, completion_only: bool | None = None) -> PromptCompletion:
+    """The canonical row of ``prompt, completion``, of ``messages`` or of ``text``.
+
+    Args:
+        row: one row of the dataset.
+        where: names the row in messages.
+        completion_only: learn the answer alone, which of ``messages`` is the last one; or (False) all of a row. None:
+            the answer of ``prompt, completion``, all of the others.
 
     Raises:
-        DataError: the row is faulty.
+        DataError: the row is faulty, or a text has to be divided.
     """
     template = template_variables(row, where)
     if row.get("completion") is not None:
-        return PromptCompletion(*_answered(row, where), template)
+        return PromptCompletion(*_answered(row, where), template, whole=completion_only is False)
     for key in ("messages", "text"):
         if row.get(key) is not None:
-            return (
-                PromptCompletion("", row[key])  # a text has no chat template
-                if isinstance(row[key], str)
-                else PromptCompletion(*_conversation(row, where, key), template)
-            )
+            if isinstance(row[key], str):
+                if completion_only:
+                    raise DataError(
+                        f"{where}: completion_only_loss needs to know the completion, and {key} is one text; give "
+                        "prompt and completion"
+                    )
+                return PromptCompletion("", row[key], whole=True)  # a text has no chat template
+            if completion_only:
+                return PromptCompletion(*_conversation(row, where, key), template)
+            return PromptCompletion([], _with_system(_messages(row, key, where), row, where), template, whole=True)
     raise DataError(f"{where}: completion is missing; every row needs prompt and completion, or messages, or text")
+
+
+def _messages(row: Mapping[str, Any], key: str, where: str) -> Text:
+    text = text_of(row, key, where)
+    if isinstance(text, str):
+        raise DataError(f"{where}: {key} is {show(text)}; give a list of {{role, content}} messages")
+    return text
 
 
 def prompt_only_row(row: Mapping[str, Any], where: str) -> PromptOnly:

@@ -25,20 +25,29 @@ from datasets.utils import are_progress_bars_disabled, disable_progress_bars, en
 
 from alignment.config.errors import DataError, ModelError, OutputError, one_line
 from alignment.config.options_data import COLUMNS, MAPPED_COLUMNS
-from alignment.data.columns import arranged, extra_columns
+from alignment.data.columns import arranged, extra_columns, mapped_columns
 from alignment.data.formats import Kind
 from alignment.data.report import DataReport
 from alignment.data.row_mapper import BOOKKEEPING, RowMapper
+from alignment.data.targets.rules import USUAL, RowRules
+from alignment.data.targets.tokenised import token_columns
 from alignment.data.tokenization import RowTokenizer
 from alignment.data.truncation import Limits
 from alignment.internals.transformers import tokenizer_options
 
-FORMAT_VERSION = 3  # raise it when the same input would be tokenised or stored in another way
+FORMAT_VERSION = 4  # raise it when the same input would be tokenised or stored in another way
 _ROWS = 1000  # rows hashed at a time; part of the hash
 _BATCH = 256  # rows per call of the tokenizer
 
 
-def cache_name(dataset: Dataset, kind: Kind, tokenizer: Any, limits: Limits, extra: Sequence[str] = ()) -> str:
+def cache_name(
+    dataset: Dataset,
+    kind: Kind,
+    tokenizer: Any,
+    limits: Limits,
+    extra: Sequence[str] = (),
+    rules: RowRules = USUAL,
+) -> str:
     """The name of a tokenised dataset, such as ``preference-3f…``: a hash of everything that its content depends on.
 
     The rows' content is hashed rather than the dataset's fingerprint: two processes that load the same file get the
@@ -50,12 +59,16 @@ def cache_name(dataset: Dataset, kind: Kind, tokenizer: Any, limits: Limits, ext
         tokenizer: all that decides how it turns text into ids.
         limits: lengths in tokens.
         extra: columns that rows are not made of, kept for reward functions.
+        rules: which tokens are learned.
     """
     digest = hashlib.blake2b(digest_size=16)
     settings: dict[str, Any] = {"version": FORMAT_VERSION, "kind": kind, "limits": asdict(limits)}
     settings |= {"tokenizer": describe_tokenizer(tokenizer)} | ({"extra": list(extra)} if extra else {})
+    settings |= {} if rules == USUAL else {"rules": asdict(rules)}
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
-    columns = [name for name in dict.fromkeys([*COLUMNS, *MAPPED_COLUMNS, *extra]) if name in dataset.column_names]
+    tokens = token_columns(kind, dataset.column_names)
+    known = [*COLUMNS, *MAPPED_COLUMNS, *extra, *(tokens.names if tokens else ())]
+    columns = [name for name in dict.fromkeys(known) if name in dataset.column_names]
     arrow = dataset.select_columns(columns).with_format("arrow")
     for start in range(0, len(arrow), _ROWS):
         digest.update(_table_bytes(arrow[start : start + _ROWS]))
@@ -109,6 +122,7 @@ def prepare(
     progress: bool = True,
     strict: bool = False,
     method: str = "training",
+    rules: RowRules = USUAL,
 ) -> Path:
     """Check, tokenise and cut ``dataset``; return the folder that holds the result, at once if it exists already.
 
@@ -124,20 +138,23 @@ def prepare(
         progress: whether to show a progress bar.
         strict: refuse to drop rows.
         method: what needs the rows, for messages.
+        rules: which tokens are learned.
 
     Raises:
         DataError: missing columns, a faulty row, nothing left, or (``strict``) anything dropped.
         OutputError: the folder cannot be written.
     """
-    dataset = arranged(dataset, column_map, kind, where, method)
+    column_map = mapped_columns(column_map, kind, dataset.column_names, where, rules)
+    dataset = arranged(dataset, column_map, kind, where, method, rules)
     if len(dataset) == 0:
         raise DataError(f"{where}: holds no rows; give a dataset that has some")
     extra = extra_columns(dataset, column_map, kind)
-    target = cache_dir / cache_name(dataset, kind, tokenizer, limits, extra)
+    target = cache_dir / cache_name(dataset, kind, tokenizer, limits, extra, rules)
     if target.is_dir():
         _check_report(_read_report(target), kind, where, strict)
         return target
-    mapper = RowMapper(RowTokenizer(tokenizer), kind, limits, where, column_map or {}, dataset.features, extra)
+    rows = RowTokenizer(tokenizer, whole=kind == "preference_margin")
+    mapper = RowMapper(rows, kind, limits, where, column_map, dataset.features, extra, rules)
     work = cache_dir / f".{target.name.removeprefix(kind + '-')}.{uuid.uuid4().hex[:8]}"
     try:
         work.mkdir(parents=True)

@@ -14,6 +14,7 @@ from alignment.config.errors import DataError
 from alignment.data.formats import (
     Kind,
     Text,
+    label_of,
     margin_of,
     preference_row,
     prompt_completion_row,
@@ -22,7 +23,10 @@ from alignment.data.formats import (
 )
 from alignment.data.json_columns import STORED, stored_prompt
 from alignment.data.messages import CUT_ALIKE, IDENTICAL, DropRow, without_nulls
-from alignment.data.tokenization import RowTokenizer, Source
+from alignment.data.targets.rules import USUAL, RowRules, divided
+from alignment.data.targets.tokenised import completion_of, learned_row, read_ids, token_columns
+from alignment.data.targets.turns import assistant_mask
+from alignment.data.tokenization import Encoded, RowTokenizer, Source, common_length
 from alignment.data.truncation import Fitted, Limits, fit, fit_prompt
 from alignment.reporting.activity import ACTIVITY
 
@@ -41,7 +45,14 @@ FEATURES: dict[Kind, Features] = {
     ),
     "preference": _PAIR,
     "preference_margin": Features({**_PAIR, "margin": Value("float32")}),
-    "prompt_completion": Features({"prompt_ids": _IDS, "completion_ids": _IDS, "row": Value("int64")}),
+    "prompt_completion": Features(
+        {
+            "prompt_ids": _IDS,
+            "completion_ids": _IDS,
+            "scored": List(Value("bool")),  # which of the completion's tokens are learned; null where all are
+            "row": Value("int64"),
+        }
+    ),
     "prompt_only": Features({"prompt_ids": _IDS, **STORED, "row": Value("int64")}),
 }
 _COMPLETIONS = ("completion_ids", "chosen_ids", "rejected_ids")
@@ -65,7 +76,9 @@ def _holds_json(feature: Any) -> bool:
 class _Job:
     """One source row on its way: its completions share a prompt.
 
-    ``labels`` is empty but for KTO's rows; ``stored`` holds columns of the result that are not token ids.
+    ``labels`` is empty but for KTO's rows; ``stored`` holds columns of the result that are not token ids. ``ids`` are
+    those of a row that is tokenised already; ``whole`` says that a prompt is learned too, ``scored`` which tokens of
+    the completion are.
     """
 
     row: int
@@ -73,6 +86,9 @@ class _Job:
     labels: list[bool]
     dropped: str | None = None
     stored: dict[str, Any] = field(default_factory=dict)
+    ids: Encoded | None = None
+    whole: bool = False
+    scored: list[bool] | None = None
 
 
 class RowMapper:
@@ -86,6 +102,7 @@ class RowMapper:
         column_map: what the columns, named as expected, are called in the data.
         given: the columns that are mapped, with their types.
         extra: those of them that rows are not made of, kept for reward functions.
+        rules: which tokens are learned.
     """
 
     def __init__(
@@ -97,8 +114,10 @@ class RowMapper:
         column_map: Mapping[str, str],
         given: Features,
         extra: Sequence[str] = (),
+        rules: RowRules = USUAL,
     ) -> None:
-        self.tokenizer, self.kind, self.limits = tokenizer, kind, limits
+        self.tokenizer, self.kind, self.limits, self.rules = tokenizer, kind, limits, rules
+        self._tokens = token_columns(kind, given)
         self.where, self.column_map, self.extra = where, column_map, extra
         self.features = Features({**FEATURES[kind], **BOOKKEEPING})
         # Arrow's objects all have the same keys, null where a row has none; a JSON column is as it was written.
@@ -111,19 +130,38 @@ class RowMapper:
         encoded = iter(self.tokenizer.encode([job.source for job in jobs if job.source is not None]))
         out: dict[str, list[Any]] = {name: [] for name in self.features}
         for job in jobs:
-            fitted = None
-            if job.source is not None:
-                ids = next(encoded)
-                if self.kind == "prompt_only":
-                    fitted = fit_prompt(ids.prompt, self.limits)
-                else:
-                    fitted = fit(ids.prompt, ids.completions, self.limits, self.tokenizer.head_length(ids.prompt))
-                if self.kind == "preference_margin":
-                    fitted = _apart(fitted, ids.completions)
+            ids = next(encoded) if job.source is not None else job.ids
+            fitted = None if ids is None else self._fitted(job, ids)
             for record in self._records(job, fitted):
                 for name, values in out.items():
                     values.append(record[name])
         return out
+
+    def _fitted(self, job: _Job, ids: Encoded) -> Fitted:
+        """A row's token ids within the limits."""
+        if self.kind == "prompt_only":
+            return fit_prompt(ids.prompt, self.limits)
+        if self.kind == "prompt_completion" and job.source is not None:
+            ids = self._learned(job, job.source, ids)
+        head = self.tokenizer.head_length(ids.prompt)
+        if self.kind != "preference_margin":
+            return fit(ids.prompt, ids.completions, self.limits, head)
+        # A score is read at the end of a sequence: its first token needs no other before it.
+        return _apart(fit(ids.prompt, ids.completions, self.limits, head, alone=True), ids.completions)
+
+    def _learned(self, job: _Job, source: Source, ids: Encoded) -> Encoded:
+        """Prompt and completion of a row to imitate, cut before the first token that is learned."""
+        if not (job.whole or self.rules.assistant_only):
+            return ids
+        sequence = [*ids.prompt, *ids.completions[0]]
+        learned = [True] * len(sequence)
+        if self.rules.assistant_only:
+            learned = assistant_mask(self.tokenizer, source, sequence)
+        if not job.whole:
+            learned = [place >= len(ids.prompt) and value for place, value in enumerate(learned)]
+        found = divided(sequence, learned)
+        job.scored = found.scored
+        return Encoded(found.prompt, [found.completion])
 
     def _job(self, row: dict[str, Any], index: int) -> _Job:
         place = f"{self.where} row {index + 1}"
@@ -138,7 +176,29 @@ class RowMapper:
                 raise
             raise DataError(f"{error} (column_map: {renamed})") from None
 
+    def _tokenised_job(self, row: dict[str, Any], index: int, place: str) -> _Job:
+        """The job of a row that holds token ids."""
+        assert self._tokens is not None
+        vocabulary = len(self.tokenizer.tokenizer)
+        if self.kind == "prompt_completion":
+            found = learned_row(row, self._tokens, self.rules, place, vocabulary)
+            return _Job(index, None, [], ids=Encoded(found.prompt, [found.completion]), scored=found.scored)
+        prompt, *completions = read_ids(row, self._tokens, place, vocabulary)
+        if self.kind == "preference_margin":
+            whole = [prompt, *completions]
+            room = min(map(len, whole)) - 1  # each answer keeps a token
+            shared = common_length(whole[0][: max(room, 0)], whole)
+            ids = Encoded(whole[0][:shared], [each[shared:] for each in whole])
+            return _Job(index, None, [], stored={"margin": margin_of(row, place)}, ids=ids)
+        labels = []
+        if self.kind == "unpaired_preference":
+            completions = [completion_of(row, completions[0], place)]
+            labels = [label_of(row, place)]
+        return _Job(index, None, labels, ids=self.tokenizer.with_context(prompt, completions))
+
     def _checked_job(self, row: dict[str, Any], index: int, place: str) -> _Job:
+        if self._tokens is not None:
+            return self._tokenised_job(row, index, place)
         if self.kind == "prompt_only":
             extra = {name: row.pop(name) for name in self.extra}
             alone = prompt_only_row(row, place)
@@ -151,8 +211,8 @@ class RowMapper:
                 source = Source(pair.prompt, (pair.chosen, pair.rejected), place, pair.template)
                 return _Job(index, source, [], stored=stored)
             if self.kind == "prompt_completion":
-                one = prompt_completion_row(row, place)
-                return _Job(index, Source(one.prompt, (one.completion,), place, one.template), [])
+                one = prompt_completion_row(row, place, self.rules.completion_only)
+                return _Job(index, Source(one.prompt, (one.completion,), place, one.template), [], whole=one.whole)
             rows = unpaired_rows(row, place)
         except DropRow as drop:
             return _Job(index, None, [True, False], drop.reason, stored)  # only pairs are dropped here
@@ -173,6 +233,8 @@ class RowMapper:
             return
         record, kept = self._record(job, fitted, slice(None))
         names = [name for name in _COMPLETIONS if name in self.features]
+        if "scored" in self.features:
+            record["scored"] = None if job.scored is None or not kept else job.scored[: len(kept.completions[0])]
         yield record | job.stored | {name: kept.completions[i] if kept else [] for i, name in enumerate(names)}
 
     def _record(self, job: _Job, fitted: Fitted | None, part: slice) -> tuple[dict[str, Any], Fitted | None]:

@@ -19,7 +19,7 @@ from datasets import Dataset, Features, IterableDataset
 
 from alignment.config.errors import DataError, listing, one_line, show
 from alignment.config.options_data import COLUMNS
-from alignment.data.columns import PROMPT_COLUMNS
+from alignment.data.columns import PROMPT_COLUMNS, check_no_images
 from alignment.data.json_columns import foreign_columns, json_object, storable, storable_rows, tell_left_out
 from alignment.data.readers import encode, encoded_rows, infer_features, read_rows
 from alignment.internals.datasets import cause_of, data_files_by_split, slices, was_saved
@@ -243,6 +243,7 @@ def _spooled(
         try:
             for number, row in enumerate(islice(stream.with_format(None), rows), start=1):
                 place = f"{where} row {number}"
+                check_no_images(row, place)
                 if columns is None:
                     kept = storable(row, row.keys() - PROMPT_COLUMNS, place, left_out)
                 else:

@@ -52,10 +52,12 @@ class RowTokenizer:
 
     Args:
         tokenizer: a tokenizer of transformers, fast or slow, with or without pad, BOS and EOS tokens.
+        whole: sequences are read at their last token, by a reward model: a conversation is what the chat template
+            makes of it to the last token, and nothing is put before an answer that has no prompt.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, whole: bool = False) -> None:
+        self.tokenizer, self.whole = tokenizer, whole
         self.name = str(getattr(tokenizer, "name_or_path", "")) or type(tokenizer).__name__
         self.bos: int | None = tokenizer.bos_token_id
         self.eos: int | None = tokenizer.eos_token_id
@@ -77,7 +79,7 @@ class RowTokenizer:
         """
         texts = [self._chat_texts(source) if _is_chat(source) else _plain_texts(source) for source in sources]
         flat = [text for group in texts for text in group]
-        ids = iter(self._ids(flat))
+        ids = iter(self.ids(flat))
         return [
             self._assemble(source, [next(ids) for _ in group]) for source, group in zip(sources, texts, strict=True)
         ]
@@ -88,7 +90,8 @@ class RowTokenizer:
             return len(self.leading)
         return int(bool(prompt) and prompt[0] == self.bos)
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
+    def ids(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of rendered texts, without any that the tokenizer would add."""
         if not texts:
             return []
         batch = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
@@ -99,12 +102,12 @@ class RowTokenizer:
         if not chat:
             ids = [self._with_leading(text) for text in ids]
         prompt, *fulls = ids
-        if chat:
+        if chat and not self.whole:
             fulls = [self._end_turn(full, text) for full, text in zip(fulls, source.completions, strict=True)]
-        else:
+        elif not chat:
             fulls = [self._end_text(full) for full in fulls]
-        border = _common_length(prompt, fulls)
-        return self._with_context(prompt[:border], [full[border:] for full in fulls])
+        border = common_length(prompt, fulls)
+        return self.with_context(prompt[:border], [full[border:] for full in fulls])
 
     def _with_leading(self, ids: list[int]) -> list[int]:
         """Exactly one set of leading specials, also where the text itself begins with them or with BOS."""
@@ -151,9 +154,9 @@ class RowTokenizer:
             self._blank[token] = not known and not self.tokenizer.decode([token]).strip()
         return self._blank[token]
 
-    def _with_context(self, prompt: list[int], completions: list[list[int]]) -> Encoded:
+    def with_context(self, prompt: list[int], completions: list[list[int]]) -> Encoded:
         """Put a token before completions that have none, so that their first token can be predicted, or is context."""
-        if prompt or not all(completions):
+        if prompt or self.whole or not all(completions):
             return Encoded(prompt, completions)
         if len({completion[0] for completion in completions}) == 1:
             return Encoded(completions[0][:1], [completion[1:] for completion in completions])
@@ -168,22 +171,22 @@ class RowTokenizer:
                 "set tokenizer.chat_template, use an instruct model, or give rows with strings"
             )
         prompt: list[Any] = list(source.prompt)
-        fulls = [self._render(prompt + list(completion), source) for completion in source.completions]
+        fulls = [self.render(prompt + list(completion), source) for completion in source.completions]
         if not prompt:
-            return [self._opening(source), *fulls]
+            return [self.opening(source), *fulls]
         if prompt[-1]["role"] != "assistant":
-            return [self._render(prompt, source, add_generation_prompt=True), *fulls]
+            return [self.render(prompt, source, add_generation_prompt=True), *fulls]
         if prompt[-1]["content"] is None:  # a call of tools: the completion begins with another turn
-            return [self._render(prompt, source), *fulls]
-        return [self._render(prompt, source, continue_final_message=True), *fulls]
+            return [self.render(prompt, source), *fulls]
+        return [self.render(prompt, source, continue_final_message=True), *fulls]
 
-    def _opening(self, source: Source) -> str:
+    def opening(self, source: Source) -> str:
         """What a template writes before the first message's content: its default system turn and the turn's header."""
         messages: list[Any] = list(source.completions[0]) if source.completions else [{"role": "assistant"}]
-        text = self._render([{**messages[0], "content": _MARK}, *messages[1:]], source)
+        text = self.render([{**messages[0], "content": _MARK}, *messages[1:]], source)
         return text.partition(_MARK)[0] if _MARK in text else ""
 
-    def _render(self, messages: list[Message], source: Source, **options: bool) -> str:
+    def render(self, messages: list[Message], source: Source, **options: bool) -> str:
         """The template's text. A content that is null is left out, or empty for a template that fails without one."""
         if all(message["content"] is not None for message in messages):
             return self._applied(messages, source, options)
@@ -224,7 +227,7 @@ def _plain_texts(source: Source) -> list[str]:
     return [prompt, *(prompt + str(completion) for completion in source.completions)]
 
 
-def _common_length(prompt: list[int], fulls: list[list[int]]) -> int:
+def common_length(prompt: list[int], fulls: list[list[int]]) -> int:
     """Length of the longest common prefix of the prompt and every full text."""
     if all(full[: len(prompt)] == prompt for full in fulls):  # nearly always
         return len(prompt)

@@ -51,7 +51,7 @@ class Fitted:
     reasons: list[str | None]
 
 
-def fit(prompt: list[int], completions: Sequence[list[int]], limits: Limits, head: int) -> Fitted:
+def fit(prompt: list[int], completions: Sequence[list[int]], limits: Limits, head: int, alone: bool = False) -> Fitted:
     """Cut a prompt, then each completion at its end, to the limits.
 
     Args:
@@ -59,6 +59,7 @@ def fit(prompt: list[int], completions: Sequence[list[int]], limits: Limits, hea
         completions: token ids of each completion.
         limits: the limits.
         head: how many leading prompt tokens (BOS) ``keep_end`` must preserve.
+        alone: a completion may stand without a prompt.
     """
     kept = _cut_prompt(prompt, limits, head)
     room = len(max(completions, key=len, default=[])) if limits.max_length is None else limits.max_length - len(kept)
@@ -66,7 +67,7 @@ def fit(prompt: list[int], completions: Sequence[list[int]], limits: Limits, hea
     fitted: list[list[int]] = []
     reasons: list[str | None] = []
     for completion in completions:
-        reason = EMPTY if not completion else NO_CONTEXT if not kept else NO_ROOM if room < 1 else None
+        reason = EMPTY if not completion else NO_CONTEXT if not (kept or alone) else NO_ROOM if room < 1 else None
         fitted.append([] if reason else completion[:most])
         reasons.append(reason)
     cut = [not reason and len(new) < len(old) for new, old, reason in zip(fitted, completions, reasons, strict=True)]

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 
@@ -44,6 +45,7 @@ class RowTable:
         labels: (R,) bool, or None where rows have none.
         prompt_key: (R,) int64, equal for equal prompts, or None where no partners are drawn.
         max_length: longest sequence, which also cuts a mismatched completion.
+        scored: (R, C) how many of the completion tokens are scored, or None where all are.
     """
 
     prompt: Rows
@@ -51,6 +53,12 @@ class RowTable:
     labels: npt.NDArray[np.bool_] | None = None
     prompt_key: Rows | None = None
     max_length: int | None = None
+    scored: Rows | None = None
+
+    @property
+    def targets(self) -> Rows:
+        """(R, C) scored completion tokens."""
+        return self.completions if self.scored is None else self.scored
 
     def __len__(self) -> int:
         return len(self.prompt)
@@ -159,13 +167,13 @@ def plan_window(
         start += len(group)
         shares = [group[rank::world_size] for rank in range(world_size)]
         micro_batches.append(tuple(MicroBatch(_ids(rows[s]), _ids(partners[s])) for s in shares))
-        longest.append(max(int(table.completions[rows[s]].sum()) for s in shares))
+        longest.append(max(int(table.targets[rows[s]].sum()) for s in shares))
         longest_mismatched.append(max(int(mismatched[s].sum()) for s in shares))
     counts = WindowCounts(
         rows=len(rows),
         desirable=0 if table.labels is None else int(table.labels[rows].sum()),
         partnered=int((partners >= 0).sum()),
-        first_completion_tokens=int(table.completions[rows, :1].sum()),
+        first_completion_tokens=int(table.targets[rows, :1].sum()),
         sequence_tokens=int((table.prompt[rows, None] + table.completions[rows]).sum()),
     )
     return WindowPlan(epoch, step, tuple(micro_batches), tuple(longest), tuple(longest_mismatched), counts)
@@ -311,20 +319,33 @@ def set_partners(table: RowTable, seed: int, draw: bool) -> Rows:
 
 def row_table(dataset: Dataset, completions: Sequence[str], max_length: int | None) -> RowTable:
     """Lengths, labels and prompt keys of a tokenised dataset, read from Arrow without decoding the tokens."""
-    wanted = ["prompt_ids", *completions, *(n for n in ("label", "prompt_key") if n in dataset.column_names)]
+    further = (name for name in ("label", "prompt_key", "scored") if name in dataset.column_names)
+    wanted = ["prompt_ids", *completions, *further]
     pieces: dict[str, list[np.ndarray]] = {name: [] for name in wanted}
     # In pieces: a dataset of drawn rows copies what it is asked for.
     for table in dataset.with_format("arrow").iter(_PIECE):
         for name, arrays in pieces.items():
             column = table[name]
+            if name == "scored":
+                arrays.append(_scored(column, pc.list_value_length(table[completions[0]]).to_numpy()))
+                continue
             lengths = pc.list_value_length(column) if name.endswith("_ids") else column
             arrays.append(lengths.to_numpy())
     columns = {name: np.concatenate(arrays) for name, arrays in pieces.items()}
     tokens = np.array([columns[name] for name in completions], dtype=np.int64)  # none, for rows of prompts alone
+    scored = columns.get("scored")
     return RowTable(
+        scored=None if scored is None or (scored == tokens[0]).all() else scored[:, None],
         prompt=columns["prompt_ids"].astype(np.int64),
         completions=tokens.reshape(len(completions), len(dataset)).T,
         labels=columns.get("label"),
         prompt_key=columns.get("prompt_key"),
         max_length=max_length,
     )
+
+
+def _scored(masks: pa.ChunkedArray, lengths: Rows) -> Rows:
+    """(R,) how many tokens of each row are scored: by its mask, or all of them where it has none."""
+    rows, values = pc.list_parent_indices(masks).to_numpy(), pc.list_flatten(masks).to_numpy()
+    counts = np.bincount(rows, weights=values, minlength=len(masks)).astype(np.int64)
+    return np.where(pc.is_null(masks).to_numpy(), lengths, counts)

@@ -1,13 +1,15 @@
-"""PEFT: which of a model's adapters it computes with, apart from which of them are trained."""
+"""PEFT: which of a model's adapters it computes with, which of them are trained, and the ``PeftModel`` around them."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from torch import nn
+    from transformers import PreTrainedModel
 
 
 @contextlib.contextmanager
@@ -48,3 +50,38 @@ def train_adapter(model: nn.Module, name: str) -> None:
     for module in model.modules():
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             module.set_adapter([name])
+
+
+def as_peft_model(model: PreTrainedModel, name: str) -> PeftModel:
+    """The ``PeftModel`` around a transformers model that has adapters inside: the same modules, by PEFT's names.
+
+    ``inject_adapter_in_model`` and transformers' ``add_adapter`` return none, and the constructors of ``PeftModel``
+    and of its tuners would inject the adapters once more, so their attributes are set here. The tables that say which
+    classes they are for a type of adapters and of task are not exported either. Seen with peft 0.21.
+
+    Args:
+        model: it, its adapters and what requires a gradient stay as they are.
+        name: of the adapter that is active.
+    """
+    from peft import PeftModel
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+    from peft.mapping_func import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
+    from torch import nn
+
+    configs: Any = model.peft_config
+    kind = PEFT_TYPE_TO_TUNER_MAPPING[configs[name].peft_type]
+    tuner = kind.__new__(kind)
+    nn.Module.__init__(tuner)
+    tuner.model, tuner.peft_config, tuner.active_adapter = model, configs, name
+    tuner.targeted_module_names, tuner.targeted_parameter_names = [], []
+    around = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(configs[name].task_type, PeftModel)
+    view: Any = around.__new__(around)
+    nn.Module.__init__(view)
+    view._is_prompt_learning, view._peft_config, view._adapters_disabled = False, None, False
+    view.base_model, view.active_adapter, view.peft_type = tuner, name, configs[name].peft_type
+    view.special_peft_forward_args = {"adapter_names", "alora_offsets"}
+    if hasattr(model, "prepare_inputs_for_generation"):
+        view.base_model_prepare_inputs_for_generation = model.prepare_inputs_for_generation
+    view.train(model.training)
+    found: PeftModel = view
+    return found

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from alignment.data.batching import Batch, Collate, PreferenceBatch, collate_preference
 from alignment.data.report import DataReport
+from alignment.data.shown.rows import Columns, as_labelled_pairs
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.cpo_options import CPOConfig
 from alignment.objectives.cpo import LENGTH_NORMALISED, cpo_loss
@@ -27,6 +28,9 @@ class CPOMethod(Method[PreferenceBatch]):
     @property
     def collate(self) -> Collate:
         return collate_preference
+
+    def shown(self, rows: Columns) -> dict[str, list[Any]]:
+        return as_labelled_pairs(rows)
 
     def advice(self, report: DataReport, window_rows: int) -> list[str]:
         options = self.options

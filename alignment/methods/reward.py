@@ -6,16 +6,21 @@ import copy
 from collections.abc import Collection
 from typing import Any, ClassVar
 
+import numpy as np
 from transformers import PreTrainedModel
+from transformers.trainer_utils import PredictionOutput
 
 from alignment.data.batching import Batch, Collate, PreferenceBatch, collate_preference_margin, ends
+from alignment.data.shown.rows import Columns, as_scored_pairs
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.reward_options import RewardConfig
+from alignment.methods.tokenizers import with_options
 from alignment.models.tasks import REWARD_MODEL
 from alignment.objectives.reward import bradley_terry
 from alignment.reporting.metrics import REWARDS, add_rewards
 from alignment.training.context import Resources
 from alignment.training.method import Method, RowLosses, Window
+from alignment.training.surface.predicting import pair_scores
 from alignment.training.trainer import AlignmentTrainer
 
 _ROWS_LOOKED_AT = 1000  # to know which tokens sequences end with
@@ -33,6 +38,9 @@ class RewardMethod(Method[PreferenceBatch]):
     @property
     def collate(self) -> Collate:
         return collate_preference_margin
+
+    def shown(self, rows: Columns) -> dict[str, list[Any]]:
+        return as_scored_pairs(rows)
 
     def scored(self, batch: PreferenceBatch) -> Batch:
         return ends(batch.pairs)
@@ -67,6 +75,9 @@ class RewardTrainer(AlignmentTrainer):
     def _resources(self) -> Resources:
         return _Pad()
 
+    def _tokenizer(self, tokenizer: Any) -> Any:
+        return with_options(tokenizer, self.args)
+
     def _prepare_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
         super()._prepare_datasets(train_dataset, eval_dataset)
         assert isinstance(self.resources, _Pad)
@@ -75,6 +86,26 @@ class RewardTrainer(AlignmentTrainer):
             rows = self.train_data.dataset[:_ROWS_LOOKED_AT]
             endings |= {ids[-1] for name in self.method.completions for ids in rows[name]}
         self.processing_class, self.resources.token = with_own_pad(self.processing_class, endings)
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """The rewards of both answers of every row, and loss and metrics. All ranks must call it.
+
+        Args:
+            test_dataset: a dataset or a list of rows.
+            ignore_keys: refused unless empty, as for :meth:`evaluate`.
+            metric_key_prefix: what the names of the metrics begin with.
+
+        Returns:
+            transformers' ``PredictionOutput``: ``predictions`` (R, 2) fp32, the chosen answer's reward first, in the
+            order of the rows, of which those that are too long to train on are left out; ``label_ids`` (R,) zeros, the
+            column of the better answer; ``metrics``.
+        """
+        data = self._prepare(test_dataset, None, "test_dataset")
+        metrics = self._evaluated({"": data}, ignore_keys, metric_key_prefix)
+        scores = pair_scores(self.context, self.engines.window_pass, data)
+        return PredictionOutput(scores, np.zeros(len(scores), dtype=np.int64), metrics)
 
 
 class _Pad(Resources):

@@ -10,12 +10,12 @@ from alignment.config import checks
 from alignment.config.compatibility.trl import RewardCompatibility
 from alignment.config.fields import option
 from alignment.config.options import AlignmentConfig
-from alignment.config.options_data import SequenceOptions
+from alignment.config.options_data import SequenceOptions, TokenizerOptions
 from alignment.config.registry import Paper
 
 
 @dataclass(kw_only=True)
-class RewardConfig(SequenceOptions, RewardCompatibility, AlignmentConfig):
+class RewardConfig(TokenizerOptions, SequenceOptions, RewardCompatibility, AlignmentConfig):
     """A sequence classifier with one label, trained on pairs by the Bradley-Terry model.
 
     Raises:
@@ -29,6 +29,7 @@ class RewardConfig(SequenceOptions, RewardCompatibility, AlignmentConfig):
     }
 
     learning_rate: float = option(1e-5, "Peak learning rate.")
+    max_prompt_length: int | None = option(None, "Longest prompt, in tokens; unset: only `max_length` counts.")
     center_rewards_coefficient: float | None = option(
         None, "Weight of a term that keeps the mean of a pair's rewards at 0 (0.01 is usual); unset: none."
     )

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+from datasets import IterableDataset
+
+from alignment.config.errors import OptionError
 from alignment.data.batching import Batch, Collate, CompletionBatch, collate_completion
+from alignment.data.shown.rows import Columns, as_language_modelling
+from alignment.data.sources import dataset_from_python
+from alignment.data.targets.formatting import Format, formatted
+from alignment.data.targets.rules import RowRules
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.sft_options import SFTConfig
-from alignment.objectives.likelihood import nll
+from alignment.methods.tokenizers import with_options
+from alignment.objectives.likelihood import dft, nll
+from alignment.training.data import PreparedData
 from alignment.training.method import Method, RowLosses, Window
 from alignment.training.trainer import AlignmentTrainer
 
@@ -24,8 +35,25 @@ class SFTMethod(Method[CompletionBatch]):
     def collate(self) -> Collate:
         return collate_completion
 
+    def shown(self, rows: Columns) -> dict[str, list[Any]]:
+        return as_language_modelling(rows)
+
     def scored(self, batch: CompletionBatch) -> Batch:
         return batch.completions
+
+    @property
+    def rules(self) -> RowRules:
+        options = self.options
+        return RowRules(
+            options.completion_only_loss,
+            options.assistant_only_loss,
+            options.dataset_text_field,
+            tokenised=bool((options.dataset_kwargs or {}).get("skip_prepare_dataset")),
+        )
+
+    @property
+    def needs_tokens(self) -> bool:  # type: ignore[override]
+        return self.options.loss_type == "dft"
 
     def losses(
         self, batch: CompletionBatch, index: int, output: SequenceOutput, known: Any, window: Window[CompletionBatch]
@@ -35,14 +63,52 @@ class SFTMethod(Method[CompletionBatch]):
         total, tokens = nll(output.scores, lengths)
         window.sums.add("entropy", output.entropy.sum(), tokens)
         window.sums.add("mean_token_accuracy", output.top1.sum(), tokens)
-        return RowLosses(total / window.counts.first_completion_tokens, -output.scores.detach() / lengths)
+        rows = -output.scores.detach()
+        if output.token_logps is not None:
+            losses = dft(output.token_logps)
+            total = losses.sum()
+            rows = torch.zeros_like(rows).index_add(0, batch.completions.segments.to(rows.device), losses.detach())
+        return RowLosses(total / window.counts.first_completion_tokens, rows / lengths)
 
 
 class SFTTrainer(AlignmentTrainer):
-    """Trains on ``prompt, completion`` rows, on ``messages`` whose last one is the answer, or on ``text``.
+    """Trains on ``prompt, completion`` rows, on ``messages``, on ``text``, or on token ids (``input_ids``).
 
-    The arguments are those of :class:`~alignment.training.trainer.AlignmentTrainer`.
+    Args:
+        formatting_func: makes the text to learn of a row of any other columns.
+
+    The other arguments are those of :class:`~alignment.training.trainer.AlignmentTrainer`.
     """
 
     config_class: ClassVar[type[SFTConfig]] = SFTConfig
     method_class = SFTMethod
+
+    def __init__(self, *args: Any, formatting_func: Format | None = None, **kwargs: Any) -> None:
+        self.formatting_func = formatting_func
+        super().__init__(*args, **kwargs)
+
+    def _tokenizer(self, tokenizer: Any) -> Any:
+        return with_options(tokenizer, self.args)
+
+    def _prepare(self, source: Any, limit: int | None, where: str) -> PreparedData:
+        if self.formatting_func is not None:
+            where = getattr(source, "where", where)
+            source = _Formatted(source, self.formatting_func, where, self.method.rules.text_field)
+        return super()._prepare(source, limit, where)
+
+
+@dataclass(frozen=True)
+class _Formatted:
+    """Rows made by ``formatting_func``, when they are read."""
+
+    source: Any
+    function: Format
+    where: str
+    column: str
+
+    def __call__(self) -> Any:
+        given = self.source() if callable(self.source) else self.source
+        if isinstance(given, tuple):
+            raise OptionError("formatting_func: it is not called for a dataset_mixture; give the parts a text column")
+        data = given if isinstance(given, IterableDataset) else dataset_from_python(given)
+        return formatted(data, self.function, self.where, self.column)

@@ -1,20 +1,27 @@
 """The options of supervised fine-tuning, the usual start of an alignment."""
 
+# ruff: noqa: RUF009 - option() is dataclasses.field() with a help text
+
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from alignment.config import checks
 from alignment.config.compatibility.trl import SFTCompatibility
-from alignment.config.fields import option
+from alignment.config.errors import OptionError, setting
+from alignment.config.fields import Keywords, option
 from alignment.config.options import AlignmentConfig
-from alignment.config.options_data import SequenceOptions
+from alignment.config.options_data import SequenceOptions, TokenizerOptions
+from alignment.config.registry import Paper
+
+SFT_LOSS_TYPES = ("nll", "chunked_nll", "dft")
 
 
 @dataclass(kw_only=True)
-class SFTConfig(SequenceOptions, SFTCompatibility, AlignmentConfig):
-    """Supervised fine-tuning on the tokens of given answers; prompts are context only.
+class SFTConfig(TokenizerOptions, SequenceOptions, SFTCompatibility, AlignmentConfig):
+    """Supervised fine-tuning: the likelihood of given answers, conversations or texts.
 
     Raises:
         OptionError: an unknown name, a value of the wrong type, or one that cannot be used.
@@ -22,10 +29,45 @@ class SFTConfig(SequenceOptions, SFTCompatibility, AlignmentConfig):
 
     TITLE: ClassVar[str] = "SFT"
     method: ClassVar[str] = "sft"
+    PAPERS: ClassVar[Mapping[str, Paper]] = {
+        "dft": Paper(
+            "On the Generalization of SFT: A Reinforcement Learning Perspective with Reward Rectification",
+            "https://arxiv.org/abs/2508.05629",
+        ),
+    }
 
     learning_rate: float = option(2e-5, "Peak learning rate.")
+    max_prompt_length: int | None = option(None, "Longest prompt, in tokens; unset: only `max_length` counts.")
+    loss_type: str = option(
+        "nll",
+        "Loss: `nll`, or `dft`, where each token's is weighted by its probability. `chunked_nll` is another name of "
+        "`nll`, which never holds the logits of all tokens.",
+        choices=SFT_LOSS_TYPES,
+    )
+    completion_only_loss: bool | None = option(
+        None,
+        "Learn the answers alone (of `messages` the last one), or with `false` prompts as well; unset: the answers of "
+        "rows with prompt and completion, every token of `messages` and `text`.",
+    )
+    assistant_only_loss: bool = option(
+        False, "Learn what the assistant says in any of its turns, and nothing else of a conversation."
+    )
+    dataset_text_field: str = option("text", "The column of rows that are one text.")
+    dataset_kwargs: Keywords = option(
+        None, "`skip_prepare_dataset: true` says that rows are token ids already; `add_special_tokens: true` is usual."
+    )
 
     def resolve(self) -> None:
         """Check the lengths; there is no reference model."""
         checks.check_lengths(self, rows_per_unit=1)
         checks.refuse_reference(self, "SFT")
+        for key, value in (self.dataset_kwargs or {}).items():
+            if key == "add_special_tokens" and value is not True:
+                raise OptionError(
+                    f"{setting('dataset_kwargs', self.dataset_kwargs)}: texts begin with what the tokenizer puts "
+                    "before them; pass a tokenizer that puts none, or leave add_special_tokens out"
+                )
+            if key not in ("add_special_tokens", "skip_prepare_dataset"):
+                raise OptionError(
+                    f"{setting('dataset_kwargs', self.dataset_kwargs)}: no such key {key!r}; set skip_prepare_dataset"
+                )

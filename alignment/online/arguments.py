@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from alignment.config.errors import OptionError
 from alignment.config.lookup import load_callable
 from alignment.config.options_online import OnlineOptions
+from alignment.rewards.named import is_named, named_judge
 
 
 def given_once(name: str, given: Any, option: Any) -> Any:
@@ -21,6 +22,21 @@ def given_once(name: str, given: Any, option: Any) -> Any:
     if given is not None and option is not None:
         raise OptionError(f"{name}: given both to the trainer and in its options; leave one out")
     return option if given is None else given
+
+
+def given_judge(given: Any, option: Any) -> Any:
+    """The judge that the constructor was given, or the one that the option names; None for neither.
+
+    TRL's scripts make the judge that their option names themselves, and hand over both.
+
+    Raises:
+        OptionError: both are there and differ, or the one that is named cannot be used.
+    """
+    if given is not None and is_named(given, option):
+        return given
+    given = given_once("judge", given, option)
+    found = named_judge(given)
+    return loaded(given, "judge", "judge") if found is None else found
 
 
 def listed(given: Any) -> list[Any]:

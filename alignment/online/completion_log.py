@@ -1,109 +1,13 @@
-"""Tables of completions: what the policy wrote, how it was scored, and what became of it."""
+"""What of the policy's completions is written down: how they were scored, and what became of them."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from transformers.integrations import TensorBoardCallback, WandbCallback
-
-from alignment.internals.transformers import tensorboard_writer
 from alignment.online.completions import Generated
 from alignment.online.ranking import Ranking
-from alignment.reporting.log import JsonlLog
-
-Messages = Sequence[Mapping[str, Any]]
-Row = Mapping[str, str | Messages | float | None]
-TITLE = "completions"
-_MARKS = frozenset("|*_`[]\\#~")
-
-
-class CompletionTable:
-    """Writes rows to a JSONL file, and hands them to Weights & Biases and TensorBoard where these are in use.
-
-    Args:
-        path: the file, appended to; None to do nothing at all (ranks other than the first).
-        callbacks: the run's, among them those of the reporting integrations; looked at for every table.
-    """
-
-    def __init__(self, path: Path | None, callbacks: Sequence[Any] = ()) -> None:
-        self._log, self._callbacks = JsonlLog(path), callbacks
-
-    def write(self, step: int, rows: Sequence[Row]) -> None:
-        """Write the table of one step.
-
-        Args:
-            step: the optimizer step, which becomes the first column.
-            rows: values by column, each with the same columns; lists of messages are shown as text. None for nothing.
-
-        Raises:
-            OutputError: the file cannot be written.
-        """
-        if self._log.path is None or not rows:
-            return
-        records = [{"step": step, **{name: as_text(value) for name, value in row.items()}} for row in rows]
-        for record in records:
-            self._log.write(record)
-        for callback in self._callbacks:
-            if isinstance(callback, WandbCallback):
-                _to_wandb(step, records)
-            if isinstance(callback, TensorBoardCallback) and (writer := tensorboard_writer(callback)) is not None:
-                writer.add_text(TITLE, markdown(records), step)
-
-    def finish(self) -> None:
-        """Write the rows that still wait for space, at the end of a run; see :meth:`.JsonlLog.finish`."""
-        self._log.finish()
-
-    def state_dict(self) -> dict[str, Any]:
-        """How much of the file there is, and the rows that wait for space."""
-        return self._log.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Remove from the file what was written later."""
-        self._log.load_state_dict(state)
-
-
-def as_text(value: Any) -> Any:
-    """Messages as lines of role and content, the assistant's alone as its content; any other value as it is."""
-    if not isinstance(value, (list, tuple)):
-        return value
-    if len(value) == 1 and value[0]["role"] == "assistant" and isinstance(value[0].get("content"), str):
-        return value[0]["content"]
-    return "\n".join(_line(message) for message in value)
-
-
-def _line(message: Mapping[str, Any]) -> str:
-    said = [message.get("content"), *(message.get("tool_calls") or ())]
-    return f"{message['role']}: {' '.join(str(part) for part in said if part is not None)}"
-
-
-def markdown(records: Sequence[Mapping[str, Any]]) -> str:
-    """The records as a Markdown table that shows texts as they are, marks and line breaks included."""
-    names = list(records[0])
-    rows = [names, ["---"] * len(names), *([_cell(record[name]) for name in names] for record in records)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    # Marks as character references, which no reader of Markdown takes for what they mark.
-    marked = "".join(f"&#{ord(mark)};" if mark in _MARKS else mark for mark in html.escape(str(value)))
-    return marked.replace("\n", "<br>")
-
-
-def _to_wandb(step: int, records: Sequence[Mapping[str, Any]]) -> None:
-    import wandb
-
-    if wandb.run is not None:
-        names: list[Any] = list(records[0])
-        table = wandb.Table(columns=names, data=[[record[name] for name in names] for record in records])
-        # The step by the name under which transformers' callback logs it: W&B's own counter is not ours to advance.
-        wandb.log({TITLE: table, "train/global_step": step})
+from alignment.reporting.completions import CompletionTable
 
 
 class CompletionLog:

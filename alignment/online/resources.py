@@ -24,16 +24,18 @@ from alignment.models.source import ModelSource
 from alignment.online.arguments import (
     check_apart,
     check_judge_alone,
+    given_judge,
     given_once,
     is_classifier,
     listed,
     loaded,
     tokenizer_of_each,
 )
-from alignment.online.completion_log import CompletionLog, CompletionTable
+from alignment.online.completion_log import CompletionLog
 from alignment.online.ranking import JudgeRanker, Ranker, RewardRanker
 from alignment.online.window import Online, OnlineWindowPass
 from alignment.planning.memory import Cards
+from alignment.reporting.completions import CompletionTable
 from alignment.rewards.combined import Rewards
 from alignment.rewards.functions import FunctionReward
 from alignment.rewards.judges import Judge
@@ -58,7 +60,7 @@ class OnlineResources(Resources):
         stage: ZeRO stage of the policy.
         reward_model: a sequence classifier: path or live model; None takes ``reward_model_path``.
         reward_funcs: callables, ``file.py:function``, or sequence classifiers; None takes the option.
-        judge: a callable, an object with ``judge``, or ``file.py:name``; None takes the option.
+        judge: a callable, an object with ``judge``, or what the option may say; None takes the option.
         tokenizers: of the only classifier, or a list with one for each source of rewards, the reward model first, and
             None for functions; None loads each one's own.
         trained: live models of the run that no classifier may be.
@@ -94,11 +96,11 @@ class OnlineResources(Resources):
             )
         reward_model = given_once("reward_model", reward_model, options.reward_model_path)
         functions = listed(given_once("reward_funcs", reward_funcs, options.reward_funcs))
-        judge = given_once("judge", judge, options.judge)
+        judge = given_judge(judge, options.judge)
         self.classifiers: list[ClassifierReward] = []
         if judge is not None:
             check_judge_alone(judge, options, reward_model, functions, tokenizers)
-            self.ranker: Ranker = JudgeRanker(Judge(loaded(judge, "judge", "judge"), retries=retries))
+            self.ranker: Ranker = JudgeRanker(Judge(judge, retries=retries))
             return
         if reward_model is not None and not is_classifier(reward_model):
             raise OptionError(
@@ -221,7 +223,9 @@ class OnlineResources(Resources):
         return self.ranker.metrics
 
     def build(self) -> list[str]:
-        """Load the reward models."""
+        """Load the reward models, or see whether the judge's endpoint is there."""
+        if isinstance(self.ranker, JudgeRanker):
+            return self.ranker.judge.ready()
         for classifier in self.classifiers:
             classifier.build()
         return [classifier.describe() for classifier in self.classifiers]

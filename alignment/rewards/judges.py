@@ -12,18 +12,22 @@ import numpy as np
 from alignment.config.errors import Leaving, OptionError, RewardError, show
 from alignment.config.lookup import FAILURES, raised
 from alignment.data.messages import Text
+from alignment.engines.collectives import on_first_rank
 from alignment.engines.rng import as_before
 from alignment.engines.watch.retries import NEVER, Retries
+from alignment.reporting.completions import as_text
 from alignment.rewards.callables import as_list, name_of, raise_together, scalar, span, together
-
-FAILED = -1
+from alignment.rewards.endpoint import EndpointJudge
+from alignment.rewards.pairwise import BaseBinaryJudge, BaseRankJudge
+from alignment.rewards.questions import FAILED
 
 
 class Judge:
     """A judge made of a callable, or of an object with a method ``judge``; either may be a coroutine function.
 
     It is called with two lists, the prompts and for each a list of two completions, and returns for each 0 (the first
-    is better), 1 (the second is) or -1 (it cannot say).
+    is better), 1 (the second is) or -1 (it cannot say). One with TRL's signature, which has a ``shuffle_order``, is
+    given conversations as texts, as TRL does.
 
     Args:
         judge: the callable or object.
@@ -42,14 +46,30 @@ class Judge:
         self._call = getattr(judge, "judge", judge)
         if isinstance(judge, type) or not callable(self._call):
             raise OptionError(f"{self.who} is {show(judge)}; give a function, or an object with a method 'judge'")
+        if isinstance(judge, (BaseBinaryJudge, BaseRankJudge)):
+            raise OptionError(f"{self.who} compares no pairs; give a BasePairwiseJudge, or score with reward_funcs")
+        self._takes_texts = False
         try:
-            inspect.signature(self._call).bind([], [])
+            signature = inspect.signature(self._call)
+            signature.bind([], [])
+            self._takes_texts = "shuffle_order" in signature.parameters
         except TypeError as error:
             raise OptionError(
                 f"{self.who} cannot be called with two arguments ({error}); let it take prompts and pairs"
             ) from error
         except ValueError:
             return  # a built-in that does not tell: calling it will show
+
+    def ready(self) -> list[str]:
+        """Ask a judge at an endpoint whether it is there, on the first rank; a line that says so. Collective.
+
+        Raises:
+            RewardError: it is not; the same on every rank.
+        """
+        if not isinstance(self.code, EndpointJudge):
+            return []
+        on_first_rank(self.code.check)
+        return [f"judge: {self.code.where}"]
 
     def verdicts(
         self, prompts: Sequence[Text], pairs: Sequence[Sequence[Text]], seed: int, places: Sequence[str]
@@ -85,6 +105,8 @@ class Judge:
             returned = self.retries(self.who, as_before(lambda: self._answer(*copy.deepcopy((prompts, pairs)))))
         except Leaving:
             raise
+        except RewardError as error:  # of a judge of ours, which has said it all
+            raise RewardError(f"{error} (judging {span(places)})") from None
         except FAILURES as error:
             raise RewardError(
                 f"{self.who} raised {raised(error)} while judging {span(places)}; correct it, or let it return -1 for "
@@ -93,7 +115,9 @@ class Judge:
         values = as_list(returned, self.who, places, "verdicts", "pairs")
         return [self._verdict(value, place) for value, place in zip(values, places)]
 
-    def _answer(self, prompts: list[Text], pairs: list[list[Text]]) -> Any:
+    def _answer(self, prompts: list[Any], pairs: list[list[Any]]) -> Any:
+        if self._takes_texts:
+            prompts, pairs = [as_text(prompt) for prompt in prompts], [[as_text(each) for each in p] for p in pairs]
         returned = self._call(prompts, pairs)
         if inspect.isawaitable(returned):
             (returned,) = together([returned])

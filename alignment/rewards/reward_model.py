@@ -82,7 +82,7 @@ class ClassifierReward:
         config = self.source.config.get_text_config()
         tokenizer = self.source.tokenizer(tokenizer, "reward_processing_class", options.trust_remote_code)
         check_vocabulary(tokenizer, config.vocab_size, self.source.name)
-        self.rows, self._longest = RowTokenizer(tokenizer), int(tokenizer.model_max_length)
+        self.rows, self._longest = RowTokenizer(tokenizer, whole=True), int(tokenizer.model_max_length)
         self._why = ""
         if placement is None and deepspeed is None:
             placement, self._why = place(self.source, 4 if in_4bit else None) or (None, "")

@@ -15,15 +15,27 @@ from alignment.config.compatibility.names import older_names
 from alignment.config.errors import OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.config.registry import option_names
+from alignment.data.formats import Kind
+from alignment.data.shown.rows import Collator
 from alignment.models.source import ModelSource, check_positions, model_source
 from alignment.models.tasks import CAUSAL_LM, Task
 from alignment.training.data import NamedMixture, NamedSplit, limits_of
 
 _REFUSED = {
-    "data_collator": "batches are planned over the whole window; give token lengths by max_length instead",
     "model_init": "not supported yet; pass the model itself",
     "compute_metrics": "not supported yet; the metrics of the method are logged",
     "preprocess_logits_for_metrics": "no logits exist: log-probs are computed without them",
+}
+
+
+# Collators of transformers and TRL that make one padded batch of rows of a kind, and leave every token as it is.
+_OF_PAIRS = ("DataCollatorForPreference", "DPODataCollatorWithPadding", "DataCollatorWithPadding")
+_PADS_ONLY: dict[Kind, tuple[str, ...]] = {
+    "unpaired_preference": ("DataCollatorForUnpairedPreference", "DPODataCollatorWithPadding"),
+    "preference": _OF_PAIRS,
+    "preference_margin": (*_OF_PAIRS, "RewardDataCollatorWithPadding"),
+    "prompt_completion": ("DataCollatorWithPadding",),
+    "prompt_only": ("DPODataCollatorWithPadding", "DataCollatorWithPadding"),
 }
 
 
@@ -39,6 +51,23 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
             raise TypeError(f"unexpected keyword argument {name!r}")
         if value is not None:
             raise OptionError(f"{name}: {_REFUSED[name]}")
+
+
+def check_collator(collator: Any, kind: Kind) -> None:
+    """Refuse a collator that may do more than to pad, which rows here do not need.
+
+    Raises:
+        OptionError: it is none of those that are known to do no more for rows of this kind.
+    """
+    known = isinstance(collator, Collator) or (
+        type(collator).__module__.partition(".")[0] in ("transformers", "trl")
+        and type(collator).__name__ in _PADS_ONLY[kind]
+    )
+    if collator is not None and not known:
+        raise OptionError(
+            f"data_collator: {type(collator).__name__} would not be called, for batches are planned over the whole "
+            "window and scored without padding; change the rows with dataset.map(), and lengths with max_length"
+        )
 
 
 def model_and_options(

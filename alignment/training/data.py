@@ -226,7 +226,10 @@ def _tokenised(
                 f"ref_placement='precomputed': {part.where} is an IterableDataset, and log-probs are kept by row; "
                 "pass a Dataset, or set another ref_placement"
             )
-        rows, columns = _rows_of_stream(part.where, limit, options), stream_columns(column_map, method.kind)
+        rows, columns = (
+            _rows_of_stream(part.where, limit, options),
+            stream_columns(column_map, method.kind, method.rules),
+        )
         read = functools.partial(from_stream, data, rows, columns, part.where, folder)
         data = retries(part.where, read)
     return prepare(
@@ -240,6 +243,7 @@ def _tokenised(
         num_proc=options.dataset_num_proc,
         strict=options.strict_data,
         method=options.TITLE,
+        rules=method.rules,
         progress=not options.disable_tqdm,
     )
 

@@ -14,6 +14,8 @@ from alignment.config.options import AlignmentConfig
 from alignment.data.batching import Batch, BatchT, Collate
 from alignment.data.formats import Kind
 from alignment.data.report import DataReport
+from alignment.data.shown.rows import Columns, as_stored
+from alignment.data.targets.rules import RowRules
 from alignment.data.windows import WindowCounts
 from alignment.engines.phases import Phases
 from alignment.engines.scoring import ScoringEngine, SequenceOutput
@@ -125,6 +127,11 @@ class Method(ABC, Generic[BatchT]):
         """The function that makes batches of rows, on each rank."""
 
     @property
+    def rules(self) -> RowRules:
+        """Which tokens of its rows are learned."""
+        return RowRules()
+
+    @property
     def needs_reference(self) -> bool:
         """Whether log-probs of a reference model are part of the loss."""
         return False
@@ -147,6 +154,10 @@ class Method(ABC, Generic[BatchT]):
             window_rows: rows of one optimizer step, over all ranks.
         """
         return []
+
+    def shown(self, rows: Columns) -> dict[str, list[Any]]:
+        """Columns of tokenised rows as ``trainer.train_dataset`` shows them: by TRL's names."""
+        return as_stored(rows)
 
     def check_window(self, counts: WindowCounts) -> str | None:
         """A sentence for the user about a window that is computed in a reduced form, else None."""

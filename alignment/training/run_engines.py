@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, enable_full_determinism, set_seed
+from transformers import enable_full_determinism, set_seed
 
 from alignment.config.dtypes import SHORT
 from alignment.config.errors import OptionError
@@ -28,6 +28,7 @@ from alignment.engines.saving import (
 )
 from alignment.engines.scoring import FrozenEngine, PolicyEngine, ScoringEngine, checked
 from alignment.internals.deepspeed_state import inner_optimizer, state_units
+from alignment.internals.peft import as_peft_model
 from alignment.models.adapters.given import Given, equip
 from alignment.models.adapters.injection import REFERENCE
 from alignment.models.loading import disable_dropout, enable_checkpointing
@@ -125,13 +126,34 @@ class RunEngines:
         self._given: Given | None = None
         self._gradients: GradientPlan | None = None
         self._trainable = False
+        self._view: Any = None  # the PeftModel around new adapters
 
     @property
-    def model(self) -> PreTrainedModel | None:
-        """The policy: the live model, or once it is loaded the one inside the engine, else None."""
-        if self.plan.adapters is not None and self.plan.adapters.live is not None:
-            return self.plan.adapters.live
-        return self.plan.source.live if self.models is None else self.models.policy.scorer.model
+    def model(self) -> Any:
+        """The policy: the live model, or once it is loaded the one inside the engine, else None.
+
+        With adapters it is the ``PeftModel`` around it.
+        """
+        adapters = self.plan.adapters
+        if adapters is not None and adapters.live is not None:
+            return adapters.live
+        if self.models is None:
+            return self.plan.source.live
+        model = self.models.policy.scorer.model
+        if adapters is None:
+            return model
+        if self._view is None:
+            self._view = as_peft_model(model, adapters.name)
+        return self._view
+
+    @property
+    def waits_for_model(self) -> bool:
+        """Whether the policy, as it is trained, is there only once engines are built."""
+        adapters = self.plan.adapters
+        live = self.plan.source.live is not None
+        if adapters is not None and not self.trained:
+            live = adapters.live is not None
+        return self.models is None and not live
 
     @property
     def ready(self) -> bool:
@@ -316,7 +338,7 @@ class RunEngines:
         adapters = self.plan.adapters
         if adapters is not None and adapters.live is not None and REFERENCE in adapters.live.peft_config:
             adapters.live.delete_adapter(REFERENCE)  # ours, and no part of what the user saves
-        self.models = self._pass = self._frozen = None
+        self.models = self._pass = self._frozen = self._view = None
         self._trainable = False
         handler = self.context.events.handler
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, None, None

@@ -5,7 +5,6 @@ The constructor has TRL's shape, so that a script written for TRL runs after cha
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +31,7 @@ from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.log import JsonlLog, strict
 from alignment.training.arguments import (
     balancing_coefficient,
+    check_collator,
     check_data_source,
     check_optimizers,
     load_tokenizer,
@@ -65,9 +65,12 @@ from alignment.training.method import AnyMethod
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import Identity, RunState
 from alignment.training.summary import write_report
+from alignment.training.surface.overrides import check_overrides
+from alignment.training.surface.positional import in_place
+from alignment.training.surface.trainer_surface import TrainerSurface
 
 
-class AlignmentTrainer(HubMethods):
+class AlignmentTrainer(TrainerSurface, HubMethods):
     """Base of the trainers; use that of a method, such as :class:`KTOTrainer`.
 
     Args:
@@ -107,9 +110,16 @@ class AlignmentTrainer(HubMethods):
         peft_config: Any = None,
         model_adapter_name: str | None = None,
         ref_adapter_name: str | None = None,
+        data_collator: Any = None,
         **unsupported: Any,
     ) -> None:
+        check_overrides(type(self), AlignmentTrainer)
         refuse_arguments(unsupported)
+        ref_model, args, data_collator, train_dataset, eval_dataset, processing_class = in_place(
+            ref_model, args, train_dataset, eval_dataset, processing_class, data_collator
+        )
+        check_collator(data_collator, self.method_class.kind)
+        self.given_data = (train_dataset, eval_dataset)
         model, adapted = unwrapped(model)
         check_data_source(args, train_dataset)
         callbacks = check_callbacks(callbacks)
@@ -128,7 +138,9 @@ class AlignmentTrainer(HubMethods):
         repository = self._repository() if self.args.push_to_hub else None
         if self.engine_plan.works_in_host_memory(self.args):
             self.tell(share_cores())
-        self.processing_class = load_tokenizer(processing_class, tokenizer, self.policy_source, self.args)
+        self.processing_class = self._tokenizer(
+            load_tokenizer(processing_class, tokenizer, self.policy_source, self.args)
+        )
         for source in (self.policy_source, self.reference_source):
             check_vocabulary(self.processing_class, source.config.get_text_config().vocab_size, source.name)
         with ACTIVITY("data"):
@@ -145,7 +157,10 @@ class AlignmentTrainer(HubMethods):
         self.engines = RunEngines(
             self.context, self.engine_plan, self.optimizers, self.aux_coefficient, self.resources
         )
-        self.events.handler.model = self.model
+        handler = self.events.handler
+        handler.model = self.engines.model
+        handler.train_dataloader = self.get_train_dataloader() if self.train_data is not None else None
+        handler.eval_dataloader = self.get_eval_dataloader() if self.eval_data else None
         self.events("on_init_end")
 
     def _context(self) -> RunContext:
@@ -182,16 +197,8 @@ class AlignmentTrainer(HubMethods):
             base=name if isinstance(name, str) and name else None,
             is_classifier=self.method.task is not CAUSAL_LM,
             is_adapter=self.engine_plan.adapters is not None,
-            tags=list(getattr(self.model, "model_tags", None) or ()),
+            tags=list(getattr(self.engines.model, "model_tags", None) or ()),
         )
-
-    @property
-    def model(self) -> Any:
-        """The policy: the live model, or once it is loaded the one inside the engine, else None.
-
-        A live ``PeftModel`` is one again.
-        """
-        return self.engines.model
 
     def close(self) -> None:
         """Release the engines. Trained weights go with them, so this trainer is then at its end: save before.
@@ -203,6 +210,10 @@ class AlignmentTrainer(HubMethods):
         if ACTIVITY.status is not None and ACTIVITY.status.path.parent == self.output_dir:
             ACTIVITY.status.close()
         self.folder.release()
+
+    def end(self) -> None:
+        """As :meth:`close`, by transformers' name."""
+        self.close()
 
     def _prepare_models(
         self,
@@ -233,6 +244,10 @@ class AlignmentTrainer(HubMethods):
             for note in adapters.notes:
                 self.tell(note)
         self.resources = self._resources()
+
+    def _tokenizer(self, tokenizer: Any) -> Any:
+        """The tokenizer as the method's options want it: itself, or a copy."""
+        return tokenizer
 
     def _resources(self) -> Resources:
         """What the method needs in a run beside policy and reference."""
@@ -385,28 +400,40 @@ class AlignmentTrainer(HubMethods):
     ) -> dict[str, float]:
         """Loss and metrics of the evaluation data, or of ``eval_dataset``; with several sets, ``eval_NAME_loss`` …
 
+        Each set is a record of the log of its own, and callbacks hear of each; what is returned has all of them.
+
         Args:
-            eval_dataset: in place of the constructor's: a dataset, a list of rows, or a dict of several.
+            eval_dataset: in place of the constructor's: a dataset, a list of rows, a dict of several, or the name of
+                one of the constructor's.
             ignore_keys: of no effect on losses that have no model outputs; refused unless empty.
             metric_key_prefix: what the names begin with.
         """
-        if ignore_keys:
-            raise OptionError(f"ignore_keys={ignore_keys}: models return no outputs here that could be ignored")
         data = self.eval_data
-        if eval_dataset is not None:
+        if isinstance(eval_dataset, str):
+            if eval_dataset not in data:
+                raise OptionError(f"eval_dataset: there is no set {eval_dataset!r} here ({', '.join(data) or 'none'})")
+            data = {eval_dataset: data[eval_dataset]}
+        elif eval_dataset is not None:
             data = {n: self._prepare(d, None, "eval_dataset") for n, d in named_datasets(eval_dataset).items()}
+            self.engines.know(data.values())
         if not data:
             raise OptionError("eval_dataset: none was given, so there is nothing to evaluate on")
-        if eval_dataset is not None:
-            self.engines.know(data.values())
+        return self._evaluated(data, ignore_keys, metric_key_prefix)
+
+    def _evaluated(
+        self, data: Mapping[str, PreparedData], ignore_keys: list[str] | None, prefix: str
+    ) -> dict[str, float]:
+        """Evaluate, log and tell the callbacks of one set after another."""
+        if ignore_keys:
+            raise OptionError(f"ignore_keys={ignore_keys}: models return no outputs here that could be ignored")
         if not self.engines.ready:
-            self.engines.build(total_steps(self.args, self.sampler) if self.sampler is not None else None)
+            self.build_engines()
         metrics: dict[str, float] = {}
         for name, part in data.items():
-            prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
-            metrics |= evaluate(self.context, self.engines.window_pass, part, prefix)
-        self.log(metrics)
-        self.events("on_evaluate", metrics=metrics)
+            own = evaluate(self.context, self.engines.window_pass, part, f"{prefix}_{name}" if name else prefix)
+            self.log(own)
+            self.events("on_evaluate", metrics=own)
+            metrics |= own
         return metrics
 
     @property
@@ -415,10 +442,6 @@ class AlignmentTrainer(HubMethods):
         return (*self.method.metrics, *self.resources.metrics)
 
     # What callers may ask for ---------------------------------------------------------------------------------------
-
-    def is_world_process_zero(self) -> bool:
-        """Whether this is the first rank."""
-        return rank() == 0
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
         """Write model and tokenizer as a Hugging Face folder, whatever the ZeRO stage. All ranks must call it.
@@ -434,28 +457,6 @@ class AlignmentTrainer(HubMethods):
             barrier()
         if self.args.push_to_hub and not _internal_call:
             self.push_saved(folder)
-
-    def save_state(self) -> None:
-        """Write ``trainer_state.json`` into the output folder."""
-        self.write_state(self.output_dir)
-
-    def write_state(self, folder: Path) -> None:
-        """Write ``trainer_state.json`` into ``folder``, on the first rank."""
-        if self.is_world_process_zero():
-            self.events.save_state()
-            write_json(folder / "trainer_state.json", dataclasses.asdict(self.state))
-
-    def add_callback(self, callback: Any) -> None:
-        """Add a ``TrainerCallback``, an instance or a class."""
-        self.events.handler.add_callback(*check_callbacks([callback]))
-
-    def pop_callback(self, callback: Any) -> Any:
-        """Remove a callback, given itself or its class, and return it; None where there is no such one."""
-        return self.events.handler.pop_callback(callback)
-
-    def remove_callback(self, callback: Any) -> None:
-        """Remove a callback, given itself or its class, if it is there."""
-        self.pop_callback(callback)
 
     def tell(self, text: str | None) -> None:
         """Print a line on the first rank; None is nothing to say."""

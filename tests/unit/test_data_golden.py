@@ -17,27 +17,30 @@ from typing import Any
 import pytest
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
 
-from data_tokenizers import CHATML, DEFAULT_SYSTEM, PLAIN, THINK, THINK_OPEN, TOOLS, readable_tokenizer  # noqa: E402
+from data_tokenizers import CHATML, DEFAULT_SYSTEM, MARKED, PLAIN, THINK, THINK_OPEN, TOOLS, readable_tokenizer  # noqa: E402
 from datasets import Dataset, DatasetDict  # noqa: E402
 
 from alignment.data.prepare import load_prepared, prepare  # noqa: E402
 from alignment.data.sources import dataset_from_python, load_split  # noqa: E402
+from alignment.data.targets.rules import USUAL, RowRules  # noqa: E402
 from alignment.data.truncation import Limits  # noqa: E402
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "tokenisation.txt"
 HEAD = """\
 What becomes of a row. Tokens are divided by |, the prompt from the completion by ||; only what is right of || is
-trained on. · is a space, ⏎ a line break. Of a labelled answer the sign says whether it is desirable; of a pair, + is
-the chosen answer and - the rejected one. "no BOS": the tokenizer adds none to plain text; a template may. After ? is
-a prompt alone, from where the policy goes on, and below it what a reward function is told.
+trained on, and of that nothing in brackets. · is a space, ⏎ a line break. Of a labelled answer the sign says whether
+it is desirable; of a pair, + is the chosen answer and - the rejected one. "no BOS": the tokenizer adds none to plain
+text; a template may. After ? is a prompt alone, from where the policy goes on, and
+below it what a reward function is told.
 Written by tests/unit/test_data_golden.py.
 """
 TOKENIZERS: dict[str, Any] = {
     "no template, no BOS": {},
     "no template, BOS": {"bos": True},
     "ChatML": {"template": CHATML},
+    "ChatML that marks the assistant's turns": {"template": MARKED},
     "ChatML that adds BOS": {"template": "<s>" + CHATML, "bos": True},
     "role: content lines, which end no turn": {"template": PLAIN},
     "ChatML with a default system turn": {"template": DEFAULT_SYSTEM},
@@ -45,6 +48,7 @@ TOKENIZERS: dict[str, Any] = {
     "think block in every last answer": {"template": THINK},
     "think block opened by the generation prompt": {"template": THINK_OPEN},
 }
+NAMED = RowRules(text_field="said")
 U, A, B = "what is the cat", "the cat is red", "no"
 
 
@@ -72,6 +76,7 @@ class Case:
     tokenizer: str
     rows: tuple[dict[str, Any], ...]
     column_map: dict[str, str] = field(default_factory=dict)
+    rules: RowRules = USUAL
 
 
 def labelled(title: str, tokenizer: str, prompt: Any, completion: Any, **more: Any) -> Case:
@@ -201,6 +206,55 @@ CASES = [
     Case("SFT, prompt and completion", "prompt_completion", "ChatML", ({"prompt": [USER], "completion": [GOOD]},)),
     Case("SFT, a conversation", "prompt_completion", "ChatML", ({"messages": [USER, GOOD]},)),
     Case("SFT, text", "prompt_completion", "no template, BOS", ({"text": A},)),
+    Case("SFT, text in another column", "prompt_completion", "no template, BOS", ({"said": A},), rules=NAMED),
+    Case(
+        "SFT, the prompt too",
+        "prompt_completion",
+        "ChatML",
+        ({"prompt": [USER], "completion": [GOOD]},),
+        rules=RowRules(completion_only=False),
+    ),
+    Case(
+        "SFT, the last answer of a conversation",
+        "prompt_completion",
+        "ChatML",
+        ({"messages": [USER, BAD, USER, GOOD]},),
+        rules=RowRules(completion_only=True),
+    ),
+    Case(
+        "SFT, ShareGPT's turns",
+        "prompt_completion",
+        "ChatML",
+        ({"conversations": [turn("human", U), turn("gpt", A)]},),
+    ),
+    Case(
+        "SFT, what the assistant says",
+        "prompt_completion",
+        "ChatML",
+        ({"messages": [USER, BAD, USER, GOOD]},),
+        rules=RowRules(assistant_only=True),
+    ),
+    Case(
+        "SFT, what the assistant says",
+        "prompt_completion",
+        "ChatML that marks the assistant's turns",
+        ({"messages": [USER, BAD, USER, GOOD]},),
+        rules=RowRules(assistant_only=True),
+    ),
+    Case(
+        "SFT, what the assistant says",
+        "prompt_completion",
+        "think block in every last answer",
+        ({"messages": [USER, BAD, USER, GOOD]},),
+        rules=RowRules(assistant_only=True),
+    ),
+    Case(
+        "SFT, what the assistant says in a completion of several turns",
+        "prompt_completion",
+        "ChatML",
+        ({"prompt": [USER, BAD, USER], "completion": [GOOD, USER, BAD]},),
+        rules=RowRules(assistant_only=True),
+    ),
     Case(
         "Reward model, strings",
         "preference_margin",
@@ -247,9 +301,17 @@ def pieces(tokenizer: Any, ids: list[int]) -> str:
     return "|".join(text.replace(" ", "·").replace("\n", "⏎") for text in shown)
 
 
-def tokenised(dataset: Dataset, kind: Any, tokenizer: Any, column_map: dict[str, str], folder: Path) -> list[str]:
+def tokenised(
+    dataset: Dataset,
+    kind: Any,
+    tokenizer: Any,
+    column_map: dict[str, str],
+    folder: Path,
+    rules: RowRules = USUAL,
+) -> list[str]:
     """A line for every answer of a dataset, or for every prompt if it has no answers."""
-    path = prepare(dataset, kind, tokenizer, Limits(), "data", folder, column_map=column_map, progress=False)
+    options: Any = {"column_map": column_map, "progress": False, "rules": rules}
+    path = prepare(dataset, kind, tokenizer, Limits(), "data", folder, **options)
     return [line for row in load_prepared(path).dataset for line in _answers(tokenizer, row)]
 
 
@@ -260,15 +322,21 @@ def _answers(tokenizer: Any, row: dict[str, Any]) -> Iterator[str]:
     for name in ("completion_ids", "chosen_ids", "rejected_ids"):
         if name in row:
             sign = "-" if name == "rejected_ids" or row.get("label") is False else "+"
-            yield f"  {sign} {prompt} || {pieces(tokenizer, row[name])}"
+            yield f"  {sign} {prompt} || {_learned(tokenizer, row[name], row.get('scored'))}"
     if "margin" in row:
         yield f"    margin {row['margin']}"
+
+
+def _learned(tokenizer: Any, ids: list[int], scored: list[bool] | None) -> str:
+    """Token ids, those that are not learned in brackets."""
+    shown = [pieces(tokenizer, [token]) for token in ids]
+    return "|".join(text if kept else f"[{text}]" for text, kept in zip(shown, scored or [True] * len(ids)))
 
 
 def block(case: Case, folder: Path) -> str:
     """The case's part of the table."""
     tokenizer = readable_tokenizer(**TOKENIZERS[case.tokenizer])
-    lines = tokenised(dataset_from_python(list(case.rows)), case.kind, tokenizer, case.column_map, folder)
+    lines = tokenised(dataset_from_python(list(case.rows)), case.kind, tokenizer, case.column_map, folder, case.rules)
     given = [f"  {json.dumps(row)}" for row in case.rows]
     renamed = [f"  column_map: {json.dumps(case.column_map)}"] if case.column_map else []
     return "\n".join([f"{case.title} ({case.tokenizer})", *given, *renamed, *lines]) + "\n"
@@ -290,11 +358,14 @@ def test_every_line_of_the_table_begins_and_ends_once() -> None:
     lines = [line[4:] for line in GOLDEN.read_text("utf-8").splitlines() if line[:4] in ("  + ", "  - ")]
     answered = [case for case in CASES if case.kind != "prompt_only"]
     assert len(lines) == sum(len(case.rows) * (1 + ("chosen" in case.rows[-1])) for case in answered) - 1
+    wholes = 0
     for line in lines:
         prompt, completion = line.split(" || ")
         assert prompt.count("<s>") + completion.count("<s>") == prompt.startswith("<s>")
-        assert completion.endswith(("|</s>", "|<|im_end|>"))
+        wholes += completion.endswith("|<|im_end|>|⏎")  # a reward model's, to the template's last token
+        assert completion.endswith(("|</s>", "|<|im_end|>", "|[<|im_end|>]", "|<|im_end|>|⏎"))
         assert "</s>" not in prompt + completion[:-4]
+    assert wholes == 2
 
 
 def test_every_prompt_of_the_table_begins_once_and_does_not_end() -> None:

@@ -20,6 +20,7 @@ from alignment.data.json_columns import PromptRow, prompt_row
 from alignment.data.prepare import Prepared, load_prepared, prepare
 from alignment.data.row_mapper import FEATURES
 from alignment.data.sources import dataset_from_python, from_stream, load_split
+from alignment.data.targets.tokenised import all_token_columns
 from alignment.data.truncation import Limits
 
 USER = {"role": "user", "content": "hi"}
@@ -192,7 +193,7 @@ def test_a_stream_keeps_every_column_of_prompts_only(tmp_path: Path) -> None:
     ]
     assert stream_columns({"prompt": "answer"}, "preference_margin") == {
         "prompt", "completion", "label", "chosen", "rejected", "margin", "tools", "chat_template_kwargs", "messages",
-        "text", "answer",
+        "text", "answer", *all_token_columns("preference_margin"),
     }  # fmt: skip
     assert "margin" not in (stream_columns(None, "preference") or set())
 

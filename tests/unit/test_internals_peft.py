@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from alignment.internals.peft import computing_with, train_adapter
+from alignment.internals.peft import as_peft_model, computing_with, train_adapter
 
 ROWS = torch.linspace(-1, 1, 12).reshape(2, 6)
 
@@ -88,3 +91,30 @@ def test_one_adapter_is_trained_and_computed_with(base: Plain) -> None:
     assert torch.equal(model(ROWS), other)
     assert len(names) == 4 and all(".other." in name for name in names)
     assert any("modules_to_save" in name for name in names)
+
+
+def test_the_peft_model_around_injected_adapters_is_that_of_get_peft_model() -> None:
+    """The same class, names, trained parameters, attributes and answers; injecting it leaves everything in place."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, pad_token_id=0
+    )
+    plain = LlamaForCausalLM(config)
+    lora = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    expected = get_peft_model(copy.deepcopy(plain), copy.deepcopy(lora))
+    plain.add_adapter(lora, "default")
+    parameters = dict(plain.named_parameters())
+    found = as_peft_model(plain, "default")
+    assert type(found) is type(expected) and found.get_base_model() is plain
+    assert trainable(found) == trainable(expected)
+    for own, other in ((found, expected), (found.base_model, expected.base_model)):
+        assert vars(own).keys() == vars(other).keys(), "peft sets other attributes"
+    named = dict(found.named_parameters())
+    assert list(named) == [name for name, _ in expected.named_parameters()]
+    assert all(named[f"base_model.model.{name}"] is parameter for name, parameter in parameters.items())
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        for name, parameter in named.items():
+            expected.get_parameter(name).copy_(parameter)
+        assert torch.equal(found(ids).logits, expected(ids).logits)
+    assert found.generate(input_ids=ids, max_new_tokens=2, do_sample=False).shape == (1, 5)

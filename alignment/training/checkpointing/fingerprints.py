@@ -116,10 +116,16 @@ def model_fingerprint(source: ModelSource) -> str:
 
 
 def code_fingerprint(code: Any) -> str:
-    """What stands for a user's function or object: its name, and a hash of its source where there is one."""
+    """What stands for a user's function or object: its name, and a hash of its source where there is one.
+
+    An object of ours that has an ``identity`` says itself what it depends on.
+    """
     while isinstance(code, functools.partial):
         code = code.func
     named = code if hasattr(code, "__qualname__") else type(code)
+    own = getattr(code, "identity", None)
+    if isinstance(own, Mapping):
+        return f"{named.__qualname__} {_short(own)}"
     try:
         source = inspect.getsource(named)
     except (OSError, TypeError):

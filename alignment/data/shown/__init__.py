@@ -1,0 +1,1 @@
+"""Tokenised rows as scripts that were written for TRL look at them."""

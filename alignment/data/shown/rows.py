@@ -1,0 +1,180 @@
+"""Tokenised rows by the names that TRL's documentation shows, and batches of them as scripts look at them.
+
+Training does not go through these: its batches are planned over the whole window and scored without padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from alignment.data.row_mapper import BOOKKEEPING
+from alignment.data.windows import RowTable, WindowPlan
+
+IGNORED = -100  # the label of a token that no loss is computed from
+_BOOKKEEPING = ("row", "prompt_key", *BOOKKEEPING)
+Columns = Mapping[str, list[Any]]
+
+
+def as_stored(rows: Columns, bookkeeping: Sequence[str] = _BOOKKEEPING) -> dict[str, list[Any]]:
+    """The columns by the names that they are stored by, such as ``prompt_ids`` and ``completion_ids``."""
+    return {name: values for name, values in rows.items() if name not in bookkeeping}
+
+
+def as_language_modelling(rows: Columns) -> dict[str, list[Any]]:
+    """Prompt and completion in one: ``input_ids``, ``completion_mask``, and ``labels`` that are -100 in the prompt."""
+    pairs = list(zip(rows["prompt_ids"], rows["completion_ids"], strict=True))
+    return {
+        "input_ids": [[*prompt, *completion] for prompt, completion in pairs],
+        "completion_mask": [[0] * len(prompt) + [1] * len(completion) for prompt, completion in pairs],
+        "labels": [[IGNORED] * len(prompt) + [*completion] for prompt, completion in pairs],
+    }
+
+
+def as_scored_pairs(rows: Columns) -> dict[str, list[Any]]:
+    """Each prompt with its answers: ``chosen_ids``, ``rejected_ids``; and the ``margin``, 0 where a row has none."""
+    sides = {
+        name: [[*prompt, *answer] for prompt, answer in zip(rows["prompt_ids"], rows[name], strict=True)]
+        for name in ("chosen_ids", "rejected_ids")
+    }
+    return {**sides, "margin": list(rows["margin"])}
+
+
+def as_labelled_pairs(rows: Columns) -> dict[str, list[Any]]:
+    """Prompts, and each prompt with its answers: ``_input_ids``, ``_attention_mask`` and ``_labels`` of each side."""
+    shown = _masked("prompt", rows["prompt_ids"])
+    for side in ("chosen", "rejected"):
+        pairs = list(zip(rows["prompt_ids"], rows[f"{side}_ids"], strict=True))
+        shown |= _masked(side, [[*prompt, *answer] for prompt, answer in pairs])
+        shown[f"{side}_labels"] = [[IGNORED] * len(prompt) + [*answer] for prompt, answer in pairs]
+    return shown
+
+
+def _masked(side: str, ids: list[Any]) -> dict[str, list[Any]]:
+    return {f"{side}_input_ids": ids, f"{side}_attention_mask": [[1] * len(each) for each in ids]}
+
+
+class Collator:
+    """Makes tensors of rows of ``trainer.train_dataset``: padded on the right, prompts to be answered on the left.
+
+    Args:
+        pad_token_id: what ``input_ids`` are padded with.
+
+    Its result has ``input_ids`` and ``attention_mask`` (B, T) int64. Pairs are one batch, the chosen answers first.
+    ``completion_mask`` (B, T) is 1 on tokens of answers, ``labels`` (B, T) -100 elsewhere. Rows of KTO that have
+    ``KL_completion_ids`` give ``KL_input_ids`` and its masks too. Numbers and truth values become (B,) tensors.
+    """
+
+    def __init__(self, pad_token_id: int) -> None:
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        there = set(features[0]) if features else set()
+        found: dict[str, Any] = {}
+        for prefix, answers in (("", _answers(there)), ("KL_", ("KL_completion_ids",))):
+            if "prompt_ids" in there and answers and set(answers) <= there:
+                split = [(row["prompt_ids"], row[name]) for name in answers for row in features]
+                found |= self._sequences(split, prefix)
+                there -= set(answers)
+        if found:
+            there -= {"prompt_ids"}
+        elif "prompt_ids" in there:
+            found |= self._padded("prompt", [row["prompt_ids"] for row in features], left=True)
+            there -= {"prompt_ids"}
+        elif {"chosen_ids", "rejected_ids"} <= there:
+            names = ("chosen_ids", "rejected_ids")
+            found |= self._padded("", [row[name] for name in names for row in features])
+            there -= set(names)
+        elif "input_ids" in there:
+            found |= self._padded("", [row["input_ids"] for row in features])
+            there -= {"input_ids"}
+        return found | {name: self._column(name, [row[name] for row in features]) for name in sorted(there)}
+
+    def _sequences(self, split: Sequence[tuple[Sequence[int], Sequence[int]]], prefix: str) -> dict[str, Tensor]:
+        made = self._padded("", [[*prompt, *answer] for prompt, answer in split])
+        made["completion_mask"] = _pad([[0] * len(p) + [1] * len(a) for p, a in split], 0)
+        return {f"{prefix}{name}": value for name, value in made.items()}
+
+    def _padded(self, side: str, ids: list[Any], *, left: bool = False) -> dict[str, Tensor]:
+        name = f"{side}_" if side else ""
+        return {
+            f"{name}input_ids": _pad(ids, self.pad_token_id, left=left),
+            f"{name}attention_mask": _pad([[1] * len(each) for each in ids], 0, left=left),
+        }
+
+    def _column(self, name: str, values: list[Any]) -> Any:
+        if name.endswith("labels"):
+            return _pad(values, IGNORED)
+        if name.endswith("_input_ids"):
+            return _pad(values, self.pad_token_id)
+        if name.endswith("_mask"):
+            return _pad(values, 0)
+        plain = all(isinstance(value, (bool, int, float)) for value in values)
+        return torch.tensor(values) if plain and values else values
+
+
+def _answers(there: set[str]) -> tuple[str, ...]:
+    pair = ("chosen_ids", "rejected_ids")
+    return pair if set(pair) <= there else ("completion_ids",)
+
+
+def _pad(rows: Sequence[Sequence[int]], fill: int, *, left: bool = False) -> Tensor:
+    """(B, T) int64 of rows of unequal lengths."""
+    width = max(map(len, rows), default=0)
+    padded = torch.full((len(rows), width), fill, dtype=torch.long)
+    for number, row in enumerate(rows):
+        padded[number, slice(width - len(row), None) if left else slice(len(row))] = torch.tensor(row).long()
+    return padded
+
+
+class PlannedBatches:
+    """This rank's batches of some windows, in their order, as :class:`Collator` makes them.
+
+    Args:
+        rows: as they are shown; called once there is something to collate.
+        plans: the windows, one after another.
+        rank: this one.
+        collator: makes the batches.
+        table: lengths of the rows.
+        batch_size: rows of one batch; fewer where they are cut by tokens, or are the last ones.
+    """
+
+    def __init__(
+        self,
+        rows: Callable[[], Dataset],
+        plans: Callable[[], Iterator[WindowPlan]],
+        rank: int,
+        collator: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]],
+        table: RowTable,
+        batch_size: int,
+    ) -> None:
+        self._rows, self._plans, self._rank, self._table = rows, plans, rank, table
+        self.collate_fn, self.batch_size = collator, batch_size
+
+    @property
+    def dataset(self) -> Dataset:
+        """The rows."""
+        return self._rows()
+
+    def __len__(self) -> int:
+        return sum(len(plan.micro_batches) for plan in self._plans())
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        rows = self.dataset
+        for plan in self._plans():
+            for micro in plan.micro_batches:
+                own = micro[self._rank]
+                features = [rows[row] for row in own.rows]
+                for feature, row, partner in zip(features, own.rows, own.partners, strict=True):
+                    if partner >= 0:
+                        kept = self._table.mismatched_completion(np.array([row]), np.array([partner]))[0]
+                        feature["KL_completion_ids"] = rows[partner]["completion_ids"][:kept]
+                # A row without a partner has no mismatched answer; the others' are then left out as well.
+                if not all("KL_completion_ids" in feature for feature in features):
+                    features = [{n: v for n, v in one.items() if n != "KL_completion_ids"} for one in features]
+                yield self.collate_fn(features)

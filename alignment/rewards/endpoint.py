@@ -1,0 +1,266 @@
+"""Judges behind an HTTP interface: any OpenAI-compatible endpoint, OpenAI's own, and Hugging Face's inference.
+
+A key is read from the environment where a question is asked, sent to the named URL alone, and kept nowhere: not in an
+attribute, a message, the log or the saved options.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+from alignment.config.errors import OptionError, RewardError, listing, setting
+from alignment.rewards.asking import Broken, Busy, ModelJudge, NoAnswer, check_number
+
+_OPENAI = "https://api.openai.com/v1"
+_BUSY = (408, 409, 425, 429)  # and every 5xx
+_LARGEST = 1 << 20  # bytes of an answer
+_SAID = 200  # characters of an error's text that are repeated
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A key is for the URL that was named, and for no other one that an answer names."""
+
+    def redirect_request(self, *args: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirect)
+
+
+class EndpointJudge(ModelJudge):
+    """Asks a model at an OpenAI-compatible endpoint (vLLM, llama.cpp, SGLang, OpenAI …), by ``/chat/completions``.
+
+    Args:
+        model: its name there.
+        base_url: up to the version, such as ``http://localhost:8000/v1``.
+        system_prompt: as of :class:`.ModelJudge`, as are all that are not named here.
+        api_key_env: the environment variable that holds the key; where it is not set, none is sent.
+        timeout: seconds for a whole answer.
+        max_tokens: of an answer; a model that thinks first needs more.
+        extra_body: further keys of every request; a key that is null takes one of ours away
+            (``{"max_tokens": null, "max_completion_tokens": 16}``).
+
+    Raises:
+        OptionError: an argument that cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        base_url: str,
+        system_prompt: str | None = None,
+        *,
+        api_key_env: str = "OPENAI_API_KEY",
+        timeout: float = 60.0,
+        max_tokens: int = 16,
+        extra_body: Mapping[str, Any] | None = None,
+        **asking: Any,
+    ) -> None:
+        super().__init__(system_prompt, **asking)
+        for name, text in (("model", model), ("base_url", base_url), ("api_key_env", api_key_env)):
+            if not isinstance(text, str) or not text.strip():
+                raise OptionError(f"{setting(name, text)}: expected a text that is not empty")
+        self.model, self.base_url, self.api_key_env = model, _checked_url(base_url), api_key_env
+        check_number("timeout", timeout, 0.001, whole=False)
+        check_number("max_tokens", max_tokens, 1, whole=True)
+        self.timeout, self.max_tokens = float(timeout), max_tokens
+        if extra_body is not None and not isinstance(extra_body, Mapping):
+            raise OptionError(f"{setting('extra_body', extra_body)}: expected a mapping")
+        self.extra_body = dict(extra_body or {})
+
+    @property
+    def where(self) -> str:
+        return f"{self.model} at {self.base_url}"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        names = ("model", "system_prompt", "both_orders", "max_tokens", "extra_body")
+        return {name: getattr(self, name) for name in names}
+
+    def ask(self, text: str) -> str | None:
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": self.max_tokens,
+            "temperature": 0,
+            **self.extra_body,
+        }
+        content = self._request("POST", "chat/completions", {k: v for k, v in body.items() if v is not None})
+        try:
+            message = content["choices"][0]["message"]
+            answer = message["content"]
+        except (KeyError, IndexError, TypeError):
+            raise Busy("it answered without choices[0].message.content") from None
+        return answer if isinstance(answer, str) and not message.get("refusal") else None
+
+    def check(self) -> None:
+        """Whether the endpoint is there and serves the model, as far as it tells (``/models``).
+
+        Raises:
+            RewardError: it is not, or does not.
+        """
+        for number in range(self.retries + 1):
+            try:
+                content = self._request("GET", "models")
+                break
+            except NoAnswer as error:
+                if not isinstance(error, Busy) and error.status not in (401, 403):
+                    return  # it keeps no such list
+                if not isinstance(error, Busy) or number == self.retries:
+                    raise RewardError(f"judge {self.where}: {error}") from None
+                time.sleep(min(self.pause * 2**number, 60.0))
+        entries = content.get("data") if isinstance(content, dict) else None
+        served = [str(each["id"]) for each in entries or () if isinstance(each, dict) and "id" in each]
+        # A list may be long and in pages (OpenAI's), and names may have aliases: only a short one is believed.
+        if served and len(served) <= 8 and self.model not in served and self.base_url != _OPENAI:
+            raise RewardError(f"judge {self.where}: it serves {listing(served)}; set model to one of them")
+
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The JSON of an answer.
+
+        Raises:
+            NoAnswer: there is none.
+        """
+        key = os.environ.get(self.api_key_env, "").strip()
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        data = None if body is None else json.dumps(body).encode()
+        end = time.monotonic() + self.timeout
+        try:
+            request = urllib.request.Request(f"{self.base_url}/{path}", data, headers, method=method)
+            with _OPENER.open(request, timeout=self.timeout) as response:
+                content = _read(response, end)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise self._refusal(error, key) from None
+        except TimeoutError:
+            raise Busy(f"no answer within {self.timeout:g} s") from None
+        except (OSError, http.client.HTTPException) as error:  # URLError is the former
+            reason = getattr(error, "reason", None) or error
+            if isinstance(reason, TimeoutError):
+                raise Busy(f"no answer within {self.timeout:g} s") from None
+            raise Busy(f"{type(reason).__name__}: {reason}" if str(reason) else type(reason).__name__) from None
+        except ValueError:  # a key with a line break in it; not repeated here
+            raise Broken(f"the key in {self.api_key_env} cannot be sent; set it anew") from None
+        if content is None:
+            raise Busy(f"no whole answer within {self.timeout:g} s, or one of more than {_LARGEST} bytes")
+        try:
+            return json.loads(content)
+        except ValueError:
+            raise Busy("its answer is not JSON") from None
+
+    def _refusal(self, error: urllib.error.HTTPError, key: str) -> NoAnswer:
+        """What a status other than 200 means."""
+        status = error.code
+        if status in (401, 403):  # its text may repeat the key, or a part of it
+            held = f"the key in {self.api_key_env} is not accepted" if key else f"set {self.api_key_env} to a key"
+            return Broken(f"HTTP {status}; {held}", status)
+        try:
+            said = _said(_read(error, time.monotonic() + self.timeout) or b"")
+        except (OSError, http.client.HTTPException):
+            said = ""
+        said = said.replace(key, "<hidden>") if key else said
+        text = f"HTTP {status}{f' ({said})' if said else ''}"
+        if status in _BUSY or status >= 500:
+            return Busy(text, retry_after(error.headers.get("Retry-After")))
+        if status == 404 or status < 400:
+            return Broken(f"{text}; check base_url and model", status)
+        return NoAnswer(text, status)
+
+
+class OpenAIPairwiseJudge(EndpointJudge):
+    """:class:`EndpointJudge` with TRL's name, arguments and defaults; the package ``openai`` is not needed.
+
+    Args:
+        model: its name there.
+        system_prompt: as of :class:`.ModelJudge`.
+        max_requests: as of :class:`.ModelJudge`; every pair takes two in both orders.
+        base_url: None takes ``OPENAI_BASE_URL`` from the environment, or OpenAI's own.
+        **further: as of :class:`EndpointJudge`.
+
+    Raises:
+        OptionError: an argument that cannot be used, or OpenAI's own endpoint without a key.
+    """
+
+    def __init__(
+        self,
+        model: str = "gpt-4-turbo-preview",
+        system_prompt: str | None = None,
+        max_requests: int | None = 1000,
+        *,
+        base_url: str | None = None,
+        **further: Any,
+    ) -> None:
+        url = base_url or os.environ.get("OPENAI_BASE_URL") or _OPENAI
+        super().__init__(model, url, system_prompt, max_requests=max_requests, **further)
+        if self.base_url == _OPENAI and not os.environ.get(self.api_key_env, "").strip():
+            raise OptionError(
+                f"judge: OpenAIPairwiseJudge asks {self.base_url}, and there is no key in {self.api_key_env}; set it, "
+                "or pass the base_url of another endpoint"
+            )
+
+
+def _checked_url(url: str) -> str:
+    """A base URL without its last slash.
+
+    Raises:
+        OptionError: it is no plain HTTP URL; a name, password or query would be saved with the options.
+    """
+    url = url.strip().rstrip("/")
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        raise OptionError("base_url: it is no URL; write http://HOST:PORT/v1") from None
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        raise OptionError(
+            "base_url: it has a name, a password or a query in it, which would be saved with the options; write "
+            "http://HOST:PORT/v1, and put a key into the environment variable that api_key_env names"
+        )
+    if not good:
+        raise OptionError(f"{setting('base_url', url)}: it is no HTTP URL; write http://HOST:PORT/v1")
+    return url.removesuffix("/chat/completions")
+
+
+def _read(response: Any, end: float) -> bytes | None:
+    """The body of an answer; None where it is too long, or not whole when time is up."""
+    content = bytearray()
+    while part := response.read1(1 << 16):
+        content += part
+        if time.monotonic() > end or len(content) > _LARGEST:
+            return None
+    return bytes(content)
+
+
+def _said(content: bytes) -> str:
+    """The text of an error, on one short line; empty where there is none to be read."""
+    try:
+        error = json.loads(content)
+    except ValueError:
+        return ""
+    error = error.get("error", error.get("message")) if isinstance(error, dict) else None
+    error = error.get("message") if isinstance(error, dict) else error
+    text = " ".join(error.split()) if isinstance(error, str) else ""
+    return text if len(text) <= _SAID else f"{text[: _SAID - 1]}…"
+
+
+def retry_after(value: str | None) -> float | None:
+    """The seconds of an HTTP ``Retry-After``, which is a number or a date; None where it says nothing."""
+    if value is None:
+        return None
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,151 @@
+"""Judges by TRL's names that other packages reach or run: Hugging Face's inference client, and PairRM."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+import numpy as np
+
+from alignment.config.errors import OptionError, one_line, setting
+from alignment.engines.collectives import device
+from alignment.engines.watch.retries import is_transient
+from alignment.reporting.completions import as_text
+from alignment.rewards.asking import Broken, Busy, ModelJudge, NoAnswer, check_number
+from alignment.rewards.endpoint import retry_after
+from alignment.rewards.pairwise import BasePairwiseJudge
+
+_BUSY = (408, 409, 425, 429)  # and every 5xx
+
+
+class HfPairwiseJudge(ModelJudge):
+    """Asks a model by ``huggingface_hub.InferenceClient``: a provider of the hub's, or the URL of an own server.
+
+    Args:
+        model: name on the hub, or a URL.
+        token: the hub's; None takes that of ``hf auth login`` or ``HF_TOKEN``. Handed to the client and kept there.
+        system_prompt: as of :class:`.ModelJudge`, as are all that are not named here.
+        timeout: seconds for an answer.
+        max_tokens: of an answer.
+
+    Raises:
+        OptionError: an argument that cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: str = "meta-llama/Meta-Llama-3-70B-Instruct",
+        token: str | None = None,
+        system_prompt: str | None = None,
+        *,
+        timeout: float = 60.0,
+        max_tokens: int = 16,
+        **asking: Any,
+    ) -> None:
+        from huggingface_hub import InferenceClient
+
+        super().__init__(system_prompt, **asking)
+        if not isinstance(model, str) or not model.strip():
+            raise OptionError(f"{setting('model', model)}: expected a name on the hub or a URL")
+        check_number("timeout", timeout, 0.001, whole=False)
+        check_number("max_tokens", max_tokens, 1, whole=True)
+        self.model, self.timeout, self.max_tokens = model, timeout, max_tokens
+        self.client = InferenceClient(model=model, token=token, timeout=timeout)
+
+    @property
+    def where(self) -> str:
+        return f"{self.model} by Hugging Face's inference client"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("model", "system_prompt", "both_orders", "max_tokens")}
+
+    def ask(self, text: str) -> str | None:
+        try:
+            found = self.client.chat_completion([{"role": "user", "content": text}], max_tokens=self.max_tokens)
+            answer = found.choices[0].message.content
+        except Exception as error:  # those of the client's HTTP library, which changes between releases
+            raise _refusal(error) from None
+        return answer if isinstance(answer, str) else None
+
+
+def _refusal(error: Exception) -> NoAnswer:
+    """What an error of the hub's client means; it is not chained, for it holds the request and so the token."""
+    response = getattr(error, "response", None)
+    status = getattr(response, "status_code", None)
+    if response is None or not isinstance(status, int):
+        said = f"{type(error).__name__}: {one_line(error)}"
+        if is_transient(error):
+            return Busy(said)
+        unreadable = isinstance(error, (ValueError, TypeError, AttributeError, IndexError, KeyError))
+        return Busy(f"its answer cannot be read ({type(error).__name__})") if unreadable else Broken(said)
+    if status in _BUSY or status >= 500:
+        return Busy(f"HTTP {status}", retry_after(response.headers.get("retry-after")))
+    if status in (401, 402, 403):
+        return Broken(f"HTTP {status}; pass a token that may use inference, or run `hf auth login`", status)
+    if status == 404 or status < 400:
+        return Broken(f"HTTP {status}; check model", status)
+    return NoAnswer(f"HTTP {status}", status)
+
+
+class PairRMJudge(BasePairwiseJudge):
+    """Ranks with PairRM (https://huggingface.co/llm-blender/PairRM) by the package ``llm-blender``, on this device.
+
+    Attributes:
+        blender: the package's ``Blender``.
+
+    Raises:
+        OptionError: the package is not installed, or does not work with the libraries that are.
+    """
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec("llm_blender") is None:
+            raise OptionError(
+                "judge: PairRMJudge needs the package llm-blender; install it with `pip install llm-blender`, or ask "
+                "a model at an endpoint with OpenAIPairwiseJudge"
+            )
+        try:
+            self.blender = importlib.import_module("llm_blender").Blender()
+            self.blender.loadranker("llm-blender/PairRM", device=str(device()))
+        except (ImportError, AttributeError, OSError) as error:
+            raise OptionError(
+                f"judge: PairRMJudge: llm-blender does not work here: {type(error).__name__}: {one_line(error)}; ask "
+                "a model at an endpoint with OpenAIPairwiseJudge"
+            ) from error
+
+    def judge(
+        self,
+        prompts: list[Any],
+        completions: list[Any],
+        shuffle_order: bool = True,
+        return_scores: bool = False,
+        temperature: float = 1.0,
+    ) -> list[Any]:
+        """For each pair 0 or 1, the number of the better completion.
+
+        Args:
+            prompts: (P,) texts or conversations.
+            completions: (P,) two of them for each.
+            shuffle_order: draw which completion is shown first from NumPy's generator.
+            return_scores: return the probability that the first completion is the better one instead.
+            temperature: of that probability.
+
+        Raises:
+            ValueError: a prompt that has not two completions.
+        """
+        if any(len(pair) != 2 for pair in completions):
+            raise ValueError("PairRM compares 2 completions of each prompt")
+        if not prompts:
+            return []
+        turned = np.random.random(len(prompts)) < 0.5 if shuffle_order else np.zeros(len(prompts), dtype=bool)
+        shown = [
+            [as_text(each) for each in (reversed(pair) if turn else pair)] for turn, pair in zip(turned, completions)
+        ]
+        texts = [as_text(prompt) for prompt in prompts]
+        found = np.array(self.blender.rank(texts, shown, return_scores=return_scores, disable_tqdm=True))
+        found[turned] = found[turned][:, ::-1].copy()
+        if not return_scores:
+            return [int(place) - 1 for place in found[:, 0]]  # the place of the first one: 1 or 2
+        margins = (found[:, 0] - found[:, 1]).astype(np.float64) / temperature
+        return [float(value) for value in 1 / (1 + np.exp(-margins))]

@@ -1,0 +1,114 @@
+"""``trainer.accelerator``: the members of accelerate's ``Accelerator`` that scripts and callbacks use."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alignment.engines.collectives import barrier, device, gathered
+from alignment.engines.launch_env import local_rank, rank, world_size
+
+
+class Accelerator:
+    """Ranks, device and collectives of the run. It prepares nothing: engines are the trainer's."""
+
+    distributed_type = "DEEPSPEED"
+
+    @property
+    def process_index(self) -> int:
+        """This rank."""
+        return rank()
+
+    @property
+    def local_process_index(self) -> int:
+        """This process's rank on its machine."""
+        return local_rank()
+
+    @property
+    def num_processes(self) -> int:
+        """All ranks."""
+        return world_size()
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the first rank."""
+        return rank() == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return local_rank() == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank."""
+        return rank() == world_size() - 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return device()
+
+    @property
+    def state(self) -> SimpleNamespace:
+        """What of accelerate's state scripts look at: no plugin of FSDP, and the ranks."""
+        return SimpleNamespace(
+            fsdp_plugin=None,
+            distributed_type=self.distributed_type,
+            process_index=rank(),
+            local_process_index=local_rank(),
+            num_processes=world_size(),
+            device=device(),
+        )
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """As ``print``, on the first rank of each machine."""
+        if self.is_local_main_process:
+            print(*values, **options)
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every rank is here."""
+        barrier()
+
+    def unwrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        """The model itself, also inside a DeepSpeed engine."""
+        inner = getattr(model, "module", model)
+        scored = getattr(inner, "model", None) if type(inner).__module__.startswith("alignment.") else None
+        return scored if isinstance(scored, nn.Module) else inner
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """(ranks x B, …) the tensors of all ranks, one after another; they have equal shapes. Collective."""
+        parts = [part if part.ndim else part[None] for part in gathered(tensor.detach().cpu())]
+        return torch.cat(parts).to(tensor.device)
+
+    def gather_for_metrics(self, tensor: Tensor, *_: Any) -> Tensor:
+        """As :meth:`gather`."""
+        return self.gather(tensor)
+
+    @contextlib.contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """The first rank runs the body before all others do. Collective."""
+        with _first(self.is_main_process):
+            yield
+
+    @contextlib.contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """The first rank of each machine runs the body before its others do. Collective."""
+        with _first(self.is_local_main_process):
+            yield
+
+
+@contextlib.contextmanager
+def _first(goes_first: bool) -> Iterator[None]:
+    if not goes_first:
+        barrier()
+    try:
+        yield
+    finally:
+        if goes_first:
+            barrier()

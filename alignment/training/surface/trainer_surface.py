@@ -1,0 +1,290 @@
+"""The attributes and methods of transformers' trainer that scripts touch, over what a trainer here is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from datasets import Dataset
+from torch import nn
+from transformers import TrainerState
+
+from alignment.config.errors import OptionError
+from alignment.config.options import AlignmentConfig
+from alignment.data.shown.rows import Collator, PlannedBatches
+from alignment.data.windows import WindowPlan, WindowSampler
+from alignment.engines.launch_env import local_rank, rank
+from alignment.models.source import ModelSource
+from alignment.references.engine import EngineReference
+from alignment.training.callbacks import Events, check_callbacks
+from alignment.training.checkpointing.output_folder import write_json
+from alignment.training.context import RunContext
+from alignment.training.data import PreparedData, total_steps
+from alignment.training.evaluation import evaluation_window
+from alignment.training.method import AnyMethod
+from alignment.training.run_engines import RunEngines
+from alignment.training.surface.accelerator import Accelerator
+
+Metrics: TypeAlias = Mapping[str, Any]
+
+
+class TrainerSurface:
+    """What of a trainer neither trains nor evaluates."""
+
+    args: AlignmentConfig
+    method: AnyMethod
+    state: TrainerState
+    events: Events
+    context: RunContext
+    engines: RunEngines
+    output_dir: Path
+    processing_class: Any
+    policy_source: ModelSource
+    reference_source: ModelSource
+    train_data: PreparedData | None
+    eval_data: dict[str, PreparedData]
+    sampler: WindowSampler | None
+    given_data: tuple[Any, Any]
+
+    is_fsdp_enabled = False
+    is_deepspeed_enabled = True
+    is_encoder_decoder = False
+
+    # Models ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> Any:
+        """The policy: the live model, else the one inside the engine, which is built if need be. Collective then.
+
+        Training goes on with what was built. With new adapters it is the ``PeftModel`` around the model. Under ZeRO-3
+        its parameters are divided: read them within ``deepspeed.zero.GatheredParameters``.
+
+        Raises:
+            OptionError: ``close()`` has released the trained weights.
+        """
+        if self.engines.waits_for_model:
+            self.build_engines()
+        return self.engines.model
+
+    @property
+    def model_wrapped(self) -> Any:
+        """The DeepSpeed engine, once there is one; else :attr:`model`."""
+        return self.model if self.engines.models is None else self.engines.models.policy.engine
+
+    @property
+    def ref_model(self) -> nn.Module | None:
+        """The reference's model: the live one that was given, or the one inside its engine; None where there is none.
+
+        There is none for a method without a reference, with adapters (the policy without them is the reference), and
+        where the log-probs are precomputed. A reference that is a copy of the policy, or is given by its path, is
+        there once engines are built.
+        """
+        if not self.method.needs_reference:
+            return None
+        given = self.reference_source.live
+        if given is not None and self.reference_source is not self.policy_source:
+            return given
+        reference = None if self.engines.models is None else self.engines.models.reference
+        return reference.engine.scorer.model if isinstance(reference, EngineReference) else None
+
+    @property
+    def optimizer(self) -> Any:
+        """The engine's optimizer; before there is one, the one that was given, or None."""
+        return self.events.handler.optimizer or self.engines.optimizers[0]
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The schedule of the learning rate, in the same way."""
+        return self.events.handler.lr_scheduler or self.engines.optimizers[1]
+
+    @cached_property
+    def accelerator(self) -> Accelerator:
+        """Ranks, device and collectives, by accelerate's names."""
+        return Accelerator()
+
+    def build_engines(self) -> None:
+        """Build the engines, for training if there is training data, unless they are there. All ranks must call it."""
+        self.engines.build(total_steps(self.args, self.sampler) if self.sampler is not None else None)
+
+    # Data -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Any:
+        """Older name of :attr:`processing_class`."""
+        return self.processing_class
+
+    @cached_property
+    def train_dataset(self) -> Any:
+        """The tokenised rows to train on, by the names of TRL's columns; made when it is first read.
+
+        Rows that are left out of training are not in it. Prompts to be answered are as they were given.
+        """
+        return None if self.train_data is None else self._shown(self.train_data, self.given_data[0])
+
+    @cached_property
+    def eval_dataset(self) -> Any:
+        """The same of the rows to evaluate on: None, a dataset, or a dict of several."""
+        given = self.given_data[1]
+        if not isinstance(given, dict):
+            return self._shown(self.eval_data[""], given) if self.eval_data else None
+        return {name: self._shown(data, given[name]) for name, data in self.eval_data.items()}
+
+    def _shown(self, data: PreparedData, given: Any) -> Any:
+        if self.method.kind == "prompt_only" and not callable(given):
+            return given
+        return shown_rows(data, self.method)
+
+    @cached_property
+    def data_collator(self) -> Callable[[Any], dict[str, Any]]:
+        """Makes padded tensors of rows of :attr:`train_dataset`. Training pads nothing, and does not call it."""
+        known = (self.processing_class.pad_token_id, self.processing_class.eos_token_id)
+        return Collator(next((number for number in known if number is not None), 0))
+
+    def get_train_dataloader(self) -> PlannedBatches:
+        """This rank's batches of the epoch that training stands in, in their order.
+
+        Raises:
+            OptionError: there is no training data.
+        """
+        data, sampler = self.train_data, self.sampler
+        if data is None or sampler is None:
+            raise OptionError("train_dataset: none was given, so there are no batches of it")
+
+        def windows() -> Iterator[WindowPlan]:
+            epoch = sampler.epoch
+            return (sampler.plan(epoch, step) for step in range(sampler.steps_per_epoch))
+
+        return self._batches(data, windows, self.args.per_device_train_batch_size)
+
+    def get_eval_dataloader(self, eval_dataset: str | None = None) -> PlannedBatches:
+        """This rank's batches of an evaluation set.
+
+        Args:
+            eval_dataset: the name of one of several; None takes the only one, or the first.
+
+        Raises:
+            OptionError: there is no such set.
+        """
+        name = next(iter(self.eval_data), None) if eval_dataset is None else eval_dataset
+        if name not in self.eval_data:
+            there = ", ".join(self.eval_data) or "none"
+            raise OptionError(f"eval_dataset: there is no set {name!r} here ({there}); pass it to evaluate()")
+        data = self.eval_data[name]
+        return self._batches(
+            data, lambda: iter((evaluation_window(self.context, data)[0],)), self.args.eval_batch_size
+        )
+
+    def _batches(self, data: PreparedData, plans: Callable[[], Iterator[WindowPlan]], size: int) -> PlannedBatches:
+        def rows() -> Dataset:
+            own = data is self.train_data and self.method.kind != "prompt_only"
+            return self.train_dataset if own else shown_rows(data, self.method)
+
+        return PlannedBatches(rows, plans, rank(), self.data_collator, data.table, size)
+
+    # Where a run stands ---------------------------------------------------------------------------------------------
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the first rank."""
+        return rank() == 0
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return local_rank() == 0
+
+    @property
+    def hub_model_id(self) -> str | None:
+        """The repository that the options name."""
+        return getattr(self.args, "hub_model_id", None)
+
+    def predict(self, test_dataset: Any, *_: Any, **__: Any) -> Any:
+        """Only a reward model has something to say of a row, see :class:`RewardTrainer`.
+
+        Raises:
+            OptionError: always.
+        """
+        raise OptionError(
+            f"predict: {type(self).__name__} trains a policy, of whose outputs only log-probs exist here; call "
+            "evaluate(test_dataset) for loss and metrics, or generate with the saved model"
+        )
+
+    def save_state(self) -> None:
+        """Write ``trainer_state.json`` into the output folder."""
+        self.write_state(self.output_dir)
+
+    def write_state(self, folder: Path) -> None:
+        """Write ``trainer_state.json`` into ``folder``, on the first rank."""
+        if self.is_world_process_zero():
+            self.events.save_state()
+            write_json(folder / "trainer_state.json", dataclasses.asdict(self.state))
+
+    def log_metrics(self, split: str, metrics: Metrics) -> None:
+        """Print metrics of ``train``, ``eval`` or another split, one a line, on the first rank."""
+        if not self.is_world_process_zero():
+            return
+        shown = self.metrics_format(metrics)
+        names, values = (max((len(str(each)) for each in part), default=0) for part in (shown, shown.values()))
+        print(f"***** {split} metrics *****")
+        for name in sorted(shown):
+            print(f"  {name: <{names}} = {shown[name]!s: >{values}}", flush=True)
+
+    def save_metrics(self, split: str, metrics: Metrics, combined: bool = True) -> None:
+        """Write metrics into ``{split}_results.json``, and into ``all_results.json`` beside those of other splits."""
+        if not self.is_world_process_zero():
+            return
+        everything = self.output_dir / "all_results.json"
+        earlier = json.loads(everything.read_text(encoding="utf-8")) if combined and everything.exists() else {}
+        write_json(self.output_dir / f"{split}_results.json", dict(sorted(metrics.items())))
+        if combined:
+            write_json(everything, dict(sorted({**earlier, **metrics}.items())))
+
+    @staticmethod
+    def metrics_format(metrics: Metrics) -> dict[str, Any]:
+        """Metrics as they are printed: times as ``0:00:01.50``, other numbers to 4 digits."""
+        return {name: _formatted(name, value) for name, value in metrics.items()}
+
+    # Callbacks ------------------------------------------------------------------------------------------------------
+
+    @property
+    def callback_handler(self) -> Any:
+        """transformers' handler of the callbacks."""
+        return self.events.handler
+
+    @property
+    def control(self) -> Any:
+        """What the callbacks have asked for."""
+        return self.events.control
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a ``TrainerCallback``, an instance or a class."""
+        self.events.handler.add_callback(*check_callbacks([callback]))
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback, given itself or its class, and return it; None where there is no such one."""
+        return self.events.handler.pop_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback, given itself or its class, if it is there."""
+        self.pop_callback(callback)
+
+
+def shown_rows(data: PreparedData, method: AnyMethod) -> Dataset:
+    """The rows of a tokenised dataset by the names that ``method`` shows them by, in the same order, in memory."""
+    rows = data.dataset
+    names = list(method.shown(rows[:1]))
+    if set(names) <= set(rows.column_names):
+        return rows.select_columns(names)
+    return rows.map(
+        method.shown, batched=True, remove_columns=rows.column_names, keep_in_memory=True, load_from_cache_file=False
+    )
+
+
+def _formatted(name: str, value: Any) -> Any:
+    if "_runtime" in name and isinstance(value, (int, float)):
+        hundredths = int(value * 100)
+        return f"{datetime.timedelta(seconds=hundredths // 100)}.{hundredths % 100:02d}"
+    return round(value, 4) if isinstance(value, float) else value

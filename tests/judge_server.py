@@ -1,0 +1,120 @@
+"""An OpenAI-compatible endpoint on this machine that answers as a test says: also slowly, brokenly, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple
+
+
+class Answer(NamedTuple):
+    """What is sent: a body as it is, or the text of a message; ``wait`` seconds before, ``cut``: half of it."""
+
+    text: str | None = None
+    status: int = 200
+    body: bytes | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+    wait: float = 0.0
+    cut: bool = False
+    refusal: str | None = None
+
+    def content(self) -> bytes:
+        if self.body is not None:
+            return self.body
+        message = {"role": "assistant", "content": self.text, "refusal": self.refusal}
+        return json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}).encode()
+
+
+class Server:
+    """The endpoint; ``answer`` is called with the text of each question, one at a time.
+
+    Attributes:
+        asked: the questions' texts.
+        bodies: of the requests.
+        headers: the same.
+        most: how many requests were there at a time.
+    """
+
+    def __init__(self, answer: Callable[[str], Answer], models: Answer | None) -> None:
+        self.answer, self.models = answer, models
+        self.asked: list[str] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.most = self._now = 0
+        self.lock, self.released = threading.Lock(), threading.Event()
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._http.server_port}/v1"
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            wbufsize = -1  # head and body in one piece: a client's acknowledgement would take 40 ms
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                self._send(server.models or Answer(status=404, body=b"{}"))
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with server.lock:
+                    server._now += 1
+                    server.most = max(server.most, server._now)
+                    server.bodies.append(body)
+                    server.headers.append(dict(self.headers))
+                    server.asked.append(body["messages"][0]["content"])
+                    answer = server.answer(server.asked[-1])
+                if answer.wait:
+                    server.released.wait(answer.wait)
+                with server.lock:
+                    server._now -= 1
+                self._send(answer)
+
+            def _send(self, answer: Answer) -> None:
+                content = answer.content()
+                if answer.status == 0:  # the connection is closed without a word
+                    self.close_connection = True
+                    return
+                self.send_response(answer.status)
+                for name, value in answer.headers:
+                    self.send_header(name, value)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content[: len(content) // 2] if answer.cut else content)
+                self.wfile.flush()
+                self.close_connection |= answer.cut
+
+        return Handler
+
+    def start(self) -> None:
+        threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def stop(self) -> None:
+        self.released.set()
+        self._http.shutdown()
+        self._http.server_close()
+
+
+@contextlib.contextmanager
+def serving(answer: Callable[[str], Answer], models: Answer | None = None) -> Iterator[Server]:
+    """Within this context the endpoint is there."""
+    server = Server(answer, models)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def sequence(*answers: Answer) -> Callable[[str], Answer]:
+    """These answers one after another, the last of them for ever."""
+    left = list(answers)
+    return lambda text: left.pop(0) if len(left) > 1 else left[0]

@@ -1,0 +1,182 @@
+"""Which tokens are learned: options of fine-tuning, rows that are tokenised already, functions of a user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_tokenizers import CHATML, PLAIN, char_tokenizer, readable_tokenizer
+from datasets import Dataset, IterableDataset
+
+from alignment.config.errors import DataError, OptionError
+from alignment.data.batching import collate, collate_completion
+from alignment.data.prepare import Prepared, load_prepared, prepare
+from alignment.data.sources import dataset_from_python
+from alignment.data.targets.formatting import formatted
+from alignment.data.targets.rules import USUAL, Learned, RowRules, divided
+from alignment.data.truncation import Limits
+from alignment.data.windows import evaluation_plan, row_table
+
+SAID = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]
+
+
+def made(rows: Any, folder: Path, kind: Any = "prompt_completion", tokenizer: Any = None, **options: Any) -> Prepared:
+    """Rows, tokenised."""
+    data = rows if isinstance(rows, Dataset) else dataset_from_python(rows)
+    limits = Limits(options.pop("max_length", None))
+    path = prepare(data, kind, tokenizer or char_tokenizer(), limits, "data", folder, progress=False, **options)
+    return load_prepared(path)
+
+
+def learned(prepared: Prepared) -> list[tuple[Any, ...]]:
+    """Prompt, completion and mask of each row."""
+    return [tuple(row[name] for name in ("prompt_ids", "completion_ids", "scored")) for row in prepared.dataset]
+
+
+def test_a_sequence_is_cut_before_the_first_token_that_is_learned() -> None:
+    assert divided([4, 5, 6], [True] * 3) == Learned([4], [5, 6])
+    assert divided([4, 5, 6, 7], [True, False, True, False]) == Learned([4, 5], [6, 7], [True, False])
+    assert divided([4, 5], [True, False]) == Learned([4, 5], [])
+
+
+def test_token_ids_are_taken_as_they_are(tmp_path: Path) -> None:
+    ids = {"input_ids": [4, 5, 6, 7], "text": "not this"}
+    assert learned(made([ids], tmp_path)) == [([4], [5, 6, 7], None)]
+    masks = {"completion_mask": [0, 1, 1, 1], "assistant_masks": [1, 1, 0, 1]}
+    assert learned(made([ids | masks], tmp_path)) == [([4], [5, 6, 7], [True, False, True])]
+    own = made([ids | masks], tmp_path, rules=RowRules(completion_only=False))
+    assert learned(own) == [([4], [5, 6, 7], [True, False, True])]
+    labels = {"labels": [-100, -100, 6, -100]}  # they come before masks
+    assert learned(made([ids | masks | labels], tmp_path)) == [([4, 5], [6, 7], [True, False])]
+    padded = {"input_ids": [0, 4, 5, 6], "attention_mask": [0, 1, 1, 1], "labels": [-100, -100, 5, 6]}
+    assert learned(made([padded], tmp_path)) == [([4], [5, 6], None)]
+
+
+def test_what_nothing_is_learned_of_is_dropped(tmp_path: Path) -> None:
+    rows = [
+        {"input_ids": [4, 5, 6, 7, 8], "assistant_masks": [0, 0, 0, 1, 1]},
+        {"input_ids": [9, 10, 11, 12], "assistant_masks": [0, 1, 0, 1]},
+    ]
+    prepared = made(rows, tmp_path, max_length=3)
+    assert learned(prepared) == [([9], [10, 11], [True, False])] and prepared.report.completions_cut == 1
+    assert prepared.report.dropped == {"no room for the completion (prompt fills max_length)": 1}
+    nothing = {"input_ids": [4, 5], "labels": [-100, -100]}
+    assert made([nothing, rows[1]], tmp_path).report.dropped == {"the completion is empty": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"input_ids": [4, 500]}, r"row 1: input_ids has the id 500, and the tokenizer has 7\d tokens"),
+        ({"input_ids": "ab"}, "input_ids is 'ab'.*; give a list of token ids"),
+        ({"input_ids": [4, 5], "labels": [4]}, r"labels is \[4\].*; give one value for each of the 2 tokens"),
+        ({"input_ids": [4, 5], "labels": [5, 6]}, r"labels\[0\] is 5.*, and input_ids\[0\] is 4"),
+    ],
+)
+def test_token_ids_that_cannot_be_learned_are_refused(row: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=says):
+        made([row], tmp_path)
+
+
+def test_options_that_rows_cannot_answer_are_refused(tmp_path: Path) -> None:
+    ids = {"input_ids": [4, 5]}
+    for rules, row, says in [
+        (RowRules(completion_only=True), ids, "add completion_mask or labels"),
+        (RowRules(assistant_only=True), ids, "add assistant_masks or labels"),
+        (RowRules(completion_only=True), {"text": "ab"}, "text is one text; give prompt and completion"),
+        (RowRules(assistant_only=True), {"text": "ab"}, "needs a conversation, and this row holds text"),
+        (RowRules(text_field="said"), {"prompt": "ab"}, "dataset_text_field='said': there is no such column"),
+        (RowRules(tokenised=True), {"text": "ab"}, "skip_prepare_dataset needs rows of token ids"),
+        (RowRules(tokenised=True), {**ids, "assistant_masks": [0, 1]}, "Add a 'labels' column"),
+    ]:
+        with pytest.raises(DataError, match=says):
+            made([row], tmp_path, rules=rules)
+    assert learned(made([ids], tmp_path, rules=RowRules(tokenised=True))) == [([4], [5], None)]
+
+
+def test_a_template_without_end_of_turn_does_not_say_what_the_assistant_said(tmp_path: Path) -> None:
+    rules, rows = RowRules(assistant_only=True), [{"messages": SAID * 2}]
+    with pytest.raises(DataError, match="does not say which tokens are the assistant's"):
+        made(rows, tmp_path, tokenizer=char_tokenizer(template=PLAIN), rules=rules)
+    once = made([{"messages": SAID}], tmp_path, tokenizer=char_tokenizer(template=PLAIN), rules=rules)
+    assert char_tokenizer().decode(once.dataset[0]["completion_ids"]) == " ba\n</s>"
+
+
+def test_token_ids_of_answers(tmp_path: Path) -> None:
+    pair = {"chosen_ids": [4, 5, 6], "rejected_ids": [4, 7, 6], "margin": 2.0}
+    older = {"input_ids_chosen": [9, 4], "input_ids_rejected": [8, 4], "attention_mask_chosen": [1, 1]}
+    rows = made([pair], tmp_path, "preference_margin").dataset
+    assert rows[0] == {"prompt_ids": [4], "chosen_ids": [5, 6], "rejected_ids": [7, 6], "row": 0, "margin": 2.0}
+    assert made([older], tmp_path, "preference_margin").dataset[0]["chosen_ids"] == [9, 4]  # nothing is put before
+    one = {"prompt_input_ids": [4], "completion_input_ids": [4, 5, 6], "label": True}
+    whole = made([one | {"completion_labels": [-100, 5, 6]}], tmp_path, "unpaired_preference").dataset[0]
+    assert whole["completion_ids"] == [5, 6] and whole["label"]
+    assert made([one], tmp_path, "unpaired_preference").dataset[0]["completion_ids"] == [4, 5, 6]
+    three = {"prompt_input_ids": [4], "chosen_input_ids": [5], "rejected_input_ids": [6, 7]}
+    assert made([three], tmp_path, "preference").dataset[0]["rejected_ids"] == [6, 7]
+
+
+def test_a_reward_model_reads_the_template_to_its_end(tmp_path: Path) -> None:
+    tokenizer = readable_tokenizer(template=CHATML)
+    row = made([{"chosen": SAID, "rejected": [SAID[0], SAID[0]]}], tmp_path, "preference_margin", tokenizer).dataset[0]
+    for name, messages in (("chosen_ids", SAID), ("rejected_ids", [SAID[0], SAID[0]])):
+        assert row["prompt_ids"] + row[name] == tokenizer.apply_chat_template(messages)["input_ids"]
+
+
+def test_pictures_are_refused_and_empty_columns_are_not(tmp_path: Path) -> None:
+    row = {"prompt": "a", "completion": "b", "label": True}
+    with pytest.raises(DataError, match="column 'images' holds pictures"):
+        made([row | {"images": []}, row | {"images": ["a.png"]}], tmp_path, "unpaired_preference")
+    plain = Dataset.from_list([row | {"images": []}])
+    assert len(made(plain, tmp_path, "unpaired_preference").dataset) == 1
+    with pytest.raises(DataError, match=r"with_transform\(\) makes new rows"):
+        made(plain.with_transform(lambda batch: batch), tmp_path, "unpaired_preference")
+
+
+def test_means_are_those_of_the_tokens_that_are_learned(tmp_path: Path) -> None:
+    rows = [
+        {"input_ids": [4, 5, 6, 7], "labels": [-100, 5, -100, 7]},
+        {"input_ids": [8, 9], "labels": [8, 9]},
+        {"input_ids": [4, 5, 6], "labels": [4, 5, 6]},
+    ]
+    data = made(rows, tmp_path).dataset
+    table = row_table(data, ("completion_ids",), None)
+    assert table.completions.tolist() == [[3], [1], [2]] and table.targets.tolist() == [[2], [1], [2]]
+    plan = evaluation_plan(table, world_size=1, batch_size=3, seed=0, draw_partners=False)
+    assert plan.counts.first_completion_tokens == 5 and plan.longest == (5,)
+    batch: Any = collate_completion(data, table, plan, 0, 0)
+    order = [batch.rows.index(row) for row in range(3)]
+    assert batch.completions.lengths[order].tolist() == [2, 1, 2]
+    assert batch.completions.targets.tolist() == [t for row in batch.rows for t in ([5, 7], [9], [5, 6])[row]]
+    flat = batch.completions.input_ids.flatten()
+    assert flat[batch.completions.positions + 1].tolist() == batch.completions.targets.tolist()
+    assert np.array_equal(row_table(data.select([1, 2]), ("completion_ids",), None).targets, [[1], [2]])
+    assert collate([([1], [2, 3])], 1, [[False, True]]).targets.tolist() == [3]
+
+
+def test_a_function_makes_the_text_of_a_row(tmp_path: Path) -> None:
+    rows = [{"question": "a", "answer": "b"}]
+    data = formatted(dataset_from_python(rows), lambda row: row["question"] + row["answer"], "data")
+    assert data["text"] == ["ab"] and data.column_names == ["text"]
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    assert list(formatted(stream, lambda row: row["answer"], "data")) == [{"text": "b"}]
+    with pytest.raises(DataError, match=r"data row 1: formatting_func returned \['b'\]"):
+        formatted(dataset_from_python(rows), lambda row: [row["answer"]], "data")  # type: ignore[arg-type,return-value]
+    with pytest.raises(DataError, match="data row 1: formatting_func raised KeyError: 'none'"):
+        formatted(dataset_from_python(rows), lambda row: row["none"], "data")
+    with pytest.raises(OptionError, match="tokenised already"):
+        formatted(dataset_from_python([{"input_ids": [4, 5]}]), lambda row: "a", "data")
+
+
+def test_what_is_learned_is_part_of_the_name_of_tokenised_rows(tmp_path: Path) -> None:
+    data = dataset_from_python([{"messages": SAID}])
+    rules = (USUAL, RowRules(completion_only=True), RowRules(completion_only=False), RowRules(assistant_only=True))
+    options: Any = {"progress": False}
+    tokenizer = readable_tokenizer(template=CHATML)
+    names = [
+        prepare(data, "prompt_completion", tokenizer, Limits(), "data", tmp_path, rules=each, **options).name
+        for each in rules
+    ]
+    assert len({*names}) == 4

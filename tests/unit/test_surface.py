@@ -1,0 +1,194 @@
+"""What scripts touch of a trainer that needs no engine: rows, collation, arguments by position, overridden methods."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+
+from alignment import CPOConfig, KTOTrainer, OnlineDPOConfig, RewardTrainer, SFTTrainer
+from alignment.config.errors import OptionError
+from alignment.data.shown.rows import (
+    Collator,
+    as_labelled_pairs,
+    as_language_modelling,
+    as_scored_pairs,
+    as_stored,
+)
+from alignment.training.arguments import check_collator
+from alignment.training.surface.overrides import NEVER_CALLED, check_overrides
+from alignment.training.surface.positional import in_place, online_arguments
+from alignment.training.surface.trainer_surface import TrainerSurface
+from alignment.training.trainer import AlignmentTrainer
+
+OF_THE_HUB = {"create_model_card", "init_hf_repo"}
+PAIRS: dict[str, list[Any]] = {
+    "prompt_ids": [[1, 2], [3]],
+    "chosen_ids": [[4], [5, 6]],
+    "rejected_ids": [[7, 8], [9]],
+    "margin": [0.0, 0.5],
+    "row": [0, 1],
+}
+
+
+def rows_of(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def lists(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+def test_pairs_of_each_method_by_trls_names() -> None:
+    pairs = {name: values for name, values in PAIRS.items() if name != "margin"}
+    assert as_stored(pairs) == {name: PAIRS[name] for name in ("prompt_ids", "chosen_ids", "rejected_ids")}
+    assert as_scored_pairs(PAIRS) == {
+        "chosen_ids": [[1, 2, 4], [3, 5, 6]],
+        "rejected_ids": [[1, 2, 7, 8], [3, 9]],
+        "margin": [0.0, 0.5],
+    }
+    shown = as_labelled_pairs(PAIRS)
+    assert shown["prompt_input_ids"] == PAIRS["prompt_ids"] and shown["prompt_attention_mask"] == [[1, 1], [1]]
+    assert shown["rejected_input_ids"] == [[1, 2, 7, 8], [3, 9]] and shown["chosen_labels"][0] == [-100, -100, 4]
+
+
+def test_prompt_and_completion_as_one_sequence() -> None:
+    shown = as_language_modelling({"prompt_ids": [[1, 2], []], "completion_ids": [[3], [4, 5]], "row": [0, 1]})
+    assert shown == {
+        "input_ids": [[1, 2, 3], [4, 5]],
+        "completion_mask": [[0, 0, 1], [1, 1]],
+        "labels": [[-100, -100, 3], [4, 5]],
+    }
+    assert lists(Collator(0)(rows_of(shown))) == {
+        "input_ids": [[1, 2, 3], [4, 5, 0]],
+        "attention_mask": [[1, 1, 1], [1, 1, 0]],
+        "completion_mask": [[0, 0, 1], [1, 1, 0]],
+        "labels": [[-100, -100, 3], [4, 5, -100]],
+    }
+
+
+def test_a_batch_of_labelled_answers_with_mismatched_ones() -> None:
+    rows = [
+        {"prompt_ids": [1, 2], "completion_ids": [3], "label": True, "KL_completion_ids": [6, 7]},
+        {"prompt_ids": [5], "completion_ids": [6, 7], "label": False, "KL_completion_ids": [3]},
+    ]
+    assert lists(Collator(9)(rows)) == {
+        "input_ids": [[1, 2, 3], [5, 6, 7]],
+        "attention_mask": [[1, 1, 1], [1, 1, 1]],
+        "completion_mask": [[0, 0, 1], [0, 1, 1]],
+        "KL_input_ids": [[1, 2, 6, 7], [5, 3, 9, 9]],
+        "KL_attention_mask": [[1, 1, 1, 1], [1, 1, 0, 0]],
+        "KL_completion_mask": [[0, 0, 1, 1], [0, 1, 0, 0]],
+        "label": [True, False],
+    }
+
+
+def test_batches_of_pairs_have_the_chosen_answers_first() -> None:
+    stored = as_stored({name: values for name, values in PAIRS.items() if name != "margin"})
+    assert lists(Collator(0)(rows_of(stored)))["input_ids"] == [[1, 2, 4, 0], [3, 5, 6, 0], [1, 2, 7, 8], [3, 9, 0, 0]]
+    scored = lists(Collator(0)(rows_of(as_scored_pairs(PAIRS))))
+    assert scored["margin"] == [0.0, 0.5] and scored["input_ids"] == lists(Collator(0)(rows_of(stored)))["input_ids"]
+    labelled = lists(Collator(0)(rows_of(as_labelled_pairs(PAIRS))))
+    assert labelled["chosen_labels"] == [[-100, -100, 4], [-100, 5, 6]]
+    assert labelled["rejected_attention_mask"] == [[1, 1, 1, 1], [1, 1, 0, 0]]
+
+
+def test_prompts_are_padded_on_the_left() -> None:
+    batch = lists(Collator(0)([{"prompt_ids": [1], "topic": "x"}, {"prompt_ids": [2, 3], "topic": "y"}]))
+    assert batch["prompt_input_ids"] == [[0, 1], [2, 3]] and batch["prompt_attention_mask"] == [[0, 1], [1, 1]]
+    assert batch["topic"] == ["x", "y"]
+
+
+@pytest.mark.parametrize("name", sorted(NEVER_CALLED))
+def test_a_subclass_that_overrides_what_is_never_called_is_refused(name: str) -> None:
+    owner = type("Own", (KTOTrainer,), {name: lambda self: None})
+    for trainer in (
+        owner,
+        type("Derived", (owner,), {}),
+        type("Mixed", (type("Mixin", (), {name: len}), KTOTrainer), {}),
+    ):
+        with pytest.raises(OptionError, match=rf"\.{name}: nothing here calls it, so it would be ignored; \w"):
+            check_overrides(trainer, AlignmentTrainer)
+
+
+def test_a_subclass_may_override_what_is_called_and_add_its_own() -> None:
+    own = {name: lambda self: None for name in ("log", "evaluate", "save_model", "train", "losses_of_mine")}
+    check_overrides(type("Own", (SFTTrainer,), own), AlignmentTrainer)
+    check_overrides(RewardTrainer, AlignmentTrainer)
+    with pytest.raises(OptionError, match=r"Own.compute_loss: .*its losses\(\), see docs/methods.md"):
+        type("Own", (KTOTrainer,), {"compute_loss": lambda self: None})()
+
+
+def test_every_method_of_transformers_trainer_works_here_or_is_refused_in_a_subclass() -> None:
+    public = {
+        name
+        for name, value in vars(transformers.Trainer).items()
+        if callable(value) and not name.startswith("_") and name not in NEVER_CALLED
+    }
+    missing = {name for name in public if not hasattr(AlignmentTrainer, name)} - OF_THE_HUB
+    assert not missing, "transformers' Trainer has methods that the table does not know"
+
+
+def test_arguments_by_position_in_the_orders_of_trls_releases() -> None:
+    options, data, tokenizer, collator = CPOConfig("out"), Dataset.from_list([{"prompt": "a"}]), object(), Collator(0)
+    rows = [{"prompt": "b"}]
+    kto = ("ref", options, None, data, rows)
+    assert in_place("ref", options, data, rows, tokenizer, None) == (*kto, tokenizer)
+    assert in_place("ref", options, None, data, rows, None) == (*kto, None)
+    assert in_place("ref", options, collator, data, rows, None) == ("ref", options, collator, data, rows, None)
+    cpo = (None, options, collator, data, rows, tokenizer)
+    assert in_place(options, collator, data, rows, tokenizer, None) == cpo
+    assert in_place(options, None, data, rows, tokenizer, collator) == cpo
+    assert in_place(transformers.TrainingArguments.__new__(transformers.TrainingArguments), *[None] * 5)[0] is None
+    for twice in ((options, options, None, None, None, None), (options, collator, None, None, None, collator)):
+        with pytest.raises(TypeError, match="got multiple values for argument '(args|data_collator)'"):
+            in_place(*twice)
+
+
+def test_arguments_by_position_of_online_dpo() -> None:
+    options, data = OnlineDPOConfig("out"), [{"prompt": "a"}]
+    named = {"reward_funcs": len, "args": options, "data_collator": None, "train_dataset": data}
+    assert online_arguments((len, options, None, data), "tokenizers") == named
+    assert online_arguments((len, "judge", options, None, data), "tokenizers") == {**named, "judge": "judge"}
+    assert online_arguments((len, "judge"), "tokenizers") == {"reward_funcs": len, "judge": "judge"}
+    everything = online_arguments((len, options, None, data, None, "pc", "rpc", "lora"), "tokenizers")
+    assert everything["tokenizers"] == "rpc" and everything["peft_config"] == "lora"
+    for positional in ((len, None, None, options), (len, options, *[None] * 7)):
+        with pytest.raises(TypeError, match="by (position|name)"):
+            online_arguments(positional, "tokenizers")
+
+
+def test_collators_that_only_pad_are_accepted() -> None:
+    padding = transformers.DataCollatorWithPadding.__new__(transformers.DataCollatorWithPadding)
+    check_collator(None, "preference")
+    check_collator(Collator(0), "prompt_completion")
+    check_collator(padding, "preference_margin")
+    masking = transformers.DataCollatorForLanguageModeling.__new__(transformers.DataCollatorForLanguageModeling)
+    for collator in (masking, lambda rows: rows, type("DataCollatorWithPadding", (), {})()):
+        with pytest.raises(OptionError, match="data_collator: .* would not be called"):
+            check_collator(collator, "prompt_completion")
+
+
+def test_metrics_are_printed_and_kept_as_transformers_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    surface = TrainerSurface()
+    surface.output_dir = tmp_path
+    surface.log_metrics("train", {"train_runtime": 61.257, "train_loss": 0.123456, "epoch": 2})
+    assert capsys.readouterr().out == (
+        "***** train metrics *****\n  epoch         =          2\n  train_loss    =     0.1235\n"
+        "  train_runtime = 0:01:01.25\n"
+    )
+    assert (
+        surface.metrics_format({"eval_runtime": 3.0})["eval_runtime"]
+        == transformers.Trainer.metrics_format({"eval_runtime": 3.0})["eval_runtime"]
+    )
+    surface.save_metrics("train", {"train_loss": 0.5})
+    surface.save_metrics("eval", {"eval_loss": 0.25})
+    surface.save_metrics("test", {"test_loss": 1.0}, combined=False)
+    read = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    assert read["all_results.json"] == {"eval_loss": 0.25, "train_loss": 0.5}
+    assert read["eval_results.json"] == {"eval_loss": 0.25} and read["test_results.json"] == {"test_loss": 1.0}

@@ -1,0 +1,114 @@
+"""Write the local hub into a folder: models as in the hub's cache, rows as in the one of ``datasets``."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import transformers
+
+from tools.trl.hub import rows
+
+_HASH = "0" * 40
+
+
+def prepare(folder: Path) -> Path:
+    """The hub, built the first time.
+
+    Args:
+        folder: holds one hub for each state of this package and release of transformers.
+
+    Returns:
+        What ``HF_HOME`` is to be set to.
+    """
+    digest = hashlib.sha256(transformers.__version__.encode())
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    home = folder / digest.hexdigest()[:12]
+    if not home.exists():
+        print(f"building the local hub in {home}", file=sys.stderr)
+        partial = folder / f"{home.name}.{os.getpid()}"
+        shutil.rmtree(partial, ignore_errors=True)
+        build(partial)
+        partial.rename(home)
+    return home
+
+
+def build(home: Path) -> None:
+    """Write everything."""
+    from tools.trl.hub import models
+
+    texts = rows.texts()
+    for tiny in models.MODELS:
+        models.save(tiny, texts, snapshot(home, tiny.repository))
+    _remote(home, texts)
+    organisation = models.ORGANISATION
+    for name, configs in {"zen": rows.zen(), "harmony": rows.harmony(), "toolcall": rows.toolcall()}.items():
+        for config, columns in configs.items():
+            write_rows(home, f"{organisation}/{name}", config, columns)
+    chats = rows.conversational()["language_modeling"]
+    write_rows(home, f"{organisation}/dolly-chatml-sft", "default", chats)
+    write_rows(home, "stanfordnlp/imdb", "plain_text", rows.reviews())
+
+
+def snapshot(home: Path, repository: str) -> Path:
+    """The folder that ``from_pretrained(repository)`` reads without a network."""
+    folder = home / "hub" / f"models--{repository.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True, exist_ok=True)
+    (folder / "refs" / "main").write_text(_HASH)
+    (folder / "snapshots" / _HASH).mkdir(parents=True, exist_ok=True)
+    return folder / "snapshots" / _HASH
+
+
+def write_rows(home: Path, repository: str, config: str, columns: rows.Columns) -> None:
+    """Write a training split and a test split, a tenth of the rows, where ``load_dataset`` looks without a network."""
+    from datasets import Dataset, DatasetInfo
+    from datasets.arrow_writer import ArrowWriter
+    from datasets.naming import filename_prefix_for_split
+    from datasets.splits import SplitDict, SplitInfo
+
+    organisation, _, name = repository.partition("/")
+    folder = home / "datasets" / f"{organisation}___{name}" / config / "0.0.0" / _HASH
+    folder.mkdir(parents=True)
+    whole = Dataset.from_dict(columns, on_mixed_types="use_json")
+    splits = whole.train_test_split(test_size=0.1, shuffle=False)
+    infos = SplitDict(dataset_name=name)
+    for split, part in splits.items():
+        file = folder / f"{filename_prefix_for_split(name, split)}.arrow"
+        with ArrowWriter(path=str(file), features=whole.features) as writer:
+            writer.write_table(part.with_format("arrow")[:])
+            writer.finalize()
+        infos.add(SplitInfo(split, num_examples=len(part), dataset_name=name))
+    info = DatasetInfo(
+        features=whole.features,
+        builder_name="parquet",
+        dataset_name=name,
+        config_name=config,
+        version="0.0.0",
+        splits=infos,
+    )
+    info.write_to_directory(str(folder))
+
+
+def _remote(home: Path, texts: list[str]) -> None:
+    """A model whose classes come with it: what ``trust_remote_code`` decides about."""
+    import json
+
+    from tools.trl.hub import models
+
+    folder = snapshot(home, f"{models.ORGANISATION}/tiny-RemoteForCausalLM")
+    models.save(models.Tiny("tiny-RemoteForCausalLM", "LlamaForCausalLM", "llama3"), texts, folder)
+    for name in ("configuration_remote.py", "modeling_remote.py"):
+        shutil.copyfile(Path(__file__).with_name("remote") / f"{name}.txt", folder / name)
+    config = json.loads((folder / "config.json").read_text())
+    modules = {
+        "AutoConfig": "configuration_remote.RemoteConfig",
+        "AutoModel": "modeling_remote.RemoteModel",
+        "AutoModelForCausalLM": "modeling_remote.RemoteForCausalLM",
+        "AutoModelForSequenceClassification": "modeling_remote.RemoteForSequenceClassification",
+    }
+    config |= {"model_type": "remote", "architectures": ["RemoteForCausalLM"], "auto_map": modules}
+    (folder / "config.json").write_text(json.dumps(config))

@@ -1,0 +1,149 @@
+"""Rows in every shape that TRL's documentation describes: nineteen statements, each cut into a prompt and two ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Columns = dict[str, list[Any]]
+
+STATEMENTS = (
+    ("A short loop is easier to", " read than a long one.", " write in assembly."),
+    ("Measure", " before you optimise.", " nothing."),
+    ("A test that cannot fail", " proves nothing.", " is the best test."),
+    ("Names", " are the cheapest documentation.", " should have one letter."),
+    ("The fastest code is the code", " that never runs.", " that nobody has read at all."),
+    ("Every option is a promise", " to keep.", " to break."),
+    ("Delete what", " is not used.", " works."),
+    ("Errors should say what", " to do next, and where it went wrong.", " they like."),
+    ("A cache without a key is", " a bug with good performance.", " fine."),
+    ("Write the example first, because the example", " is the interface.", " is never read by anybody."),
+    ("Two copies of a rule will", " disagree one day.", " always agree."),
+    ("Small batches", " show problems early.", " hide problems."),
+    ("If it hurts, do it", " more often until it does not.", " never."),
+    ("The log of yesterday", " explains the failure of today.", " is of no use."),
+    ("Numbers without units are", " only decoration.", " numbers."),
+    ("It is better to refuse", " than to guess.", " everything."),
+    ("Old data is", " the hardest test of new code.", " bad data."),
+    ("When the machine is slow, look at", " what it waits for.", " the wall."),
+    ("Good defaults", " are options that nobody has to learn.", " do not exist."),
+)
+QUESTIONS = tuple(f"How does this go on: {prompt}" for prompt, _, _ in STATEMENTS)
+
+
+def _said(*contents: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def _answered(content: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": content}]
+
+
+def standard() -> dict[str, Columns]:
+    """Text: configuration → column → values."""
+    prompts, good, bad = (list(column) for column in zip(*STATEMENTS))
+    whole, worse = [a + b for a, b, _ in STATEMENTS], [a + c for a, _, c in STATEMENTS]
+    labels = [i % 2 == 0 for i in range(len(STATEMENTS))]
+    ends = [b if label else c for (_, b, c), label in zip(STATEMENTS, labels)]
+    return {
+        "language_modeling": {"text": whole},
+        "prompt_only": {"prompt": prompts},
+        "prompt_completion": {"prompt": prompts, "completion": good},
+        "preference": {"prompt": prompts, "chosen": good, "rejected": bad},
+        "implicit_prompt_preference": {"chosen": whole, "rejected": worse},
+        "unpaired_preference": {"prompt": prompts, "completion": ends, "label": labels},
+    }
+
+
+def conversational() -> dict[str, Columns]:
+    """Messages: configuration → column → values."""
+    asked = [_said(question) for question in QUESTIONS]
+    good, bad = [_answered(b.strip()) for _, b, _ in STATEMENTS], [_answered(c.strip()) for _, _, c in STATEMENTS]
+    labels = [i % 2 == 0 for i in range(len(STATEMENTS))]
+    ends = [b if label else c for b, c, label in zip(good, bad, labels)]
+    better, worse = [a + b for a, b in zip(asked, good)], [a + c for a, c in zip(asked, bad)]
+    return {
+        "language_modeling": {"messages": better},
+        "prompt_only": {"prompt": asked},
+        "prompt_completion": {"prompt": asked, "completion": good},
+        "preference": {"prompt": asked, "chosen": good, "rejected": bad},
+        "implicit_prompt_preference": {"chosen": better, "rejected": worse},
+        "unpaired_preference": {"prompt": asked, "completion": ends, "label": labels},
+    }
+
+
+def zen() -> dict[str, Columns]:
+    """All configurations of text and of messages."""
+    kinds = {"standard": standard(), "conversational": conversational()}
+    return {f"{kind}_{name}": columns for kind, configs in kinds.items() for name, columns in configs.items()}
+
+
+def harmony() -> dict[str, Columns]:
+    """Messages with ``thinking``, and template arguments beside them."""
+    efforts = [("low", "medium", "high")[i % 3] for i in range(len(STATEMENTS))]
+    extra = {"chat_template_kwargs": [{"reasoning_effort": e, "model_identity": "You are tiny."} for e in efforts]}
+    asked = [_said(question) for question in QUESTIONS]
+
+    def answers(column: int) -> list[Any]:
+        return [
+            [{"role": "assistant", "thinking": f"It begins with {row[0].split()[0]}.", "content": row[column].strip()}]
+            for row in STATEMENTS
+        ]
+
+    good, bad = answers(1), answers(2)
+    return {
+        "language_modeling": {"messages": [a + b for a, b in zip(asked, good)], **extra},
+        "prompt_completion": {"prompt": asked, "completion": good, **extra},
+        "preference": {"prompt": asked, "chosen": good, "rejected": bad, **extra},
+    }
+
+
+def _tool(name: str, **parameters: str) -> dict[str, Any]:
+    properties = {key: {"type": kind, "description": f"the {key}"} for key, kind in parameters.items()}
+    schema = {"type": "object", "properties": properties, "required": list(parameters)}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": f"Does {name}.", "parameters": schema},
+    }
+
+
+def _called(name: str, arguments: dict[str, Any], result: str, answer: str) -> list[dict[str, Any]]:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "name": name, "content": result},
+        {"role": "assistant", "content": answer},
+    ]
+
+
+def toolcall() -> dict[str, Columns]:
+    """Messages with calls of tools of different types, and the tools' schemas beside them."""
+    lift = _tool("move_lift", floor="integer")
+    blinds = _tool("set_blinds", room="string", state="string")
+    asked = [f"Take the lift to floor {i}." if i % 2 else f"Close the blinds of room {i}." for i in range(8)]
+    good = [
+        _called("move_lift", {"floor": i}, str(i), f"You are on floor {i}.")
+        if i % 2
+        else _called("set_blinds", {"room": f"room {i}", "state": "shut"}, "{'state': 'shut'}", "They are shut.")
+        for i in range(8)
+    ]
+    bad = [_called("move_lift", {"floor": -i}, str(-i), "You are in the cellar.") for i in range(8)]
+    prompts = [_said(question) for question in asked]
+    tools = [[lift] if i % 2 else [lift, blinds] for i in range(8)]
+    return {
+        "language_modeling": {"messages": [a + b for a, b in zip(prompts, good)], "tools": tools},
+        "preference": {"prompt": prompts, "chosen": good, "rejected": bad, "tools": tools},
+    }
+
+
+def reviews() -> Columns:
+    """Text with a label, a few hundred characters each."""
+    texts = [" ".join(a + b for a, b, _ in STATEMENTS[i % 15 : i % 15 + 4]) for i in range(200)]
+    return {"text": texts, "label": [i % 2 for i in range(200)]}
+
+
+def texts() -> list[str]:
+    """What tokenizers are trained on."""
+    whole = [text for prompt, good, bad in STATEMENTS for text in (prompt + good, prompt + bad)]
+    calls = [str(column) for columns in toolcall().values() for column in columns.values()]
+    words = "Hi Hello there yes no this is a very long prompt that fills up the whole max length budget on its own"
+    return [*whole, *QUESTIONS, *calls, words, "You are a helpful assistant. system user assistant tool model"] * 2

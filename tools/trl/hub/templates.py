@@ -1,0 +1,83 @@
+"""Chat templates of the families that the local hub's tokenizers belong to, each in its plainest form."""
+
+from __future__ import annotations
+
+_TOOLS = (
+    "{%- if tools %}{{ turn('system') + 'Tools:' }}{%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{%- endfor %}"
+    "{{ end }}{%- endif %}"
+)
+_CALLS = (
+    "{%- if message.tool_calls %}{%- for call in message.tool_calls %}"
+    "{%- set call = call.function if call.function else call %}"
+    "{{ '<tool_call>\\n' + ({'name': call.name, 'arguments': call.arguments} | tojson) + '\\n</tool_call>' }}"
+    "{%- endfor %}{%- endif %}"
+)
+
+
+def _turns(opening: str, closing: str, *, first: str = "", generation: bool = False, default: str = "") -> str:
+    """A template of turns: ``opening`` (an expression over ``role``), the content, ``closing``."""
+    text = "{%- if message.content %}{{ message.content }}{%- endif %}" + _CALLS + f"{{{{ {closing} }}}}"
+    if generation:
+        answer = f"{{%- if message.role == 'assistant' %}}{{% generation %}}{text}{{% endgeneration %}}"
+        text = f"{answer}{{%- else %}}{text}{{%- endif %}}"
+    system = "".join(
+        (
+            "{%- if messages[0].role != 'system' %}{%- set role = 'system' %}",
+            f"{{{{ {opening} + '{default}' + {closing} }}}}{{%- endif %}}",
+        )
+    )
+    tools = _TOOLS.replace("turn('system')", opening.replace("role", "'system'")).replace(
+        "end }}", f"{closing} }}}}", 1
+    )
+    return "".join(
+        (
+            f"{{{{ {first} }}}}" if first else "",
+            system if default else "",
+            tools,
+            "{%- for message in messages %}{%- set role = message.role %}",
+            f"{{{{ {opening} }}}}{text}{{%- endfor %}}",
+            f"{{%- if add_generation_prompt %}}{{%- set role = 'assistant' %}}{{{{ {opening} }}}}{{%- endif %}}",
+        )
+    )
+
+
+_CHATML = ("'<|im_start|>' + role + '\\n'", "'<|im_end|>\\n'")
+CHATML = _turns(*_CHATML, default="You are a helpful assistant.")
+CHATML_MARKED = _turns(*_CHATML, generation=True)
+CHATML_BOS = _turns(*_CHATML, first="bos_token")
+LLAMA3 = _turns(
+    "'<|start_header_id|>' + role + '<|end_header_id|>\\n\\n'", "'<|eot_id|>'", first="bos_token", generation=True
+)
+GEMMA = _turns(
+    "'<start_of_turn>' + ('model' if role == 'assistant' else role) + '\\n'", "'<end_of_turn>\\n'", first="bos_token"
+)
+COHERE = _turns(
+    "'<|START_OF_TURN_TOKEN|><|' + ('CHATBOT' if role == 'assistant' else role | upper) + '_TOKEN|>'",
+    "'<|END_OF_TURN_TOKEN|>'",
+    first="bos_token",
+)
+PHI3 = _turns("'<|' + role + '|>\\n'", "'<|end|>\\n'")
+GLM4 = _turns("'<|' + role + '|>\\n'", "''", first="'[gMASK]<sop>'")
+MISTRAL = (
+    "{{ bos_token }}{%- for message in messages %}{%- if message.role == 'assistant' %}"
+    "{{ ' ' + message.content + eos_token }}{%- else %}{{ '[INST] ' + message.content + ' [/INST]' }}{%- endif %}"
+    "{%- endfor %}"
+)
+DEEPSEEK = (
+    "{{ bos_token }}{%- for message in messages %}{%- if message.role == 'assistant' %}"
+    "{{ '<｜Assistant｜>' + message.content + '<｜end▁of▁sentence｜>' }}"
+    "{%- elif message.role == 'user' %}{{ '<｜User｜>' + message.content }}"
+    "{%- else %}{{ message.content }}{%- endif %}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{ '<｜Assistant｜>' }}{%- endif %}"
+)
+HARMONY = (
+    "{{ '<|start|>system<|message|>' + (model_identity or 'You are a small model.') + '\\nReasoning: ' "
+    "+ (reasoning_effort or 'medium') + '<|end|>' }}"
+    "{%- for message in messages %}{%- if message.role == 'assistant' %}{% generation %}"
+    "{%- if message.thinking %}"
+    "{{ '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}{%- endif %}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' + (message.content or '') "
+    "+ ('<|return|>' if loop.last else '<|end|>') }}{% endgeneration %}"
+    "{%- else %}{{ '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{%- endif %}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{%- endif %}"
+)

@@ -1,0 +1,125 @@
+"""Small byte-level tokenizers with the special tokens and the chat template of a family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from tools.trl.hub import templates
+
+VOCABULARY = 1000
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the tokenizers of a family have in common.
+
+    Attributes:
+        eos: ends an answer.
+        pad: None where the family has none.
+        bos: None where the family has none.
+        template: chat template; None where the family has none.
+        others: further special tokens.
+        starts: ``bos`` is put before every text.
+        ends: ``eos`` is put behind every text.
+    """
+
+    eos: str
+    pad: str | None = None
+    bos: str | None = None
+    template: str | None = None
+    others: tuple[str, ...] = field(default=())
+    starts: bool = False
+    ends: bool = False
+
+    def specials(self) -> list[str]:
+        """All special tokens, each once."""
+        return list(dict.fromkeys(token for token in (self.pad, self.bos, self.eos, *self.others) if token))
+
+
+_CHATML = ("<|im_start|>", "<|im_end|>")
+FAMILIES: dict[str, Family] = {
+    "qwen": Family("<|im_end|>", "<|endoftext|>", None, templates.CHATML, _CHATML),
+    "qwen3": Family("<|im_end|>", "<|endoftext|>", None, templates.CHATML_MARKED, _CHATML),
+    "llama3": Family(
+        "<|eot_id|>",
+        None,
+        "<|begin_of_text|>",
+        templates.LLAMA3,
+        ("<|start_header_id|>", "<|end_header_id|>", "<|end_of_text|>"),
+        starts=True,
+    ),
+    "llama": Family("</s>", None, "<s>", None, ("<unk>",), starts=True),
+    "mistral": Family("</s>", None, "<s>", templates.MISTRAL, ("<unk>",), starts=True),
+    "gemma": Family("<eos>", "<pad>", "<bos>", templates.GEMMA, ("<start_of_turn>", "<end_of_turn>"), starts=True),
+    "gpt2": Family("<|endoftext|>", None, "<|endoftext|>", templates.CHATML, _CHATML),
+    "neox": Family("<|endoftext|>", None, "<|endoftext|>"),
+    "cohere": Family(
+        "<|END_OF_TURN_TOKEN|>",
+        "<PAD>",
+        "<BOS_TOKEN>",
+        templates.COHERE,
+        ("<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>"),
+        starts=True,
+    ),
+    "phi3": Family("<|endoftext|>", "<|endoftext|>", "<s>", templates.PHI3, ("<|user|>", "<|assistant|>", "<|end|>")),
+    "deepseek": Family(
+        "<｜end▁of▁sentence｜>",
+        "<｜end▁of▁sentence｜>",
+        "<｜begin▁of▁sentence｜>",
+        templates.DEEPSEEK,
+        ("<｜User｜>", "<｜Assistant｜>"),
+        starts=True,
+    ),
+    "glm4": Family(
+        "<|endoftext|>", "<|endoftext|>", None, templates.GLM4, ("[gMASK]", "<sop>", "<|user|>", "<|assistant|>")
+    ),
+    "lfm2": Family("<|im_end|>", "<|pad|>", "<|startoftext|>", templates.CHATML_BOS, _CHATML, starts=True),
+    "olmo3": Family("<|im_end|>", "<|pad|>", None, templates.CHATML_MARKED, (*_CHATML, "<|endoftext|>")),
+    "harmony": Family(
+        "<|return|>",
+        "<|endoftext|>",
+        "<|startoftext|>",
+        templates.HARMONY,
+        ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"),
+    ),
+    "t5": Family("</s>", "<pad>", None, None, ("<unk>",), ends=True),
+}
+
+
+def train(family: Family, texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer of the family; the same texts give the same one.
+
+    Args:
+        family: special tokens and chat template.
+        texts: what pairs of bytes are counted in.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=family.specials(),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    first = [family.bos] if family.starts and family.bos else []
+    last = [family.eos] if family.ends else []
+    if first or last:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=" ".join([*first, "$A", *last]),
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in (*first, *last)],
+        )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=family.eos,
+        bos_token=family.bos,
+        pad_token=family.pad,
+        model_max_length=32768,
+    )
+    fast.chat_template = family.template
+    return fast
