@@ -196,11 +196,6 @@ class TrainerSurface:
         """Whether this is the first rank of its machine."""
         return local_rank() == 0
 
-    @property
-    def hub_model_id(self) -> str | None:
-        """The repository that the options name."""
-        return getattr(self.args, "hub_model_id", None)
-
     def predict(self, test_dataset: Any, *_: Any, **__: Any) -> Any:
         """Only a reward model has something to say of a row, see :class:`RewardTrainer`.
 
