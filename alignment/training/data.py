@@ -17,7 +17,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from alignment.config.errors import DataError, OptionError
+from alignment.config.errors import DataError, OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import HasLengths, mixture_parts, tested_parts
 from alignment.data.columns import stream_columns
@@ -222,9 +222,12 @@ def _tokenised(
     data = retries(part.where, part.load)
     if isinstance(data, IterableDataset):
         if options.ref_placement == "precomputed":
+            asked = (
+                "precompute_ref_log_probs" if getattr(options, "precompute_ref_log_probs", False) else "ref_placement"
+            )
             raise OptionError(
-                f"ref_placement='precomputed': {part.where} is an IterableDataset, and log-probs are kept by row; "
-                "pass a Dataset, or set another ref_placement"
+                f"{setting(asked, getattr(options, asked))}: not supported with IterableDataset, which {part.where} is, "
+                "as log-probs are kept by row; pass a Dataset, or set another ref_placement"
             )
         rows, columns = (
             _rows_of_stream(part.where, limit, options),
