@@ -222,12 +222,11 @@ def _tokenised(
     data = retries(part.where, part.load)
     if isinstance(data, IterableDataset):
         if options.ref_placement == "precomputed":
-            asked = (
-                "precompute_ref_log_probs" if getattr(options, "precompute_ref_log_probs", False) else "ref_placement"
-            )
+            early = getattr(options, "precompute_ref_log_probs", False)
+            asked = setting("precompute_ref_log_probs", True) if early else setting("ref_placement", "precomputed")
             raise OptionError(
-                f"{setting(asked, getattr(options, asked))}: not supported with IterableDataset, which {part.where} is, "
-                "as log-probs are kept by row; pass a Dataset, or set another ref_placement"
+                f"{asked}: not supported with IterableDataset, which {part.where} is, as log-probs are kept by row; pass "
+                "a Dataset, or set another ref_placement"
             )
         rows, columns = (
             _rows_of_stream(part.where, limit, options),
