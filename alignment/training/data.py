@@ -225,8 +225,8 @@ def _tokenised(
             early = getattr(options, "precompute_ref_log_probs", False)
             asked = setting("precompute_ref_log_probs", True) if early else setting("ref_placement", "precomputed")
             raise OptionError(
-                f"{asked}: not supported with IterableDataset, which {part.where} is, as log-probs are kept by row; pass "
-                "a Dataset, or set another ref_placement"
+                f"{asked}: not supported with IterableDataset, which {part.where} is: log-probs are kept by row; "
+                "pass a Dataset, or set another ref_placement"
             )
         rows, columns = (
             _rows_of_stream(part.where, limit, options),
