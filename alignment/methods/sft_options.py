@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from alignment.config import checks
+from alignment.config.compatibility.trl import SFTCompatibility
 from alignment.config.errors import OptionError, setting
 from alignment.config.fields import option
 from alignment.config.options import AlignmentConfig
@@ -19,7 +20,7 @@ SFT_LOSS_TYPES = ("nll", "chunked_nll", "dft")
 
 
 @dataclass(kw_only=True)
-class SFTConfig(TokenizerOptions, SequenceOptions, AlignmentConfig):
+class SFTConfig(TokenizerOptions, SequenceOptions, SFTCompatibility, AlignmentConfig):
     """Supervised fine-tuning: the likelihood of given answers, conversations or texts.
 
     Raises:

@@ -46,6 +46,7 @@ from alignment.training.checkpointing.output_folder import COMPLETIONS
 from alignment.training.context import Resources, RunContext
 from alignment.training.data import PreparedData
 from alignment.training.method import Models
+from alignment.training.sampling.settings import token_ids
 from alignment.training.window import WindowPass
 
 Function: TypeAlias = Callable[..., Any] | PreTrainedModel | str
@@ -207,7 +208,7 @@ class OnlineResources(Resources):
 
     def _sampling(self, model: PreTrainedModel, tokenizer: Any) -> Sampling:
         options = self.options
-        ends = _ids(tokenizer.eos_token_id) | _ids(model.generation_config.eos_token_id)
+        ends = token_ids(tokenizer.eos_token_id) | token_ids(model.generation_config.eos_token_id)
         pad = tokenizer.pad_token_id
         return Sampling(
             max_new_tokens=options.max_new_tokens,
@@ -254,7 +255,3 @@ class OnlineResources(Resources):
     def close(self) -> None:
         """Release the reward models."""
         self.ranker.close()
-
-
-def _ids(value: int | Sequence[int] | None) -> set[int]:
-    return set() if value is None else {value} if isinstance(value, int) else set(value)

@@ -284,6 +284,7 @@ def window_sampler(data: PreparedData, method: AnyMethod, args: AlignmentConfig)
         seed=order_seed(args),
         draw_partners=method.draws_partners,
         stratify=args.stratify_labels,
+        sequential=args.train_sampling_strategy == "sequential",
         drop_last=args.dataloader_drop_last,
         max_tokens=args.max_tokens_per_batch,
         partners=stored_partners(data, method, args),
