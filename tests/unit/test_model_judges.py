@@ -255,6 +255,16 @@ def test_an_endpoint_is_looked_at_before_training() -> None:
         judge(server.url, retries=1).check()
 
 
+def test_a_dry_run_looks_at_the_endpoint_once() -> None:
+    with serving(longer, Answer(body=b'{"data": []}')) as server:
+        assert Judge(judge(server.url)).looked_at() == [f"judge m at {server.url}: it is there"]
+    (line,) = Judge(judge(server.url, retries=9, pause=60)).looked_at()
+    assert line.startswith(f"judge m at {server.url}: ConnectionRefusedError") and line.endswith(
+        "A run would end here"
+    )
+    assert Judge(lambda prompts, pairs: []).looked_at() == []
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
