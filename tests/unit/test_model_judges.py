@@ -219,12 +219,14 @@ def test_the_key_is_sent_and_kept_nowhere(monkeypatch: pytest.MonkeyPatch) -> No
     assert KEY not in str(raised.value)
 
 
-def test_a_key_is_not_sent_to_where_a_server_points() -> None:
+@pytest.mark.parametrize("status", [302, 307])
+def test_a_key_is_not_sent_to_where_a_server_points(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
     with serving(longer) as other:
-        away = Answer(status=307, body=b"{}", headers=(("Location", f"{other.url}/chat/completions"),))
-        with serving(sequence(away)) as server, pytest.raises(RewardError, match="HTTP 307"):
-            asked(judge(server.url))
-        assert not other.asked
+        away = Answer(status=status, body=b"{}", headers=(("Location", f"{other.url}/chat/completions"),))
+        with serving(sequence(away)) as server, pytest.raises(RewardError, match=f"HTTP {status}"):
+            asked(judge(server.url, api_key_env="JUDGE_KEY"))
+        assert not other.headers and server.headers
 
 
 def test_requests_are_limited(capsys: pytest.CaptureFixture[str]) -> None:
