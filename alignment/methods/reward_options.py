@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from alignment.config import checks
+from alignment.config.compatibility.trl import RewardCompatibility
 from alignment.config.errors import OptionError
 from alignment.config.fields import option
 from alignment.config.options import AlignmentConfig
@@ -15,7 +16,7 @@ from alignment.config.registry import Paper
 
 
 @dataclass(kw_only=True)
-class RewardConfig(TokenizerOptions, SequenceOptions, AlignmentConfig):
+class RewardConfig(TokenizerOptions, SequenceOptions, RewardCompatibility, AlignmentConfig):
     """A sequence classifier with one label, trained on pairs by the Bradley-Terry model.
 
     Raises:

@@ -107,7 +107,8 @@ class OnlineResources(Resources):
             raise OptionError(
                 f"reward_model: {reward_model!r} is no path and no model; give a function as reward_funcs"
             )
-        given = [*([] if reward_model is None else [reward_model]), *functions]
+        also = any(one is reward_model or (isinstance(one, str) and one == reward_model) for one in functions)
+        given = [*([] if reward_model is None or also else [reward_model]), *functions]  # the same model counts once
         if not given:
             raise OptionError(
                 "reward_model: nothing scores the completions; pass reward_model, reward_funcs or judge, or set "
@@ -173,6 +174,8 @@ class OnlineResources(Resources):
 
     def window_pass(self, context: RunContext, models: Models, aux_coefficient: float | None) -> WindowPass:
         """Rollout and scoring before every window; what they decide belongs to the state of the run."""
+        if isinstance(self.ranker, RewardRanker):
+            self.ranker.rewards.follow(context.state)
         online = self._online(models.policy, context)
         register = context.run_state.register
         register("rollout", online.rollout)

@@ -18,6 +18,7 @@ import deepspeed
 import torch
 from transformers import PreTrainedModel
 
+from alignment.config.compatibility.verdicts import judged_names
 from alignment.config.fields import words
 from alignment.config.options import AlignmentConfig
 from alignment.data.prepare import describe_tokenizer
@@ -96,7 +97,8 @@ def identity(fingerprint: str | None) -> str | None:
 
 def compared_options(args: AlignmentConfig) -> dict[str, Any]:
     """The options that have to be the same for a run to go on."""
-    compared = {name: value for name, value in args.to_dict().items() if name not in MAY_CHANGE}
+    left_out = MAY_CHANGE | judged_names(args)
+    compared = {name: value for name, value in args.to_dict().items() if name not in left_out}
     as_read: dict[str, Any] = json.loads(json.dumps(compared, default=str))  # as a manifest will give them back
     return as_read
 
