@@ -76,9 +76,8 @@ class Accelerator:
         barrier()
 
     def unwrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
-        """The model itself, also inside a DeepSpeed engine or a compiled module."""
-        inner = getattr(model, "_orig_mod", model)
-        inner = getattr(inner, "module", inner)
+        """The model itself, also inside a DeepSpeed engine."""
+        inner = getattr(model, "module", model)
         scored = getattr(inner, "model", None) if type(inner).__module__.startswith("alignment.") else None
         return scored if isinstance(scored, nn.Module) else inner
 
