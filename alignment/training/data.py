@@ -223,8 +223,7 @@ def _tokenised(
     if isinstance(data, IterableDataset):
         if options.ref_placement == "precomputed":
             raise OptionError(
-                f"precompute_ref_log_probs (ref_placement='precomputed') is not supported with IterableDataset, which "
-                f"{part.where} is: log-probs are kept by row; "
+                f"ref_placement='precomputed': {part.where} is an IterableDataset, and log-probs are kept by row; "
                 "pass a Dataset, or set another ref_placement"
             )
         rows, columns = (
