@@ -62,7 +62,7 @@ def test_folders_to_write_to_may_begin_with_the_home(monkeypatch: pytest.MonkeyP
         ("model_init_kwargs", '{"a": [1, 2]}', {"a": [1, 2]}),
         ("deepspeed", '{"zero_optimization": {"stage": 3}}', {"zero_optimization": {"stage": 3}}),
         ("deepspeed", "zero3", "zero3"),
-        ("deepspeed", Path("a/b.json"), "a/b.json"),
+        ("merged_output_dir", Path("a/b"), "a/b"),
         ("optim_args", "momentum=0.9", "momentum=0.9"),
         ("eval_strategy", "epoch", Strategy.EPOCH),
         ("save_strategy", False, SaveStrategy.NO),
