@@ -7,7 +7,7 @@ from typing import Any
 from alignment.config.dtypes import requested_dtype
 from alignment.config.errors import OptionError, did_you_mean, setting
 from alignment.config.fields import SaveStrategy, Strategy, words
-from alignment.config.options_data import check_mixture, tested_parts
+from alignment.config.options_data import PROMPT_LENGTH, SequenceOptions, check_mixture, tested_parts
 from alignment.config.options_faults import check_faults
 from alignment.config.options_model import REF_PLACEMENTS, check_adapters
 
@@ -26,6 +26,7 @@ SCHEDULES = (
     "warmup_stable_decay",
     "greedy",
 )
+_RISING = ("linear", "constant_with_warmup")  # and DeepSpeed's logarithmic warm-up suits them
 _METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 _SCHEDULES_NEEDING: dict[str, tuple[str, ...]] = {
     "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
@@ -236,6 +237,11 @@ def _check_schedule(options: Any) -> None:
             f"{setting('lr_scheduler_type', name)}: it needs {' or '.join(needed)}; set lr_scheduler_kwargs "
             f"to a mapping with it"
         )
+    if (options.lr_scheduler_kwargs or {}).get("warmup_type") == "log" and name not in _RISING:
+        raise OptionError(
+            f"{setting('lr_scheduler_kwargs', options.lr_scheduler_kwargs)}: {name} has no logarithmic warm-up; leave "
+            f"warmup_type out, or set lr_scheduler_type to {' or '.join(_RISING)}"
+        )
     if name == "constant" and (options.warmup_ratio or options.warmup_steps):
         which = "warmup_ratio" if options.warmup_ratio else "warmup_steps"
         raise OptionError(
@@ -248,7 +254,13 @@ def check_lengths(options: Any, rows_per_unit: int) -> None:
     """Lengths in tokens. ``rows_per_unit``: sequences that must share a micro-batch (2 for a pair)."""
     at_least(options, 2, "max_length")
     at_least(options, 1, "max_prompt_length", "max_completion_length")
-    if options.max_length is None or options.max_tokens_per_batch is None:
+    if isinstance(options, SequenceOptions):
+        at_least(options, 1, "num_completions_to_log", "max_new_tokens")
+    if options.max_length is None:
+        return
+    if options.max_prompt_length == PROMPT_LENGTH >= options.max_length:  # the default, which would leave no room
+        options.max_prompt_length = options.max_length // 2
+    if options.max_tokens_per_batch is None:
         return
     least = rows_per_unit * options.max_length
     if options.max_tokens_per_batch < least:

@@ -99,7 +99,7 @@ def option(
         choices: for text options, the values that it may take.
         older: further names of it, each of which takes the same values.
         several: whether a command line may give several values.
-        shown: whether it is printed with the options, which a secret is not.
+        shown: false for a secret, which is left out where the options are printed.
     """
     metadata: dict[str, Any] = {"help": help}
     if choices is not None:

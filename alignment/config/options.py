@@ -27,7 +27,9 @@ from alignment.config.options_data import DataOptions
 from alignment.config.options_faults import FaultOptions
 from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions
 from alignment.config.options_training import LoggingOptions, MemoryOptions, SavingOptions, TrainingOptions
+from alignment.config.process.facts import ProcessFacts
 from alignment.config.registry import Paper, name_of
+from alignment.config.translated import accelerate, sections
 from alignment.internals.transformers import parallel_mode
 
 _OUTPUT_DIR = "trainer_output"  # as transformers calls it
@@ -78,6 +80,7 @@ class AlignmentConfig(
     DataOptions,
     ModelOptions,
     TransformersOptions,
+    ProcessFacts,
     metaclass=_ByName,
 ):
     """What every method has. Use a method's class (``KTOConfig``, ``CPOConfig``), not this one.
@@ -143,6 +146,8 @@ class AlignmentConfig(
         convert_options(self)
         if self.output_dir is None:
             self.output_dir = _OUTPUT_DIR
+        accelerate.translate(self)
+        sections.translate(self)
         self._expand_folders()
         refusals.refuse_not_yet(self)
         refuse_values(self)

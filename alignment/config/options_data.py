@@ -17,6 +17,7 @@ COLUMNS = (
     "prompt", "completion", "label", "chosen", "rejected", "margin", "tools", "chat_template_kwargs", "messages",
     "text",
 )  # fmt: skip
+PROMPT_LENGTH = 512
 MAPPED_COLUMNS = ("query", "system")  # taken only where `column_map` names them: many datasets have such columns
 _ELSEWHERE = {
     "response": "completion",
@@ -110,12 +111,22 @@ class SequenceOptions:
         "Longest prompt and completion together, in tokens; `null`: the model's limit.",
         older=("max_seq_length",),
     )
-    max_prompt_length: int | None = option(512, "Longest prompt, in tokens; `null`: only `max_length` counts.")
+    max_prompt_length: int | None = option(
+        PROMPT_LENGTH,
+        "Longest prompt, in tokens; `null`: only `max_length` counts. With a `max_length` of 512 or less, half of it "
+        "takes the place of 512.",
+    )
     max_completion_length: int | None = option(None, "Longest completion, in tokens; unset: only `max_length` counts.")
     truncation_mode: str = option(
         "keep_end", "Which part of a prompt that is too long is kept.", choices=TRUNCATION_MODES
     )
-    generate_during_eval: bool = option(False, "Log a table of prompts with answers of policy and reference.")
+    generate_during_eval: bool = option(
+        False,
+        "At each evaluation, sample answers of policy and reference to the first different prompts of each set: a "
+        "table in `completions.jsonl`, on the terminal, and in the reporting integrations.",
+    )
+    num_completions_to_log: int = option(8, "Prompts of one such table.")
+    max_new_tokens: int = option(256, "Longest of these answers, in tokens.")
 
 
 @dataclass(kw_only=True)

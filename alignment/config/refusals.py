@@ -51,9 +51,6 @@ NOT_YET: dict[str, NotYet] = {
         WORKING_OPTIMIZERS, "this optimizer is not supported yet", "the nearest that works is", partial=True
     ),
     "sync_ref_model": NotYet((False,), _SYNC, "leave it out: the reference stays the policy as given"),
-    "generate_during_eval": NotYet(
-        (False,), "sampling during evaluation is not supported yet", "leave it out and sample from a saved folder"
-    ),
     "activation_offloading": NotYet(
         (False,), "activations in host memory are not supported yet", "keep gradient_checkpointing=true"
     ),

@@ -21,6 +21,7 @@ from alignment.references.base import RowIds
 from alignment.reporting.metrics import REWARDS, add_rewards, add_sides, sides
 from alignment.training.context import Resources
 from alignment.training.method import Method, RowLosses, Window
+from alignment.training.surface.positional import online_arguments
 from alignment.training.trainer import AlignmentTrainer
 
 
@@ -102,6 +103,8 @@ class OnlineDPOTrainer(AlignmentTrainer):
     Args:
         model: the policy: path, hub name or live model.
         ref_model: the reference; None means the policy as it is given here.
+        positional: further arguments in the order of TRL's releases: ``reward_funcs``, in older ones then ``judge``,
+            then ``args``, ``data_collator``, ``train_dataset``, ``eval_dataset``, ``processing_class`` and so on.
         reward_model: a sequence classifier with one label: path, hub name or live model.
         reward_funcs: functions ``f(prompts, completions, **columns) -> scores``, or names of such as
             ``file.py:function``, or further reward models; one or several, also beside ``reward_model``.
@@ -120,6 +123,7 @@ class OnlineDPOTrainer(AlignmentTrainer):
         self,
         model: str | PreTrainedModel | None = None,
         ref_model: str | PreTrainedModel | None = None,
+        *positional: Any,
         reward_model: str | PreTrainedModel | None = None,
         reward_funcs: Function | Sequence[Function] | None = None,
         judge: Any = None,
@@ -130,8 +134,15 @@ class OnlineDPOTrainer(AlignmentTrainer):
         if reward_processing_class is not None and reward_processing_classes is not None:
             raise OptionError("reward_processing_classes: reward_processing_class was given as well; leave one out")
         tokenizers = reward_processing_classes if reward_processing_class is None else reward_processing_class
+        named = {"reward_funcs": reward_funcs, "judge": judge, "tokenizers": tokenizers}
+        given = {**arguments, **{name: value for name, value in named.items() if value is not None}}
+        placed = online_arguments(positional, "tokenizers")
+        for name in sorted(placed.keys() & given.keys()):
+            raise TypeError(f"got multiple values for argument {name!r}")
+        given |= placed
+        reward_funcs, judge, tokenizers = (given.pop(name, None) for name in named)
         self._given = (reward_model, reward_funcs, judge, tokenizers)
-        super().__init__(model, ref_model, **arguments)
+        super().__init__(model, ref_model, **given)
 
     def _resources(self) -> Resources:
         stage = self.engine_plan.policy["zero_optimization"]["stage"]

@@ -136,6 +136,29 @@ def with_adapter_names(args: AlignmentConfig, trained: str | None, reference: st
     return args
 
 
+def with_quantization(
+    args: AlignmentConfig, model: str | PreTrainedModel, quantization_config: Any
+) -> AlignmentConfig:
+    """The options with the ``quantization_config`` that the constructor was given, for ``from_pretrained``.
+
+    Raises:
+        OptionError: the model is there already, or ``model_init_kwargs`` has one as well.
+    """
+    if quantization_config is None:
+        return args
+    if not isinstance(model, str):
+        raise OptionError(
+            "quantization_config: model is a live model, whose weights are what they are; pass its path, or load it "
+            "with from_pretrained(quantization_config=...)"
+        )
+    keywords = args.model_init_kwargs or {}
+    if keywords.get("quantization_config") is not None:
+        raise OptionError("quantization_config: model_init_kwargs has one as well; leave one out")
+    args = copy.copy(args)
+    args.model_init_kwargs = {**keywords, "quantization_config": quantization_config}
+    return args
+
+
 def check_data_source(args: AlignmentConfig | None, train_dataset: Any) -> None:
     """Refuse a dataset that is given twice: as an object and by an option, which would then do nothing.
 

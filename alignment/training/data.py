@@ -248,13 +248,9 @@ def _tokenised(
     )
 
 
-def _rows_of_stream(where: str, limit: int | None, options: AlignmentConfig) -> int:
-    """How many rows of a stream are needed: nothing else tells whether it ever ends."""
+def _rows_of_stream(where: str, limit: int | None, options: AlignmentConfig) -> int | None:
+    """How many rows of a stream are needed; None: all of them, to evaluate on, where nothing else says how many."""
     if not where.startswith(TRAINING):
-        if limit is None:
-            raise DataError(
-                f"{where}: it is an IterableDataset, which may have no end; set max_eval_samples, or pass a Dataset"
-            )
         return limit
     steps = options.max_steps * options.window_size if options.max_steps > 0 else None
     if limit is None and steps is None:

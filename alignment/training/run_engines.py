@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import enable_full_determinism, set_seed
 
 from alignment.config.dtypes import SHORT
@@ -233,6 +234,12 @@ class RunEngines:
             context.tell(line)
         context.tell(None if self._gradients is None else self._gradients.describe())
         self.resources.built(policy.scorer.model)
+
+    def follow(self, schedule: LRScheduler) -> None:
+        """Let the policy's learning rate follow another schedule of its optimizer from now on."""
+        policy = self.policy
+        policy.scheduler = policy.engine.lr_scheduler = self.context.events.handler.lr_scheduler = schedule
+        self.context.run_state.register("schedule", ScheduleState(schedule))
 
     def know(self, datasets: Iterable[PreparedData]) -> None:
         """Let a precomputed reference answer about these datasets too; collective, and nothing for any other one.

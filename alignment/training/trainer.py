@@ -5,7 +5,6 @@ The constructor has TRL's shape, so that a script written for TRL runs after cha
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,11 +23,9 @@ from alignment.engines.optimizers import check_optimization
 from alignment.engines.phases import Phases
 from alignment.engines.watch.retries import Retries
 from alignment.models.adapters.record import unwrapped
-from alignment.models.tasks import CAUSAL_LM
 from alignment.planning.engines import check_alike, plan_engines
-from alignment.references.engine import ReferencePlan
 from alignment.reporting.activity import ACTIVITY
-from alignment.reporting.log import JsonlLog, strict
+from alignment.reporting.log import JsonlLog
 from alignment.training.arguments import (
     balancing_coefficient,
     check_collator,
@@ -40,11 +37,12 @@ from alignment.training.arguments import (
     named_datasets,
     refuse_arguments,
     with_adapter_names,
+    with_quantization,
 )
 from alignment.training.callbacks import Events, check_callbacks, check_early_stopping
 from alignment.training.checkpointing.best import BestModel, check_best_metric
 from alignment.training.checkpointing.merged import write_merged
-from alignment.training.checkpointing.output_folder import LOG, write_json
+from alignment.training.checkpointing.output_folder import LOG
 from alignment.training.checkpointing.present import Present, present_run
 from alignment.training.checkpointing.restore import restore
 from alignment.training.checkpointing.resume import Checkpoint
@@ -54,7 +52,6 @@ from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import Resources, RunContext
 from alignment.training.data import PreparedData, prepare_data, total_steps, window_sampler
 from alignment.training.evaluation import evaluate, evaluation_windows
-from alignment.training.hub.card import Subject
 from alignment.training.hub.methods import HubMethods
 from alignment.training.hub.uploads import Uploads
 from alignment.training.interruptions.limits import limits_of
@@ -64,13 +61,15 @@ from alignment.training.loop import TrainingLoop
 from alignment.training.method import AnyMethod
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import Identity, RunState
-from alignment.training.summary import write_report
+from alignment.training.sampling.answers import answers_of
+from alignment.training.surface.again import begin_again
 from alignment.training.surface.overrides import check_overrides
 from alignment.training.surface.positional import in_place
+from alignment.training.surface.records import TrainerRecords
 from alignment.training.surface.trainer_surface import TrainerSurface
 
 
-class AlignmentTrainer(TrainerSurface, HubMethods):
+class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
     """Base of the trainers; use that of a method, such as :class:`KTOTrainer`.
 
     Args:
@@ -87,6 +86,8 @@ class AlignmentTrainer(TrainerSurface, HubMethods):
             ``model`` trains those that it has.
         model_adapter_name: as the option.
         ref_adapter_name: as the option.
+        quantization_config: how bitsandbytes keeps the weights of a ``model`` that is given by name; as
+            ``quantization_config`` among ``model_init_kwargs``.
         **unsupported: TRL's further arguments (collators …); each is refused by name.
 
     Raises:
@@ -111,6 +112,7 @@ class AlignmentTrainer(TrainerSurface, HubMethods):
         model_adapter_name: str | None = None,
         ref_adapter_name: str | None = None,
         data_collator: Any = None,
+        quantization_config: Any = None,
         **unsupported: Any,
     ) -> None:
         check_overrides(type(self), AlignmentTrainer)
@@ -124,6 +126,7 @@ class AlignmentTrainer(TrainerSurface, HubMethods):
         check_data_source(args, train_dataset)
         callbacks = check_callbacks(callbacks)
         model, args = model_and_options(type(self).__name__, self.config_class, model, args)
+        args = with_quantization(args, model, quantization_config)
         self.args = with_adapter_names(args, model_adapter_name, ref_adapter_name)
         init_distributed(self.args.use_cpu)
         self.retries = Retries(self.args.retries, self.args.retry_pause)
@@ -150,6 +153,7 @@ class AlignmentTrainer(TrainerSurface, HubMethods):
         self.phases = Phases(device())
         self.log_file = JsonlLog(self.output_dir / LOG if rank() == 0 else None, self.tell, timed=True)
         self.context = self._context()
+        self.context.answers = answers_of(self.context, lambda: self._writes_logs)
         self.uploads = Uploads(self.context, self._subject)
         if repository is not None:
             self.uploads.use(repository)
@@ -161,6 +165,7 @@ class AlignmentTrainer(TrainerSurface, HubMethods):
         handler.model = self.engines.model
         handler.train_dataloader = self.get_train_dataloader() if self.train_data is not None else None
         handler.eval_dataloader = self.get_eval_dataloader() if self.eval_data else None
+        self._at_first: Present | None = None  # where engines were built before train()
         self.events("on_init_end")
 
     def _context(self) -> RunContext:
@@ -187,17 +192,6 @@ class AlignmentTrainer(TrainerSurface, HubMethods):
             sampler=self.sampler,
             eval_data=self.eval_data,
             advice=self.advice,
-        )
-
-    def _subject(self) -> Subject:
-        """What a model card says of the model."""
-        name = self.policy_source.name
-        return Subject(
-            title=(self.args.hub_model_id or self.output_dir.absolute().name).split("/")[-1],
-            base=name if isinstance(name, str) and name else None,
-            is_classifier=self.method.task is not CAUSAL_LM,
-            is_adapter=self.engine_plan.adapters is not None,
-            tags=list(getattr(self.engines.model, "model_tags", None) or ()),
         )
 
     def close(self) -> None:
@@ -293,6 +287,9 @@ class AlignmentTrainer(TrainerSurface, HubMethods):
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train to the end of the schedule.
 
+        A second call trains for as long again, from the weights that there are, with a new schedule and the
+        optimizer's moments; checkpoints and logs of the first are then in ``previous-1`` of the output folder.
+
         Args:
             resume_from_checkpoint: ``latest`` (or True) or a folder to go on from; None: as the option says.
 
@@ -310,19 +307,30 @@ class AlignmentTrainer(TrainerSurface, HubMethods):
             named = " (dataset_name is read by the command; pass load_dataset(...) in Python)"
             said = named if self.args.dataset_name or self.args.dataset_mixture else ""
             raise OptionError(f"train_dataset: none was given{said}, so there is nothing to train on")
-        if self.engines.trained:
-            raise OptionError("train: this trainer has trained already; save the model and make another one")
-        check_early_stopping(self.args, self.events.handler.callbacks)
-        reference = self.reference_source if self.method.needs_reference else None
-        given = None if reference is self.policy_source else reference
-        present = present_run(self.context, self.engine_plan, given, self.resources)
         asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        if self.engines.trained:
+            steps = total_steps(self.args, self.sampler)
+            begin_again(self.context, self.engines, self.identity, steps, resumes=bool(asked))
+        check_early_stopping(self.args, self.events.handler.callbacks)
+        present, self._at_first = self._at_first or self._present(), None
         checkpoint = self.folder.enter(asked, present)
         if self.is_world_process_zero():
             name = None if checkpoint is None else checkpoint.folder.name
             begin_status(self.output_dir, self.args.method, name, bool(asked), self.tell)
         with ending_in_status(), listening(self.tell):
             return self._trained(checkpoint, present)
+
+    def _present(self) -> Present:
+        """What the run is now."""
+        reference = self.reference_source if self.method.needs_reference else None
+        given = None if reference is self.policy_source else reference
+        return present_run(self.context, self.engine_plan, given, self.resources)
+
+    def build_engines(self) -> None:
+        """As the base says; what stands for a live model is noted before an engine changes it."""
+        if self.sampler is not None and not self.engines.trained:
+            self._at_first = self._at_first or self._present()
+        super().build_engines()
 
     def _trained(self, checkpoint: Checkpoint | None, present: Present) -> TrainOutput:
         """As :meth:`train`, in a folder that is this run's."""
@@ -341,7 +349,8 @@ class AlignmentTrainer(TrainerSurface, HubMethods):
             raise
         self.write_report(show=True)
         if self.args.merged_output_dir is not None:
-            self.save_model(_internal_call=True)
+            with self.uploads.held():
+                self.save_model()
             write_merged(self.context, self.engine_plan.source, Path(self.args.merged_output_dir))
         if writer.failure is not None:
             raise LastCheckpointError(f"output_dir: the end of the run could not be written: {writer.failure}")
@@ -455,40 +464,5 @@ class AlignmentTrainer(TrainerSurface, HubMethods):
         with ACTIVITY("save model"):
             self.engines.write(folder)
             barrier()
-        if self.args.push_to_hub and not _internal_call:
+        if self.args.push_to_hub and not _internal_call and not self.uploads.holds:
             self.push_saved(folder)
-
-    def tell(self, text: str | None) -> None:
-        """Print a line on the first rank; None is nothing to say."""
-        if text is not None and self.is_world_process_zero():
-            print(text, flush=True)
-
-    def log(self, record: Mapping[str, float]) -> None:
-        """Add a record to ``state.log_history`` and to ``log.jsonl``, and tell the callbacks."""
-        entry = strict({**record, "step": self.state.global_step})
-        if self.state.epoch is not None:
-            entry.setdefault("epoch", self.state.epoch)
-        self.events("on_log", logs={name: value for name, value in entry.items() if name != "step"})
-        self.state.log_history.append(entry)
-        if self.args.disable_tqdm and self.is_world_process_zero():
-            print(json.dumps(entry), flush=True)
-        if self.sampler is not None and not self.folder.held_by_earlier_run:
-            self.retries.write(self.log_file.write)
-            self.log_file.write(entry)
-
-    def settings(self) -> dict[str, Any]:
-        """What the run was resolved to, by the names of the files in the output folder."""
-        files = {"options.json": self.args.to_dict(), "deepspeed.json": self.engine_plan.policy}
-        reference = self.engine_plan.reference
-        if isinstance(reference, ReferencePlan):
-            files["ref_deepspeed.json"] = reference.frozen.ds_config
-        return files | self.resources.settings()
-
-    def write_report(self, *, show: bool) -> None:
-        """Write ``report.md``, and with ``show`` print it. All ranks must call it."""
-        write_report(self.context, self.engines, show=show)
-
-    def _write_settings(self) -> None:
-        """On the first rank."""
-        for name, content in self.settings().items():
-            write_json(self.output_dir / name, content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from alignment.training.surface.positional import in_place, online_arguments
 from alignment.training.surface.trainer_surface import TrainerSurface
 from alignment.training.trainer import AlignmentTrainer
 
-OF_THE_HUB = {"create_model_card", "init_hf_repo"}
 PAIRS: dict[str, list[Any]] = {
     "prompt_ids": [[1, 2], [3]],
     "chosen_ids": [[4], [5, 6]],
@@ -130,7 +130,7 @@ def test_every_method_of_transformers_trainer_works_here_or_is_refused_in_a_subc
         for name, value in vars(transformers.Trainer).items()
         if callable(value) and not name.startswith("_") and name not in NEVER_CALLED
     }
-    missing = {name for name in public if not hasattr(AlignmentTrainer, name)} - OF_THE_HUB
+    missing = {name for name in public if not hasattr(AlignmentTrainer, name)}
     assert not missing, "transformers' Trainer has methods that the table does not know"
 
 
@@ -192,3 +192,16 @@ def test_metrics_are_printed_and_kept_as_transformers_does(tmp_path: Path, capsy
     read = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
     assert read["all_results.json"] == {"eval_loss": 0.25, "train_loss": 0.5}
     assert read["eval_results.json"] == {"eval_loss": 0.25} and read["test_results.json"] == {"test_loss": 1.0}
+
+
+def test_what_scripts_ask_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = CPOConfig("out", warmup_ratio=0.1, use_cpu=True)
+    theirs = transformers.TrainingArguments("out", warmup_steps=0.1, use_cpu=True, report_to="none")
+    assert [options.get_warmup_steps(n) for n in (11, 15)] == [theirs.get_warmup_steps(n) for n in (11, 15)] == [2, 2]
+    assert CPOConfig("out", warmup_steps=3).get_warmup_steps(11) == 3
+    assert options.get_process_log_level() == theirs.get_process_log_level()
+    assert options.device == theirs.device == torch.device("cpu") and options.should_save and options.should_log
+    with options.main_process_first(desc="map"), options.main_process_first(local=False):
+        pass
+    monkeypatch.setenv("RANK", "1")
+    assert options.get_process_log_level() == logging.WARNING and not options.should_save and not options.should_log

@@ -45,6 +45,7 @@ MAY_CHANGE = frozenset(
         max_steps num_train_epochs
         hang_factor hang_timeout hang_timeout_first loss_spike_factor max_bad_steps on_bad_step peer_timeout retries
         retry_pause rewind_windows
+        generate_during_eval
         disable_tqdm dry_run eval_delay eval_on_start eval_steps eval_strategy include_num_input_tokens_seen
         include_tokens_per_second log_completions logging_first_step logging_steps logging_strategy
         num_completions_to_log report_to run_name

@@ -40,6 +40,7 @@ class RunFolder:
         self.lock = OutputLock(path, tell=tell)
         self._free = False
         self._made: list[Path] = []
+        self._entered = False
         self.held_by_earlier_run = False
 
     def check(self) -> None:
@@ -98,11 +99,13 @@ class RunFolder:
         args = self.args
         if asked and args.overwrite_output_dir:  # an argument of train() is seen by no earlier check
             raise OptionError(f"{setting('resume_from_checkpoint', asked)}: set overwrite_output_dir: false with it")
-        if not asked:
+        again = self._entered  # this trainer's own earlier run is moved aside
+        if not asked and not again:
             # A log that is there although the folder was free is this trainer's: it may have evaluated.
             own = (LOG, COMPLETIONS) if self._free else ()
             on_first_rank(lambda: check_output_folder(self.path, args.overwrite_output_dir, files=True, ignored=own))
-        on_first_rank(self._take)
+        if not again:
+            on_first_rank(self._take)
         try:
             check_shared_folder(self.path)
             checkpoint = self._chosen(asked, present)
@@ -111,7 +114,7 @@ class RunFolder:
         except BaseException:
             self.release()
             raise
-        self.held_by_earlier_run = False
+        self.held_by_earlier_run, self._entered = False, True
         return checkpoint
 
     def went_on(self, checkpoint: Checkpoint) -> None:
@@ -143,11 +146,14 @@ class RunFolder:
             raise OutputError(
                 f"output_dir: {self.path / STATUS} is a folder, in the place of the run's status; remove it"
             )
-        if checkpoint is None and (self.args.overwrite_output_dir or self.held_by_earlier_run and not resumes):
+        replaces = self.args.overwrite_output_dir or self._entered or (self.held_by_earlier_run and not resumes)
+        if checkpoint is None and replaces:
             place = set_aside(self.path)
             if place is not None:
-                option = "overwrite_output_dir" if self.args.overwrite_output_dir else "output_dir"
-                self.tell(f"{option}: checkpoints and logs of the earlier run are in {place}")
+                why = "overwrite_output_dir" if self.args.overwrite_output_dir else "output_dir"
+                self.tell(
+                    f"{'train' if self._entered else why}: checkpoints and logs of the earlier run are in {place}"
+                )
             return
         if checkpoint is None and resumes:
             self.tell(f"resume_from_checkpoint: {self.path} has no checkpoint, so the run begins")
@@ -182,6 +188,7 @@ class RunFolder:
 
     def release(self) -> None:
         """Let the next run have it; a folder that was made for this one disappears if nothing was written."""
+        self._entered = False
         self.lock.release()
         with contextlib.suppress(OSError):  # it has content
             for path in self._made:

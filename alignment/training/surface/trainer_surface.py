@@ -196,11 +196,6 @@ class TrainerSurface:
         """Whether this is the first rank of its machine."""
         return local_rank() == 0
 
-    @property
-    def hub_model_id(self) -> str | None:
-        """The repository that the options name."""
-        return getattr(self.args, "hub_model_id", None)
-
     def predict(self, test_dataset: Any, *_: Any, **__: Any) -> Any:
         """Only a reward model has something to say of a row, see :class:`RewardTrainer`.
 
@@ -275,9 +270,10 @@ class TrainerSurface:
 def shown_rows(data: PreparedData, method: AnyMethod) -> Dataset:
     """The rows of a tokenised dataset by the names that ``method`` shows them by, in the same order, in memory."""
     rows = data.dataset
-    names = list(method.shown(rows[:1]))
-    if set(names) <= set(rows.column_names):
-        return rows.select_columns(names)
+    first = rows[:1]
+    shown = method.shown(first)
+    if all(first.get(name) == values for name, values in shown.items()):  # columns as they are stored
+        return rows.select_columns(list(shown))
     return rows.map(
         method.shown, batched=True, remove_columns=rows.column_names, keep_in_memory=True, load_from_cache_file=False
     )

@@ -1,0 +1,1 @@
+"""What scripts ask transformers' arguments about the process that they run in."""

@@ -1,0 +1,104 @@
+"""Members of transformers' ``TrainingArguments`` that are no options: rank, device, who writes, and how loud to be."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+# transformers' names of levels; "passive" leaves the library's own level as it is.
+_LEVELS = {
+    "detail": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
+
+
+class ProcessFacts:
+    """The part of the options that is a matter of the process. torch is imported where it is asked for."""
+
+    if TYPE_CHECKING:
+        warmup_steps: float
+        warmup_ratio: float
+
+        @property
+        def n_gpu(self) -> int: ...
+
+        @property
+        def process_index(self) -> int: ...
+
+        @property
+        def local_process_index(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        import torch
+
+        return torch.device("cuda", self.local_process_index) if self.n_gpu else torch.device("cpu")
+
+    @property
+    def should_log(self) -> bool:
+        """Whether this process prints: the first rank."""
+        return self.process_index == 0
+
+    @property
+    def should_save(self) -> bool:
+        """Whether this process writes what all ranks gather: the first rank."""
+        return self.process_index == 0
+
+    @property
+    def place_model_on_device(self) -> bool:
+        """Whether the engine moves the model to its device: always."""
+        return True
+
+    def get_process_log_level(self) -> int:
+        """The level for the loggers of a script, as in the module ``logging``.
+
+        It is that of ``log_level``, of other ranks than the first that of ``log_level_replica``; where that is
+        ``passive``, the level that transformers logs at.
+        """
+        name = self._level("log_level", "passive") if self.should_log else self._level("log_level_replica", "warning")
+        if name in _LEVELS:
+            return _LEVELS[name]
+        from transformers.utils import logging as transformers_logging
+
+        return int(transformers_logging.get_verbosity())
+
+    def _level(self, option: str, default: str) -> str:
+        value: Any = getattr(self, option, None)
+        return default if value is None else str(value)
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Steps of the warm-up in a run of so many; a share of them is rounded up, as transformers does."""
+        if self.warmup_steps >= 1:
+            return int(self.warmup_steps)
+        return math.ceil(num_training_steps * (self.warmup_steps or self.warmup_ratio))
+
+    @contextlib.contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        """One rank runs the body before the others do, such as to fill a cache that they read. Collective.
+
+        Args:
+            local: the first rank of each machine goes first; False: the first rank of all.
+            desc: of no effect; names the work, for readers.
+        """
+        from torch import distributed
+
+        first = (self.local_process_index if local else self.process_index) == 0
+        together = distributed.is_available() and distributed.is_initialized()
+        if together and not first:
+            distributed.barrier()
+        try:
+            yield
+        finally:
+            if together and first:
+                distributed.barrier()

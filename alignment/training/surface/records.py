@@ -1,0 +1,98 @@
+"""What a trainer says: lines, records of the log, the settings of the run, its report and what its card names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerState
+
+from alignment.config.options import AlignmentConfig
+from alignment.data.windows import WindowSampler
+from alignment.engines.launch_env import rank
+from alignment.engines.watch.retries import Retries
+from alignment.models.source import ModelSource
+from alignment.models.tasks import CAUSAL_LM
+from alignment.planning.engines import EnginePlan
+from alignment.references.engine import ReferencePlan
+from alignment.reporting.log import JsonlLog, strict
+from alignment.training.callbacks import Events
+from alignment.training.checkpointing.output_folder import write_json
+from alignment.training.checkpointing.run_folder import RunFolder
+from alignment.training.context import Resources, RunContext
+from alignment.training.hub.card import Subject
+from alignment.training.method import AnyMethod
+from alignment.training.run_engines import RunEngines
+from alignment.training.summary import write_report
+
+
+class TrainerRecords:
+    """The part of a trainer that others read."""
+
+    args: AlignmentConfig
+    state: TrainerState
+    method: AnyMethod
+    events: Events
+    retries: Retries
+    resources: Resources
+    context: RunContext
+    engines: RunEngines
+    engine_plan: EnginePlan
+    policy_source: ModelSource
+    sampler: WindowSampler | None
+    folder: RunFolder
+    output_dir: Path
+    log_file: JsonlLog
+
+    def _subject(self) -> Subject:
+        """What a model card says of the model."""
+        name = self.policy_source.name
+        return Subject(
+            title=(self.args.hub_model_id or self.output_dir.absolute().name).split("/")[-1],
+            base=name if isinstance(name, str) and name else None,
+            is_classifier=self.method.task is not CAUSAL_LM,
+            is_adapter=self.engine_plan.adapters is not None,
+            tags=list(getattr(self.engines.model, "model_tags", None) or ()),
+        )
+
+    def tell(self, text: str | None) -> None:
+        """Print a line on the first rank; None is nothing to say."""
+        if text is not None and rank() == 0:
+            print(text, flush=True)
+
+    def log(self, record: Mapping[str, float]) -> None:
+        """Add a record to ``state.log_history`` and to ``log.jsonl``, and tell the callbacks."""
+        entry = strict({**record, "step": self.state.global_step})
+        if self.state.epoch is not None:
+            entry.setdefault("epoch", self.state.epoch)
+        self.events("on_log", logs={name: value for name, value in entry.items() if name != "step"})
+        self.state.log_history.append(entry)
+        if self.args.disable_tqdm and rank() == 0:
+            print(json.dumps(entry), flush=True)
+        if self._writes_logs:
+            self.retries.write(self.log_file.write)
+            self.log_file.write(entry)
+
+    @property
+    def _writes_logs(self) -> bool:
+        """Whether the files in the output folder are this trainer's to write into."""
+        return self.sampler is not None and not self.folder.held_by_earlier_run
+
+    def settings(self) -> dict[str, Any]:
+        """What the run was resolved to, by the names of the files in the output folder."""
+        files = {"options.json": self.args.to_dict(), "deepspeed.json": self.engine_plan.policy}
+        reference = self.engine_plan.reference
+        if isinstance(reference, ReferencePlan):
+            files["ref_deepspeed.json"] = reference.frozen.ds_config
+        return files | self.resources.settings()
+
+    def write_report(self, *, show: bool) -> None:
+        """Write ``report.md``, and with ``show`` print it. All ranks must call it."""
+        write_report(self.context, self.engines, show=show)
+
+    def _write_settings(self) -> None:
+        """On the first rank."""
+        for name, content in self.settings().items():
+            write_json(self.output_dir / name, content)

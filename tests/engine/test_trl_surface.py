@@ -1,0 +1,134 @@
+"""The trainer's surface over real engines: what scripts read before and after training, and training twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import make_classifier, make_model, options, paired_rows, unpaired_rows
+from peft import LoraConfig, PeftModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
+
+from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
+from alignment.config.errors import OptionError
+
+pytestmark = pytest.mark.ci
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("surface") / "policy", "untied")
+
+
+class Hears(TrainerCallback):  # type: ignore[misc]
+    """What callbacks are given, and the records that they hear of."""
+
+    def __init__(self) -> None:
+        self.given: dict[str, Any] = {}
+        self.evaluated: list[set[str]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.given = given
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
+        self.evaluated.append(set(metrics))
+
+
+def copied(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+
+
+def test_a_kto_run_as_scripts_look_at_it(policy: str, tmp_path: Path) -> None:
+    """The model before and after; loaded once; sets one record each; loaders as training takes rows; trained twice."""
+    rows, heard = unpaired_rows(9), Hears()
+    args = KTOConfig(**options(tmp_path, max_steps=2, learning_rate=0.1, lr_scheduler_type="linear"))
+    sets = {"a": rows[:3], "b": rows[:2]}
+    trainer = KTOTrainer(policy, None, args, rows, sets, callbacks=[heard])
+    assert trainer.engines.models is None and trainer.optimizer is None and trainer.ref_model is None
+    assert trainer.train_dataset.column_names == ["prompt_ids", "completion_ids", "label"]
+    assert set(trainer.eval_dataset) == {"a", "b"} and len(trainer.eval_dataset["b"]) == 2
+    batches = list(trainer.get_train_dataloader())
+    assert len(batches) == len(trainer.get_train_dataloader()) == 5
+    window, stored = trainer.sampler.plan(0, 0).micro_batches[0][0], trainer.train_dataset
+    for number, (row, partner) in enumerate(zip(window.rows, window.partners, strict=True)):
+        prompt = stored[row]["prompt_ids"]
+        for prefix, answer in (("", stored[row]["completion_ids"]), ("KL_", stored[partner]["completion_ids"])):
+            ids, length = (
+                batches[0][f"{prefix}input_ids"][number],
+                int(batches[0][f"{prefix}attention_mask"][number].sum()),
+            )
+            assert ids[:length].tolist() == [*prompt, *answer]
+    before = copied(trainer)
+    built = trainer.engines.models
+    assert built is not None and before.keys() == AutoModelForCausalLM.from_pretrained(policy).state_dict().keys()
+    trainer.train()
+    assert trainer.engines.models is built, "training loaded the model again"
+    assert all(not torch.equal(value, trainer.model.get_parameter(name)) for name, value in before.items())
+    assert heard.given["optimizer"] is trainer.optimizer and heard.given["lr_scheduler"] is trainer.lr_scheduler
+    assert len(heard.given["train_dataloader"]) == 5 and len(heard.given["eval_dataloader"]) == 2
+    assert trainer.ref_model is not None and trainer.model_wrapped is built.policy.engine
+    assert trainer.accelerator.unwrap_model(trainer.model_wrapped) is trainer.model
+    metrics = trainer.evaluate()
+    assert [{name.split("_")[1] for name in names} for names in heard.evaluated] == [{"a"}, {"b"}]
+    records = [record for record in trainer.state.log_history if any(name.startswith("eval_") for name in record)]
+    assert len(records) == 2 and "eval_b_loss" not in records[0] and {"eval_a_loss", "eval_b_loss"} <= set(metrics)
+    assert trainer.evaluate("b")["eval_b_loss"] == metrics["eval_b_loss"]
+    middle, rates = copied(trainer), [r["learning_rate"] for r in trainer.state.log_history if "learning_rate" in r]
+    result = trainer.train()
+    assert result.global_step == 2 and trainer.engines.models is built
+    assert [r["learning_rate"] for r in trainer.state.log_history if "learning_rate" in r] == rates == [0.1, 0.05]
+    assert any(not torch.equal(value, trainer.model.get_parameter(name)) for name, value in middle.items())
+    logs = [trainer.output_dir / name for name in ("log.jsonl", "previous-1/log.jsonl")]
+    names = [json.loads(log.read_text().splitlines()[0])["run"] for log in logs]
+    assert names[0] != names[1]
+    with pytest.raises(OptionError, match="make another trainer"):
+        trainer.train(resume_from_checkpoint=True)
+    trainer.close()
+    for act in (trainer.train, lambda: trainer.model):
+        with pytest.raises(OptionError, match="make another trainer"):
+            act()
+
+
+def test_reading_the_model_changes_no_number(policy: str, tmp_path: Path) -> None:
+    """Adapters with dropout on a live model, by position; the model is the PeftModel around them.
+
+    A run that has been read goes on from a checkpoint of one that has not.
+    """
+    found: list[dict[str, torch.Tensor]] = []
+    for read in (False, True, True):
+        folder = tmp_path / str(len(found))
+        args = CPOConfig(**options(folder, max_steps=2) | {"save_strategy": "steps", "save_steps": 1})
+        lora = LoraConfig(r=2, lora_dropout=0.5, task_type="CAUSAL_LM")
+        model = AutoModelForCausalLM.from_pretrained(policy)
+        trainer = CPOTrainer(model, args, None, paired_rows(6), peft_config=lora)
+        before = copied(trainer) if read else {}
+        trainer.train(str(tmp_path / "0" / "out" / "checkpoint-1") if found[1:] else None)
+        assert isinstance(trainer.model, PeftModel) and trainer.model.get_base_model() is model
+        for name, value in before.items():
+            changed = not torch.equal(value, trainer.model.get_parameter(name))
+            assert name.startswith("base_model.model.") and changed == ("lora_" in name), name
+        found.append(copied(trainer))
+        trainer.close()
+    for other in found[1:]:
+        assert all(torch.equal(value, other[name]) for name, value in found[0].items())
+
+
+def test_a_reward_model_predicts_the_rewards_of_each_row(tmp_path: Path) -> None:
+    model = make_classifier(tmp_path / "model")
+    rows = paired_rows(7)
+    trainer = RewardTrainer(model, RewardConfig(**options(tmp_path, max_steps=1)), train_dataset=rows)
+    predicted = trainer.predict(rows)
+    assert predicted.predictions.shape == (7, 2) and predicted.label_ids.tolist() == [0] * 7
+    better = predicted.predictions[:, 0] > predicted.predictions[:, 1]
+    assert predicted.metrics["test_rewards/accuracies"] == pytest.approx(better.mean())
+    plain = AutoModelForSequenceClassification.from_pretrained(model)
+    shown = trainer.train_dataset
+    for number in range(7):
+        for column, name in enumerate(("chosen_ids", "rejected_ids")):
+            with torch.no_grad():
+                score = plain(torch.tensor([shown[number][name]])).logits[0, 0].item()
+            assert predicted.predictions[number, column] == pytest.approx(score, abs=1e-5)
+    trainer.close()
