@@ -76,6 +76,9 @@ def test_a_kto_run_as_scripts_look_at_it(policy: str, tmp_path: Path) -> None:
     records = [record for record in trainer.state.log_history if any(name.startswith("eval_") for name in record)]
     assert len(records) == 2 and "eval_b_loss" not in records[0] and {"eval_a_loss", "eval_b_loss"} <= set(metrics)
     assert trainer.evaluate("b")["eval_b_loss"] == metrics["eval_b_loss"]
+    trainer.write_report(show=False)
+    report = (trainer.output_dir / "report.md").read_text()
+    assert "a_loss" in report and "b_loss" in report
     middle, rates = copied(trainer), [r["learning_rate"] for r in trainer.state.log_history if "learning_rate" in r]
     result = trainer.train()
     assert result.global_step == 2 and trainer.engines.models is built
