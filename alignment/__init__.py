@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         maybe_unpair_preference_dataset,
         unpair_preference_dataset,
     )
+    from alignment.training.sampling.callbacks import LogCompletionsCallback, WinRateCallback
 
 __version__ = "0.1.0"
 
@@ -66,6 +67,7 @@ __all__ = [
     "HfPairwiseJudge",
     "KTOConfig",
     "KTOTrainer",
+    "LogCompletionsCallback",
     "ModelConfig",
     "OnlineDPOConfig",
     "OnlineDPOTrainer",
@@ -79,7 +81,7 @@ __all__ = [
     "SIMPLE_CHAT_TEMPLATE",
     "ScriptArguments",
     "TrlParser",
-    "__version__",
+    "WinRateCallback",
     "apply_chat_template",
     "clone_chat_template",
     "extract_prompt",
@@ -93,6 +95,7 @@ __all__ = [
     "maybe_unpair_preference_dataset",
     "setup_chat_format",
     "unpair_preference_dataset",
+    "__version__",
 ]
 
 _PATHS = (path for entry in METHODS.entries.values() for path in (entry.options, entry.trainer))
@@ -103,6 +106,7 @@ _FOR_SCRIPTS = {
     "rewards.endpoint": "EndpointJudge OpenAIPairwiseJudge",
     "rewards.hub_judges": "HfPairwiseJudge PairRMJudge",
     "rewards.pairwise": "AllTrueJudge BaseBinaryJudge BaseJudge BasePairwiseJudge BaseRankJudge",
+    "training.sampling.callbacks": "LogCompletionsCallback WinRateCallback",
     "scripts.arguments": "DatasetConfig DatasetMixtureConfig ScriptArguments",
     "scripts.chat": "SIMPLE_CHAT_TEMPLATE clone_chat_template setup_chat_format",
     "scripts.mixture": "get_dataset",

@@ -64,7 +64,7 @@ ONLINE = [
     ),
     online("no reward model", "reward_model_path: '@none': no such folder", reward_model_path="@none"),
     online("language model as reward model", "reward_model_path", "score", "reward", reward_model_path="%good"),
-    online("two labels", "reward_model_path", "num_labels=2", reward_model_path="%two-labels"),
+    online("three labels", "reward_model_path", "num_labels=3", reward_model_path="%three-labels"),
     online(
         "no template of the reward model's",
         "reward_processing_class: @data.jsonl row 1 is conversational",
@@ -98,7 +98,7 @@ ONLINE = [
 
 def write_classifiers(folder: Path) -> None:
     """Write ``classifier`` and copies of it with one fault each into ``folder``."""
-    for name, labels in (("classifier", 1), ("two-labels", 2), ("classifier-no-template", 1)):
+    for name, labels in (("classifier", 1), ("three-labels", 3), ("classifier-no-template", 1)):
         config = tiny_config("tied")
         config.num_labels = labels
         torch.manual_seed(0)

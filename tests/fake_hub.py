@@ -86,6 +86,7 @@ class FakeHub:
 class _Handler(BaseHTTPRequestHandler):
     fake: FakeHub
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm, wbufsize = True, 1 << 16  # or each answer waits 40 ms for an acknowledgement
 
     def log_message(self, *args: Any) -> None:
         """Say nothing."""
@@ -182,7 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
             return {"error": "You don't have the rights to create a model under this namespace"}, 403
         name = f"me/{asked['name']}"
         if name in self.fake.repos:
-            return {"error": "You already created this model repo"}, 409
+            return {"error": "You already created this model repo", "url": f"{self.fake.url}/{name}"}, 409
         private = {"private": True, "public": False}.get(asked.get("visibility", ""), asked.get("private"))
         self.fake.repos[name] = Repo(private)
         return ({"url": f"{self.fake.url}/{name}", "name": name, "id": "1"},)

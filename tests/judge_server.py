@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 
 
 class Answer(NamedTuple):
-    """What is sent: a body as it is, or the text of a message; ``wait`` seconds before, ``cut``: half of it."""
+    """What is sent: a body as it is, or the text of a message; ``wait`` seconds before, ``cut``: half of it.
+
+    ``drip``: seconds between two of its bytes.
+    """
 
     text: str | None = None
     status: int = 200
@@ -20,12 +23,18 @@ class Answer(NamedTuple):
     wait: float = 0.0
     cut: bool = False
     refusal: str | None = None
+    drip: float = 0.0
 
     def content(self) -> bytes:
         if self.body is not None:
             return self.body
         message = {"role": "assistant", "content": self.text, "refusal": self.refusal}
         return json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}).encode()
+
+
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64  # where it is full, a connection waits for a second
 
 
 class Server:
@@ -45,8 +54,7 @@ class Server:
         self.headers: list[dict[str, str]] = []
         self.most = self._now = 0
         self.lock, self.released = threading.Lock(), threading.Event()
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._http.daemon_threads = True
+        self._http = _Http(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._http.server_port}/v1"
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
@@ -88,8 +96,13 @@ class Server:
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
-                self.wfile.write(content[: len(content) // 2] if answer.cut else content)
-                self.wfile.flush()
+                size = 1 if answer.drip else len(content) // 2 if answer.cut else len(content)
+                with contextlib.suppress(OSError):  # the client has hung up
+                    for start in range(0, len(content), size):
+                        self.wfile.write(content[start : start + size])
+                        self.wfile.flush()
+                        if answer.cut or server.released.wait(answer.drip):
+                            break
                 self.close_connection |= answer.cut
 
         return Handler

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from alignment.config.fields import option_fields
 
 if TYPE_CHECKING:
     from alignment.config.options import AlignmentConfig
@@ -54,7 +55,7 @@ def dry_run_lines(trainer: AlignmentTrainer, stored: Sequence[str] = ()) -> Iter
 
 
 def _options(options: AlignmentConfig) -> Iterator[str]:
-    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    defaults = {field.name: field.default for field in option_fields(options)}
     values = options.to_dict()
     width = max(map(len, values))
     yield "Options (* is not the default):"

@@ -14,7 +14,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from alignment.config.compatibility.verdicts import verdict_of
 from alignment.config.errors import OutputError
+from alignment.config.fields import option_fields
 from alignment.config.lookup import packaged_names
 from alignment.config.options import AlignmentConfig
 from alignment.config.refusals import refused_fields
@@ -41,7 +43,7 @@ END = "<!-- end of options -->"
 
 def grouped_fields(cls: type) -> Iterator[tuple[type, list[dataclasses.Field[Any]]]]:
     """The options of a class by the group, a class with a ``TITLE``, that declares them; base classes first."""
-    fields = {field.name: field for field in dataclasses.fields(cls)}
+    fields = {field.name: field for field in option_fields(cls) if verdict_of(field) is None}
     for part in reversed(cls.__mro__):
         own = [fields[name] for name in inspect.get_annotations(part) if name in fields]
         if own:

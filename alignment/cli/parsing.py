@@ -16,12 +16,15 @@ from typing import Any, NamedTuple, NoReturn
 from alignment.cli.output import print_and_leave
 from alignment.cli.recipes import read_recipe
 from alignment.config import checks
+from alignment.config.compatibility.names import older_names
 from alignment.config.errors import OptionError, setting
 from alignment.config.fields import hints, members
 from alignment.config.lookup import packaged_names
 from alignment.config.options import AlignmentConfig
 from alignment.config.refusals import unknown_option
 from alignment.config.registry import METHODS, option_names
+
+_LAUNCHERS = "local_rank"  # an argument that torch's and DeepSpeed's launchers put before the others
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,7 +45,7 @@ def glimpse(argv: list[str]) -> Glimpse:
     """The method and ``use_cpu`` as the arguments or the recipe give them; nothing where they cannot be read."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--method", nargs="?")
-    parser.add_argument("--use_cpu", nargs="?", const="true")
+    parser.add_argument("--use_cpu", "--no_cuda", nargs="?", const="true")
     try:
         seen, rest = parser.parse_known_args(argv)
     except OptionError:
@@ -95,7 +98,7 @@ def parse(argv: list[str], program: str = "launch/train.py") -> AlignmentConfig:
     recipe = read_recipe(recipe_name, outside.values()) if recipe_name is not None else {}
     method = _method(given.pop("method", None), recipe.pop("method", None), recipe_name)
     cls = METHODS[method]
-    names = option_names(cls)
+    names = option_names(cls) | set(older_names(cls))
     for name, value in recipe.items():
         if name not in names:
             raise OptionError(f"{recipe_name}: {unknown_option(cls.method, name, value, names)}")
@@ -118,32 +121,31 @@ def read_arguments(
 ) -> tuple[str | None, dict[str, Any]]:
     """The recipe's name, if there is one, and the options given, as texts (lists of texts for list options).
 
+    Of an option that is there several times the last one counts.
+
     Args:
         argv: the arguments after the script's name.
         outside: options of methods that are not in the registry.
 
     Raises:
-        OptionError: an option that no method has, one given twice, or a value without an option.
+        OptionError: an option that no method has, or a value without an option.
     """
     owners: dict[str, list[type]] = {}
     for cls in (*METHODS.values(), *outside):
-        for name in option_names(cls):
+        for name in (*option_names(cls), *older_names(cls)):
             owners.setdefault(name, []).append(cls)
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--local_rank", "--local-rank", nargs=1, action="append")
     parser.add_argument("--method", nargs="*", action="append")
     parser.add_argument("-h", "--help", action="store_const", const=[[]])
-    for name in owners:
+    for name in owners.keys() - {_LAUNCHERS}:
         parser.add_argument(f"--{name}", nargs="*", action="append")
     parsed, rest = parser.parse_known_args(argv)
     recipe = _recipe_name(rest)
     given: dict[str, Any] = {}
     for name, occurrences in vars(parsed).items():
-        if name == "local_rank":
-            continue  # the launcher's; the environment says the same
-        if len(occurrences) > 1:
-            raise OptionError(f"--{name}: given {len(occurrences)} times; keep one")
-        given[name] = _value(name, occurrences[0], owners.get(name, ()))
+        if name != _LAUNCHERS:  # of which the environment says the same
+            given[name] = _value(name, occurrences[-1], owners.get(name, ()))
     return recipe, given
 
 
@@ -185,7 +187,7 @@ def _value(name: str, values: list[str], owners: Iterable[type]) -> Any:
         return True
     if len(values) == 1:
         return values[0]
-    if any(list in members(hints(cls)[name]) for cls in owners):
+    if any(list in members(hints(cls)[older_names(cls).get(name, name)]) for cls in owners):
         return values
     raise OptionError(f"--{name} {' '.join(values)}: takes one value; {values[1]!r} belongs to no option")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from alignment.config.compatibility.names import older_names
 from alignment.config.errors import OptionError, one_line, setting, show
 from alignment.config.fields import words
 from alignment.config.lookup import packaged
@@ -79,7 +80,9 @@ def read_recipe(name: str, outside: Iterable[type[AlignmentConfig]] = ()) -> dic
         return {}
     if not isinstance(content, dict):
         raise OptionError(f"{path}: expected keys with values, found {type(content).__name__}; write key: value")
-    return _flattened(content, str(path), {"method"}.union(*map(option_names, (*METHODS.values(), *outside))))
+    classes = (*METHODS.values(), *outside)
+    known = {"method"}.union(*map(option_names, classes), *map(older_names, classes))
+    return _flattened(content, str(path), known)
 
 
 def _path(name: str) -> Path:

@@ -7,7 +7,7 @@ from typing import Any
 from alignment.config.dtypes import requested_dtype
 from alignment.config.errors import OptionError, did_you_mean, setting
 from alignment.config.fields import SaveStrategy, Strategy, words
-from alignment.config.options_data import check_mixture, tested_parts
+from alignment.config.options_data import PROMPT_LENGTH, SequenceOptions, check_mixture, tested_parts
 from alignment.config.options_faults import check_faults
 from alignment.config.options_model import REF_PLACEMENTS, check_adapters
 
@@ -26,6 +26,7 @@ SCHEDULES = (
     "warmup_stable_decay",
     "greedy",
 )
+_RISING = ("linear", "constant_with_warmup")  # and DeepSpeed's logarithmic warm-up suits them
 _METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 _SCHEDULES_NEEDING: dict[str, tuple[str, ...]] = {
     "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
@@ -33,17 +34,6 @@ _SCHEDULES_NEEDING: dict[str, tuple[str, ...]] = {
     "warmup_stable_decay": ("num_decay_steps",),
 }
 _CHECKPOINT_ARGUMENTS = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
-# Arguments of from_pretrained that are decided elsewhere.
-_DECIDED = {
-    "dtype": "set the option dtype",
-    "torch_dtype": "set the option dtype",
-    "attn_implementation": "set the option attn_implementation",
-    "trust_remote_code": "set the option trust_remote_code",
-    "load_in_4bit": "set the option load_in_4bit",
-    "load_in_8bit": "set the option load_in_8bit",
-    "device_map": "the engine places the model; leave it out",
-    "output_loading_info": "leave it out",
-}
 _REFERENCE_OPTIONS = (
     "ref_model_name_or_path", "ref_model_init_kwargs", "ref_deepspeed", "ref_load_in_4bit", "ref_adapter_name",
 )  # fmt: skip
@@ -136,9 +126,10 @@ def refuse_reference(options: Any, method: str) -> None:
 def check_shared(options: Any) -> None:
     """Everything that does not depend on the method. Raises :class:`OptionError` for the first fault."""
     if not options.output_dir:
-        raise OptionError("output_dir=None: no folder to write to; set output_dir")
+        raise OptionError("output_dir='': no folder to write to; set output_dir, or leave it out for trainer_output")
     _check_ranges(options)
     _check_steps(options)
+    _check_order(options)
     _check_optimizer(options)
     _check_schedule(options)
     requested_dtype(options)
@@ -147,19 +138,14 @@ def check_shared(options: Any) -> None:
             f"{setting('gradient_checkpointing_kwargs', options.gradient_checkpointing_kwargs)}: has no effect with "
             f"gradient_checkpointing=False; leave one of them out"
         )
-    _check_mappings(options)
+    _check_checkpointing(options)
     check_adapters(options)
     check_mixture(options)
     check_faults(options)
     check_output(options)
 
 
-def _check_mappings(options: Any) -> None:
-    for name in ("model_init_kwargs", "ref_model_init_kwargs"):
-        given = getattr(options, name)
-        for key in given or ():
-            if key in _DECIDED:
-                raise OptionError(f"{setting(name, given)}: {key} has no place in it; {_DECIDED[key]}")
+def _check_checkpointing(options: Any) -> None:
     given = options.gradient_checkpointing_kwargs
     for key in given or ():
         if key not in _CHECKPOINT_ARGUMENTS:
@@ -167,6 +153,14 @@ def _check_mappings(options: Any) -> None:
                 f"{setting('gradient_checkpointing_kwargs', given)}: torch's checkpoint function has no {key}"
                 f"{did_you_mean(key, _CHECKPOINT_ARGUMENTS)}; set keys among {', '.join(_CHECKPOINT_ARGUMENTS)}"
             )
+
+
+def _check_order(options: Any) -> None:
+    if options.train_sampling_strategy == "sequential" and options.stratify_labels:
+        raise OptionError(
+            "train_sampling_strategy='sequential' and stratify_labels=True: both say in which order rows come; leave "
+            "one out"
+        )
 
 
 def _check_ranges(options: Any) -> None:
@@ -243,6 +237,11 @@ def _check_schedule(options: Any) -> None:
             f"{setting('lr_scheduler_type', name)}: it needs {' or '.join(needed)}; set lr_scheduler_kwargs "
             f"to a mapping with it"
         )
+    if (options.lr_scheduler_kwargs or {}).get("warmup_type") == "log" and name not in _RISING:
+        raise OptionError(
+            f"{setting('lr_scheduler_kwargs', options.lr_scheduler_kwargs)}: {name} has no logarithmic warm-up; leave "
+            f"warmup_type out, or set lr_scheduler_type to {' or '.join(_RISING)}"
+        )
     if name == "constant" and (options.warmup_ratio or options.warmup_steps):
         which = "warmup_ratio" if options.warmup_ratio else "warmup_steps"
         raise OptionError(
@@ -255,8 +254,16 @@ def check_lengths(options: Any, rows_per_unit: int) -> None:
     """Lengths in tokens. ``rows_per_unit``: sequences that must share a micro-batch (2 for a pair)."""
     at_least(options, 2, "max_length")
     at_least(options, 1, "max_prompt_length", "max_completion_length")
+    if isinstance(options, SequenceOptions):
+        at_least(options, 1, "num_completions_to_log", "max_new_tokens")
+    if options.max_length is None:
+        return
+    if options.max_prompt_length == PROMPT_LENGTH >= options.max_length:  # the default, which would leave no room
+        options.max_prompt_length = options.max_length // 2
+    if options.max_tokens_per_batch is None:
+        return
     least = rows_per_unit * options.max_length
-    if options.max_tokens_per_batch is not None and options.max_tokens_per_batch < least:
+    if options.max_tokens_per_batch < least:
         what = "one row" if rows_per_unit == 1 else "a pair"
         raise OptionError(
             f"{setting('max_tokens_per_batch', options.max_tokens_per_batch)}: too small for {what} of "

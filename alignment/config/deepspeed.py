@@ -116,7 +116,7 @@ class LoadedConfig(dict[str, Any]):
         self.source = source
 
 
-def load_deepspeed_config(value: str | Path | dict[str, Any] | None, default: str) -> dict[str, Any]:
+def load_deepspeed_config(value: str | Path | dict[str, Any] | None, default: str) -> LoadedConfig:
     """A DeepSpeed JSON as a mapping of its own.
 
     Args:
@@ -127,7 +127,7 @@ def load_deepspeed_config(value: str | Path | dict[str, Any] | None, default: st
         OptionError: no such file, or not valid JSON (with the line).
     """
     if isinstance(value, dict):
-        return LoadedConfig(copy.deepcopy(value), "DeepSpeed mapping")
+        return LoadedConfig(copy.deepcopy(dict(value)), source_of(value))
     path = Path(default if value is None else value).expanduser()
     if not path.is_file():
         path = packaged("ds_configs", str(path))

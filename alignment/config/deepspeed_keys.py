@@ -104,8 +104,8 @@ _OFFLOAD_OPTIMIZER = 'write "offload_optimizer": {"device": "cpu"} instead'
 
 # Keys that would be ignored, or that would make the numbers wrong.
 REFUSED: dict[str, str] = {
-    "optimizer": "the optimizer is chosen by optim, learning_rate, weight_decay and adam_*; remove the section",
-    "scheduler": "the schedule is chosen by lr_scheduler_type and warmup_ratio; remove the section",
+    "optimizer": "only the policy's engine has an optimizer; remove the section",
+    "scheduler": "only the policy's engine has a schedule; remove the section",
     "bfloat16": "it is ignored beside bf16; write bf16",
     "activation_checkpointing": "models of transformers do not read it; set gradient_checkpointing",
     "tensorboard": _MONITOR,

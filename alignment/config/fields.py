@@ -14,8 +14,9 @@ import os
 import re
 import types
 import typing
+from collections.abc import Callable
 from enum import Enum
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -49,15 +50,96 @@ class SaveStrategy(str, Enum):
         return self.value
 
 
-def option(default: Any, help: str, *, choices: tuple[str, ...] | None = None, shown: bool = True) -> Any:
-    """A dataclass field with its one-sentence help and, for text options, the values that it may take.
+class Read(NamedTuple):
+    """Annotates a type that transformers' ``HfArgumentParser`` can parse with the one that values are converted to."""
 
-    A secret is not ``shown`` where the options are printed.
+    hint: Any
+
+
+_Type = TypeVar("_Type")
+_Class = TypeVar("_Class", bound=type)
+if TYPE_CHECKING:
+    Shared: TypeAlias = Annotated[_Type, "hidden"]
+    Keywords: TypeAlias = dict[str, Any] | None
+    TextOrKeywords: TypeAlias = str | dict[str, Any] | None
+    Texts: TypeAlias = str | list[str]
+    OptionalTexts: TypeAlias = str | list[str] | None
+    TextKeywords: TypeAlias = dict[str, str] | None
+    ListOrKeywords: TypeAlias = list[Any] | dict[str, Any] | None
+    Numbers: TypeAlias = float | list[float]
+    TextOrTruth: TypeAlias = str | bool | None
+else:
+    # An option that scripts have among arguments of their own as well, which HfArgumentParser then fills: an InitVar,
+    # which `dataclasses.fields` leaves out and `dataclasses.replace` keeps.
+    Shared = dataclasses.InitVar
+    Keywords = Annotated[dict[str, Any] | str | None, Read(dict[str, Any] | None)]
+    TextOrKeywords = Annotated[dict[str, Any] | str | None, Read(str | dict[str, Any] | None)]
+    Texts = Annotated[str, Read(str | list[str])]
+    OptionalTexts = Annotated[str | None, Read(str | list[str] | None)]
+    TextKeywords = Annotated[dict[str, str] | str | None, Read(dict[str, str] | None)]
+    ListOrKeywords = Annotated[str | None, Read(list[Any] | dict[str, Any] | None)]
+    Numbers = Annotated[float, Read(float | list[float])]
+    TextOrTruth = Annotated[str | None, Read(str | bool | None)]
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    older: tuple[str, ...] = (),
+    several: bool = False,
+    shown: bool = True,
+) -> Any:
+    """A dataclass field; its metadata are what ``HfArgumentParser`` hands on to ``argparse``.
+
+    Args:
+        default: its value where none is given.
+        help: one sentence.
+        choices: for text options, the values that it may take.
+        older: further names of it, each of which takes the same values.
+        several: whether a command line may give several values.
+        shown: false for a secret, which is left out where the options are printed.
     """
     metadata: dict[str, Any] = {"help": help}
     if choices is not None:
         metadata["choices"] = choices
+    if older:
+        metadata["aliases"] = [f"--{name}" for name in older]
+    if several:
+        metadata["nargs"] = "+"
     return dataclasses.field(default=default, metadata=metadata, repr=shown)
+
+
+def sharing(cls: _Class) -> _Class:
+    """To stand above ``@dataclass``: the annotations of :data:`Shared` options become those of what they hold.
+
+    ``typing.get_type_hints`` of Python 3.10 refuses an ``InitVar``.
+    """
+    for name, text in cls.__annotations__.items():
+        if text.startswith("Shared["):
+            cls.__annotations__[name] = text[len("Shared[") : -1]
+    return cls
+
+
+def option_fields(cls: Any) -> list[dataclasses.Field[Any]]:
+    """The options of a class or an object, also those that ``dataclasses.fields`` leaves out: :data:`Shared` ones."""
+    shown = {field.name for field in dataclasses.fields(cls)}
+    declared: dict[str, dataclasses.Field[Any]] = cls.__dataclass_fields__
+    return [field for name, field in declared.items() if name in shown or "help" in field.metadata]
+
+
+def keeping_shared(post_init: Callable[[Any], None]) -> Callable[..., None]:
+    """A ``__post_init__`` that keeps the values of :data:`Shared` options, which ``__init__`` hands it in order."""
+
+    @functools.wraps(post_init)
+    def with_shared(self: Any, *shared: Any) -> None:
+        shown = {field.name for field in dataclasses.fields(self)}
+        names = [field.name for field in option_fields(self) if field.name not in shown]
+        vars(self).update(zip(names, shared))
+        post_init(self)
+
+    return with_shared
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -77,9 +159,15 @@ _EXPECTED = {
 }
 
 
-def hints(cls: type[Any]) -> dict[str, Any]:
-    """The types that a class declares for its fields."""
-    return typing.get_type_hints(cls)
+@functools.cache
+def hints(cls: Any) -> dict[str, Any]:
+    """The types that values of a class's fields are converted to."""
+    declared = typing.get_type_hints(cls, include_extras=True)
+    return {name: _read(hint) for name, hint in declared.items()}
+
+
+def _read(hint: Any) -> Any:
+    return next((each.hint for each in getattr(hint, "__metadata__", ()) if isinstance(each, Read)), hint)
 
 
 @functools.cache
@@ -228,8 +316,8 @@ def convert_options(options: Any) -> None:
     Raises:
         OptionError: the first value that does not fit.
     """
-    declared = hints(type(options))
-    for field in dataclasses.fields(options):
+    declared = hints(options.__class__)
+    for field in option_fields(options):
         value = convert(field.name, getattr(options, field.name), declared[field.name], field.default)
         choices = field.metadata.get("choices")
         if choices is not None and value is not None and value not in choices:

@@ -6,6 +6,7 @@ Every field is read outside this package or is refused by :mod:`alignment.config
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
@@ -15,19 +16,24 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from alignment.config import checks, dtypes, refusals
+from alignment.config.compatibility.model_kwargs import read_keywords
+from alignment.config.compatibility.names import older_names, read_names, value_here
+from alignment.config.compatibility.training_arguments import TransformersOptions
+from alignment.config.compatibility.verdicts import refuse_values, verdict_of
 from alignment.config.dtypes import planned
 from alignment.config.errors import SECRETS, OptionError
-from alignment.config.fields import SaveStrategy, convert_options
+from alignment.config.fields import SaveStrategy, convert_options, keeping_shared, option_fields
 from alignment.config.options_data import DataOptions
 from alignment.config.options_faults import FaultOptions
 from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions
 from alignment.config.options_training import LoggingOptions, MemoryOptions, SavingOptions, TrainingOptions
 from alignment.config.process.facts import ProcessFacts
 from alignment.config.registry import Paper, name_of
+from alignment.config.translated import accelerate, sections
 from alignment.internals.transformers import parallel_mode
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+_OUTPUT_DIR = "trainer_output"  # as transformers calls it
+_GIVEN, _SETTLED = "_given", "_settled"  # on options: their values before and after they were made of each other
 
 
 def _environment_int(name: str, default: int) -> int:
@@ -45,6 +51,23 @@ def _without_secrets(name: str, value: Any) -> Any:
     return {key: _without_secrets(key, each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
+def _held(value: Any) -> Any:
+    """A value that later changes of its lists and mappings leave alone; what these hold is not copied."""
+    if isinstance(value, dict):
+        return {key: _held(each) for key, each in value.items()}
+    return [_held(each) for each in value] if isinstance(value, list) else value
+
+
+class _ByName(type):
+    """Reads names before the generated ``__init__``, whose TypeError could not say what an option is called here."""
+
+    if not TYPE_CHECKING:
+
+        def __call__(cls, *args: Any, **given: Any) -> Any:
+            refusals.check_names(cls, given)
+            return super().__call__(*args, **read_names(cls, given))
+
+
 @dataclass(kw_only=True)
 class AlignmentConfig(
     FaultOptions,
@@ -56,7 +79,9 @@ class AlignmentConfig(
     TrainingOptions,
     DataOptions,
     ModelOptions,
+    TransformersOptions,
     ProcessFacts,
+    metaclass=_ByName,
 ):
     """What every method has. Use a method's class (``KTOConfig``, ``CPOConfig``), not this one.
 
@@ -73,15 +98,60 @@ class AlignmentConfig(
         default=None, kw_only=False, metadata={"help": "Folder for the model, the log and the resolved settings."}
     )
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        # Before the generated __init__, whose TypeError could not name the nearest option.
-        refusals.check_names(cls, kwargs)
-        return super().__new__(cls)
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__post_init__" in vars(cls):
+            cls.__post_init__ = keeping_shared(vars(cls)["__post_init__"])  # type: ignore[method-assign]
 
+    @keeping_shared
     def __post_init__(self) -> None:
+        vars(self)[_GIVEN] = self._values()
+        self._settle()
+        vars(self)[_SETTLED] = self._values()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """An option by its older name."""
+            here = older_names(type(self)).get(name)
+            if here is None:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return getattr(self, here)
+
+    def _values(self) -> dict[str, Any]:
+        return {field.name: _held(getattr(self, field.name)) for field in option_fields(self)}
+
+    def check_again(self) -> None:
+        """Take over what was set since the options were made, as if it had been given then.
+
+        Raises:
+            OptionError: it cannot be used.
+        """
+        settled, now = vars(self)[_SETTLED], self._values()
+        changed = {name: value for name, value in now.items() if value != settled[name]}
+        older = {name: vars(self)[name] for name in older_names(type(self)) if name in vars(self)}
+        if not changed and not older:
+            return
+        fresh = copy.copy(self)
+        vars(fresh).update({**vars(self)[_GIVEN], **read_names(type(self), {**changed, **older})})
+        AlignmentConfig.__post_init__(fresh)
+        for name in older:
+            del vars(self)[name]
+        vars(self).update({name: value for name, value in vars(fresh).items() if name not in older})
+
+    def _settle(self) -> None:
+        """Convert and check every option, and make those that depend on others."""
+        for field in option_fields(self):
+            setattr(self, field.name, value_here(field.name, getattr(self, field.name)))
         convert_options(self)
+        if self.output_dir is None:
+            self.output_dir = _OUTPUT_DIR
+        accelerate.translate(self)
+        sections.translate(self)
         self._expand_folders()
         refusals.refuse_not_yet(self)
+        refuse_values(self)
+        read_keywords(self)
         checks.check_shared(self)
         if self.per_device_eval_batch_size is None:
             self.per_device_eval_batch_size = self.per_device_train_batch_size
@@ -162,8 +232,10 @@ class AlignmentConfig(
     def to_dict(self) -> dict[str, Any]:
         """All options as plain values, with ``method`` first; a secret is replaced by its name."""
         values: dict[str, Any] = {"method": name_of(self)}
-        for field in dataclasses.fields(self):
+        for field in option_fields(self):
             value = getattr(self, field.name)
+            if verdict_of(field) is not None and value == field.default:
+                continue  # of another library, without effect, and not set
             values[field.name] = _without_secrets(field.name, value.value if isinstance(value, Enum) else value)
         return values
 

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from alignment.config.errors import OptionError, did_you_mean, setting
-from alignment.config.fields import convert, hints, option
+from alignment.config.fields import ListOrKeywords, Shared, TextKeywords, convert, hints, option, sharing
 
 TRUNCATION_MODES = ("keep_end", "keep_start")
 COLUMNS = (
     "prompt", "completion", "label", "chosen", "rejected", "margin", "tools", "chat_template_kwargs", "messages",
     "text",
 )  # fmt: skip
+PROMPT_LENGTH = 512
 MAPPED_COLUMNS = ("query", "system")  # taken only where `column_map` names them: many datasets have such columns
 _ELSEWHERE = {
     "response": "completion",
@@ -29,24 +30,27 @@ _ELSEWHERE = {
 }
 
 
+@sharing
 @dataclass(kw_only=True)
 class DataOptions:
     """Rows and how they are dealt out."""
 
     TITLE: ClassVar[str] = "Data"
 
-    dataset_name: str | None = option(None, "File, folder or hub name of the data (the command line needs it).")
-    dataset_config: str | None = option(None, "Configuration name of a hub dataset.")
-    dataset_train_split: str = option("train", "Split to train on.")
-    dataset_test_split: str | None = option(None, "Split to evaluate on; unset: none.")
-    dataset_mixture: list[Any] | dict[str, Any] | None = option(
+    dataset_name: Shared[str | None] = option(
+        None, "File, folder or hub name of the data (the command line needs it)."
+    )
+    dataset_config: Shared[str | None] = option(None, "Configuration name of a hub dataset.")
+    dataset_train_split: Shared[str] = option("train", "Split to train on.")
+    dataset_test_split: Shared[str | None] = option(None, "Split to evaluate on; unset: none.")
+    dataset_mixture: ListOrKeywords = option(
         None,
         "Several datasets in place of `dataset_name`: a mapping from name to weight, or a list of mappings with "
         "`dataset_name` and, if need be, `dataset_config`, `split`, `test_split`, `weight`, `column_map`. Weights are "
         "shares of the mixture's rows: as many rows as possible are drawn in these shares by the seed of the order, "
         "none of them twice. Without weights: every row.",
     )
-    column_map: dict[str, str] | None = option(
+    column_map: TextKeywords = option(
         None,
         "Expected name: name in the data, as in `{prompt: instruction, query: input, completion: output, label: "
         "kto_tag}`; a column that is named takes the place of one that has the expected name already. Expected are "
@@ -60,6 +64,11 @@ class DataOptions:
     max_eval_samples: int | None = option(None, "Use only the first so many evaluation rows.")
     dataset_num_proc: int | None = option(None, "Processes that tokenise; changes the speed, not the result.")
     dataloader_num_workers: int = option(0, "Worker processes that collate batches; 0: the training process does.")
+    train_sampling_strategy: str = option(
+        "random",
+        "Order of the rows in an epoch: `random`, another one in each by the seed, or `sequential`, as they are read.",
+        choices=("random", "sequential"),
+    )
     dataloader_drop_last: bool = option(False, "Drop the last window of an epoch when it is not full.")
     max_tokens_per_batch: int | None = option(
         None,
@@ -79,8 +88,10 @@ class DataOptions:
 class HasLengths(Protocol):
     """The lengths in tokens that rows are cut to, whether options of their own or made of others."""
 
-    max_length: int
     truncation_mode: Any
+
+    @property
+    def max_length(self) -> int | None: ...
 
     @property
     def max_prompt_length(self) -> int | None: ...
@@ -95,13 +106,27 @@ class SequenceOptions:
 
     TITLE: ClassVar[str] = "Lengths"
 
-    max_length: int = option(1024, "Longest prompt and completion together, in tokens.")
-    max_prompt_length: int | None = option(512, "Longest prompt, in tokens; `null`: only `max_length` counts.")
+    max_length: int | None = option(
+        1024,
+        "Longest prompt and completion together, in tokens; `null`: the model's limit.",
+        older=("max_seq_length",),
+    )
+    max_prompt_length: int | None = option(
+        PROMPT_LENGTH,
+        "Longest prompt, in tokens; `null`: only `max_length` counts. With a `max_length` of 512 or less, half of it "
+        "takes the place of 512.",
+    )
     max_completion_length: int | None = option(None, "Longest completion, in tokens; unset: only `max_length` counts.")
     truncation_mode: str = option(
         "keep_end", "Which part of a prompt that is too long is kept.", choices=TRUNCATION_MODES
     )
-    generate_during_eval: bool = option(False, "Log a table of prompts with answers of policy and reference.")
+    generate_during_eval: bool = option(
+        False,
+        "At each evaluation, sample answers of policy and reference to the first different prompts of each set: a "
+        "table in `completions.jsonl`, on the terminal, and in the reporting integrations.",
+    )
+    num_completions_to_log: int = option(8, "Prompts of one such table.")
+    max_new_tokens: int = option(256, "Longest of these answers, in tokens.")
 
 
 @dataclass(kw_only=True)

@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from alignment.config.errors import OptionError, setting
-from alignment.config.fields import option
+from alignment.config.fields import Keywords, Shared, TextOrKeywords, option, option_fields, sharing
 from alignment.config.placement import PLACEMENTS
 
 REF_PLACEMENTS = ("none", "adapter", *PLACEMENTS, "precomputed")
@@ -24,22 +24,23 @@ _FOUR_BITS = (
 )  # fmt: skip
 
 
+@sharing
 @dataclass(kw_only=True)
 class ModelOptions:
     """The policy and the reference."""
 
     TITLE: ClassVar[str] = "Model and reference"
 
-    model_name_or_path: str | None = option(
+    model_name_or_path: Shared[str | None] = option(
         None, "Folder or hub name of the model to train (the command line needs it)."
     )
-    model_init_kwargs: dict[str, Any] | None = option(
+    model_init_kwargs: Keywords = option(
         None, "Further keyword arguments for `from_pretrained` of the policy (JSON on the command line)."
     )
-    trust_remote_code: bool = option(False, "Run Python code that comes with the model or tokenizer.")
-    attn_implementation: str | None = option(None, "Attention kernel: `sdpa`, `eager`, `flash_attention_2` …")
+    trust_remote_code: Shared[bool] = option(False, "Run Python code that comes with the model or tokenizer.")
+    attn_implementation: Shared[str | None] = option(None, "Attention kernel: `sdpa`, `eager`, `flash_attention_2` …")
     ref_model_name_or_path: str | None = option(None, "Reference model; unset: the policy as it was given.")
-    ref_model_init_kwargs: dict[str, Any] | None = option(
+    ref_model_init_kwargs: Keywords = option(
         None, "Further keyword arguments for `from_pretrained` of the reference; unset: the policy's."
     )
     ref_placement: str | None = option(
@@ -50,7 +51,7 @@ class ModelOptions:
         "kept on disk). Unset on a GPU: the first of `replica`, `sharded` and `offload` that fits, by size.",
         choices=REF_PLACEMENTS,
     )
-    ref_deepspeed: str | dict[str, Any] | None = option(
+    ref_deepspeed: TextOrKeywords = option(
         None, "DeepSpeed JSON of the reference engine: path, name in `ds_configs/` or mapping; unset: by placement."
     )
     ref_load_in_4bit: bool | None = option(
@@ -61,8 +62,9 @@ class ModelOptions:
         False,
         "Compute normalisations, rotary embeddings and SwiGLU or GeGLU by Liger's kernels in policy, reference and "
         'reward model (GPU; `pip install "deepspeed-alignment[liger]"`).',
+        older=("use_liger",),
     )
-    liger_kernel_config: dict[str, Any] | None = option(
+    liger_kernel_config: Keywords = option(
         None, 'Which of Liger\'s kernels, by their names: `{"rope": false}`; unset: all but its losses.'
     )
     use_liger_loss: bool = option(False, "Accepted and without effect: log-probs come from a fused head in any case.")
@@ -71,47 +73,52 @@ class ModelOptions:
     )
 
 
+@sharing
 @dataclass(kw_only=True)
 class PrecisionOptions:
     """Number formats and the device."""
 
     TITLE: ClassVar[str] = "Precision and device"
 
-    dtype: str | None = option(
+    dtype: Shared[str | None] = option(
         None,
         "Compute dtype where `bf16` and `fp16` are unset; `auto` or unset: bf16 on GPUs that compute in it, fp16 on "
         "those that only emulate it (Volta, Turing), fp32 on CPUs.",
         choices=DTYPES,
+        older=("torch_dtype",),
     )
     bf16: bool | None = option(
         None, "Compute in bfloat16; unset: where every GPU in use computes in it, and not on a CPU."
     )
     fp16: bool | None = option(None, "Compute in float16 with dynamic loss scaling.")
     tf32: bool | None = option(None, "Allow TF32 in fp32 matrix products (Ampere or newer); unset: torch's setting.")
-    use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
+    use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.", older=("no_cuda",))
 
 
+@sharing
 @dataclass(kw_only=True)
 class AdapterOptions:
     """LoRA and quantised base weights."""
 
     TITLE: ClassVar[str] = "Adapters and quantisation"
 
-    use_peft: bool = option(False, "Train LoRA adapters instead of the whole model.")
-    lora_r: int = option(16, "Rank of the LoRA matrices.")
-    lora_alpha: int = option(32, "LoRA's scale: the update is multiplied by `lora_alpha / lora_r`.")
-    lora_dropout: float = option(0.05, "Dropout on the input of the adapters; `disable_dropout` leaves it alone.")
-    lora_target_modules: str | list[str] | None = option(
+    use_peft: Shared[bool] = option(False, "Train LoRA adapters instead of the whole model.")
+    lora_r: Shared[int] = option(16, "Rank of the LoRA matrices.")
+    lora_alpha: Shared[int] = option(32, "LoRA's scale: the update is multiplied by `lora_alpha / lora_r`.")
+    lora_dropout: Shared[float] = option(
+        0.05, "Dropout on the input of the adapters; `disable_dropout` leaves it alone."
+    )
+    lora_target_modules: Shared[str | list[str] | None] = option(
         None, "Modules that get an adapter, or one regular expression; unset: all linear layers but the head."
     )
-    lora_target_parameters: list[str] | None = option(
+    lora_target_parameters: Shared[list[str] | None] = option(
         None, "Parameters that get an adapter, such as the experts of a mixture: `mlp.experts.gate_up_proj`."
     )
-    lora_modules_to_save: list[str] | None = option(
+    lora_modules_to_save: Shared[list[str] | None] = option(
         None, "Modules trained and saved whole beside the adapters, such as `lm_head`."
     )
-    use_rslora: bool = option(False, "Rank-stabilised LoRA: scale by `lora_alpha / sqrt(lora_r)`.")
-    use_dora: bool = option(False, "Weight-decomposed LoRA.")
+    use_rslora: Shared[bool] = option(False, "Rank-stabilised LoRA: scale by `lora_alpha / sqrt(lora_r)`.")
+    use_dora: Shared[bool] = option(False, "Weight-decomposed LoRA.")
     adapter_name_or_path: str | None = option(
         None, "Folder or hub name of a PEFT adapter of this model, to be trained further."
     )
@@ -121,18 +128,18 @@ class AdapterOptions:
     ref_adapter_name: str | None = option(
         None, "Which adapter of a live model with several is the reference; unset: the policy as given."
     )
-    load_in_4bit: bool = option(False, "Load the base weights in 4 bits (QLoRA).")
-    load_in_8bit: bool = option(False, "Load the base weights in 8 bits.")
-    bnb_4bit_quant_type: str = option("nf4", "Format of the 4-bit weights.", choices=("nf4", "fp4"))
+    load_in_4bit: Shared[bool] = option(False, "Load the base weights in 4 bits (QLoRA).")
+    load_in_8bit: Shared[bool] = option(False, "Load the base weights in 8 bits.")
+    bnb_4bit_quant_type: Shared[str] = option("nf4", "Format of the 4-bit weights.", choices=("nf4", "fp4"))
     bnb_4bit_compute_dtype: str | None = option(
         None, "Format that 4-bit weights are multiplied in; unset: the compute dtype.", choices=DTYPES[1:]
     )
-    bnb_4bit_quant_storage: str | None = option(
+    bnb_4bit_quant_storage: Shared[str | None] = option(
         None,
         "Format that packed 4-bit weights are kept in; unset: the compute dtype, which ZeRO-3 needs.",
         choices=(*DTYPES[1:], "uint8"),
     )
-    use_bnb_nested_quant: bool = option(True, "Quantise the quantisation constants as well.")
+    use_bnb_nested_quant: Shared[bool] = option(True, "Quantise the quantisation constants as well.")
     merged_output_dir: str | None = option(
         None, "After training, write the model with its adapters merged into it to this folder as well."
     )
@@ -149,8 +156,6 @@ class ReferenceOptions:
         None, "Rows that `precomputed` scores at once on each device; unset: those of an evaluation batch."
     )
     sync_ref_model: bool = option(False, "Move the reference towards the policy during training (TR-DPO).")
-    ref_model_mixup_alpha: float = option(0.6, "Share of the policy in such a move.")
-    ref_model_sync_steps: int = option(512, "Optimizer steps between such moves.")
 
 
 def check_adapters(options: Any) -> None:
@@ -196,5 +201,5 @@ def changed_lora(options: Any) -> str | None:
 
 def _changed(options: Any, names: Iterable[str]) -> str | None:
     """The first of these options that is not at its default."""
-    defaults = {field.name: field.default for field in fields(options)}
+    defaults = {field.name: field.default for field in option_fields(options)}
     return next((name for name in names if getattr(options, name) != defaults[name]), None)

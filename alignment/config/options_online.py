@@ -5,11 +5,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from alignment.config import checks
 from alignment.config.errors import OptionError, setting
-from alignment.config.fields import option
+from alignment.config.fields import Keywords, OptionalTexts, TextOrKeywords, option
 from alignment.config.options import AlignmentConfig
 from alignment.config.placement import PLACEMENTS
 
@@ -39,7 +39,7 @@ class RolloutOptions:
         None, "Sample from tokens at least so likely, as a share of the likeliest one's probability."
     )
     repetition_penalty: float = option(1.0, "Penalty on tokens that are there already; 1: none.")
-    generation_kwargs: dict[str, Any] | None = option(
+    generation_kwargs: Keywords = option(
         None, "Further keys of transformers' `GenerationConfig`, such as `no_repeat_ngram_size`."
     )
     rollout_backend: str = option(
@@ -48,13 +48,14 @@ class RolloutOptions:
         "`auto`: whichever supports the model and every processor asked for and is the faster one on this device.",
         choices=ROLLOUT_BACKENDS,
     )
+    use_transformers_paged: bool = option(False, "Another name of `rollout_backend: continuous`.")
     rollout_batch_size: int | None = option(
         None, "Completions generated at once on each device; unset: as many as the memory for their cache allows."
     )
     ds3_gather_for_generation: bool | None = option(
         None,
         "ZeRO-3: gather the whole policy once for a rollout, or (`false`) layer by layer at every token; unset: "
-        "gather if weights and cache fit in 80 % of the free memory of every device.",
+        "gather if weights and cache fit in four fifths of the free memory of every device.",
     )
     log_completions: int = option(
         1, "Write prompts, completions and scores to `completions.jsonl` at every so many-th log; 0: never."
@@ -71,13 +72,15 @@ class RewardOptions:
     reward_model_path: str | None = option(
         None, "Folder or hub name of a sequence classifier with one label; see method `reward`."
     )
-    reward_funcs: str | list[str] | None = option(
-        None, "Python functions that score completions, each as `file.py:function` or `package.module:function`."
+    reward_funcs: OptionalTexts = option(
+        None,
+        "Python functions that score completions, each as `file.py:function` or `package.module:function`.",
+        several=True,
     )
     reward_weights: list[float] | None = option(
         None, "Weights of the rewards in their sum, the reward model's first; unset: 1 each."
     )
-    judge: str | dict[str, Any] | None = option(
+    judge: TextOrKeywords = option(
         None,
         "A judge of pairs in place of rewards: `file.py:name` of (prompts, pairs) -> 0, 1 or -1 for each pair; or a "
         "mapping for a model at an OpenAI-compatible endpoint, such as `{base_url: http://localhost:8000/v1, model: "
@@ -94,7 +97,7 @@ class RewardOptions:
         "Where the reward model lives: `offload`, `sharded` or `replica`, as for `ref_placement`.",
         choices=REWARD_PLACEMENTS,
     )
-    reward_deepspeed: str | dict[str, Any] | None = option(
+    reward_deepspeed: TextOrKeywords = option(
         None, "DeepSpeed JSON of the reward model's engine: path, name in `ds_configs/` or mapping."
     )
     reward_load_in_4bit: bool | None = option(None, "Load the reward model in 4 bits.")
@@ -135,6 +138,13 @@ class OnlineOptions(RewardOptions, RolloutOptions, AlignmentConfig):
             )
 
     def _check_sampling(self) -> None:
+        if self.use_transformers_paged:
+            if self.rollout_backend not in ("auto", "continuous"):
+                raise OptionError(
+                    f"use_transformers_paged=True and {setting('rollout_backend', self.rollout_backend)}: they "
+                    "contradict each other; leave one out"
+                )
+            self.rollout_backend = "continuous"
         checks.at_least(self, 1, "max_new_tokens", "rollout_batch_size", "reward_batch_size", "num_completions_to_log")
         checks.at_least(self, 2, "num_generations")
         checks.at_least(self, 0, "top_k", "log_completions", "missing_eos_penalty")

@@ -5,9 +5,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from alignment.config.fields import SaveStrategy, Strategy, option
+from alignment.config.fields import Keywords, SaveStrategy, Strategy, TextOrKeywords, TextOrTruth, Texts, option
 
 
 @dataclass(kw_only=True)
@@ -16,8 +16,12 @@ class TrainingOptions:
 
     TITLE: ClassVar[str] = "Training"
 
-    per_device_train_batch_size: int = option(8, "Rows of one micro-batch on each device.")
-    per_device_eval_batch_size: int | None = option(None, "The same in evaluation; unset: as in training.")
+    per_device_train_batch_size: int = option(
+        8, "Rows of one micro-batch on each device.", older=("per_gpu_train_batch_size",)
+    )
+    per_device_eval_batch_size: int | None = option(
+        None, "The same in evaluation; unset: as in training.", older=("per_gpu_eval_batch_size",)
+    )
     gradient_accumulation_steps: int = option(1, "Micro-batches that make one optimizer step.")
     learning_rate: float = option(1e-6, "Peak learning rate.")
     weight_decay: float = option(0.0, "Decoupled weight decay.")
@@ -28,7 +32,7 @@ class TrainingOptions:
     num_train_epochs: float = option(3.0, "Passes over the data.")
     max_steps: int = option(-1, "Optimizer steps; takes the place of `num_train_epochs` when positive.")
     lr_scheduler_type: str = option("linear", "Schedule of the learning rate, by transformers' names.")
-    lr_scheduler_kwargs: dict[str, Any] | None = option(None, "Further arguments of the schedule.")
+    lr_scheduler_kwargs: Keywords = option(None, "Further arguments of the schedule.")
     warmup_ratio: float = option(0.0, "Share of the steps over which the learning rate rises from 0.")
     warmup_steps: float = option(0, "The same as a number of steps; below 1: as a share of them, too.")
     optim: str = option(
@@ -37,7 +41,7 @@ class TrainingOptions:
         "`paged_adamw_32bit` (bitsandbytes; states of 2, 2 and 8 bytes per parameter), `deepspeed_cpu_adam`, "
         "`deepspeed_fused_adam` (compiled at first use) or `sgd`.",
     )
-    optim_args: str | dict[str, Any] | None = option(
+    optim_args: TextOrKeywords = option(
         None, "Further arguments of the optimizer: `key=value,key=value` or a mapping."
     )
     seed: int = option(42, "Seed of everything random.")
@@ -51,11 +55,15 @@ class MemoryOptions:
 
     TITLE: ClassVar[str] = "Engine and memory"
 
-    deepspeed: str | dict[str, Any] | None = option(
+    deepspeed: TextOrKeywords = option(
         None, "DeepSpeed JSON of the policy: path, name in `ds_configs/` or mapping; unset: `zero2`."
     )
-    gradient_checkpointing: bool = option(True, "Recompute activations in backward instead of keeping them.")
-    gradient_checkpointing_kwargs: dict[str, Any] | None = option(None, "Arguments of torch's checkpoint function.")
+    gradient_checkpointing: bool = option(
+        True, "Recompute activations in backward instead of keeping them.", older=("activation_checkpointing",)
+    )
+    gradient_checkpointing_kwargs: Keywords = option(
+        None, "Arguments of torch's checkpoint function.", older=("activation_checkpointing_kwargs",)
+    )
     activation_offloading: bool = option(False, "Keep activations in host memory until backward.")
     auto_find_batch_size: bool = option(False, "Halve the micro-batch after running out of memory.")
 
@@ -71,14 +79,18 @@ class LoggingOptions:
         10, "Optimizer steps between two lines of the log; below 1: as a share of the run's steps."
     )
     logging_first_step: bool = option(False, "Log the first step as well.")
-    report_to: str | list[str] = option(
-        "none", "transformers' reporting integrations: `tensorboard`, `wandb` …, several, or `all` that are installed."
+    report_to: Texts = option(
+        "none",
+        "transformers' reporting integrations: `tensorboard`, `wandb` …, several, or `all` that are installed.",
+        several=True,
     )
     run_name: str | None = option(None, "Name of the run in the log.")
     disable_tqdm: bool = option(False, "No progress bar.")
     include_num_input_tokens_seen: bool = option(False, "Keep the number of tokens seen in the trainer's state.")
     include_tokens_per_second: bool = option(False, "Log the tokens trained on per second and device.")
-    eval_strategy: Strategy = option(Strategy.NO, "When to evaluate: `no`, `steps` or `epoch`.")
+    eval_strategy: Strategy = option(
+        Strategy.NO, "When to evaluate: `no`, `steps` or `epoch`.", older=("evaluation_strategy",)
+    )
     eval_steps: float | None = option(
         None, "Optimizer steps between evaluations; below 1: as a share of the run's steps; unset: `logging_steps`."
     )
@@ -112,7 +124,7 @@ class SavingOptions:
     greater_is_better: bool | None = option(
         None, "Whether a greater metric is better; unset: unless its name ends with `loss`."
     )
-    resume_from_checkpoint: str | bool | None = option(
+    resume_from_checkpoint: TextOrTruth = option(
         None,
         "Checkpoint folder to resume from; `latest` (or `true`): the newest whole one in `output_dir`, or a fresh "
         "start if there is none.",

@@ -15,6 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from alignment.config.errors import Leaving, OptionError, did_you_mean, setting
+from alignment.config.fields import option_fields
 from alignment.config.lookup import FAILURES, load_named, raised
 
 GROUP = "alignment.methods"
@@ -128,7 +129,7 @@ def name_of(options: Any) -> str:
 
 def option_names(cls: OptionsClass) -> set[str]:
     """The names of all options of one method."""
-    return {field.name for field in dataclasses.fields(cls)}
+    return {field.name for field in option_fields(cls)}
 
 
 def _imported(path: str) -> Any:

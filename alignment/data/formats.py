@@ -16,6 +16,7 @@ import numpy as np
 
 from alignment.config.errors import DataError, show
 from alignment.data.messages import (
+    Message,
     Text,
     check_same_kind,
     split_conversation,
@@ -135,10 +136,23 @@ def preference_row(row: Mapping[str, Any], where: str) -> Preference:
         else:
             assert isinstance(chosen, list) and isinstance(rejected, list)
             prompt, chosen, rejected = split_messages(chosen, rejected)
+    elif isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list):
+        prompt, chosen, rejected = _spoken_prompt(prompt, chosen, rejected)
     check_same_kind(where, prompt=prompt, chosen=chosen)
     if isinstance(prompt, list) and isinstance(chosen, list) and isinstance(rejected, list):
         chosen, rejected = without_prompt(prompt, chosen), without_prompt(prompt, rejected)
     return Preference(_with_system(prompt, row, where), chosen, rejected, template_variables(row, where))
+
+
+def _spoken_prompt(prompt: str, chosen: list[Message], rejected: list[Message]) -> tuple[Text, Text, Text]:
+    """A text beside conversations, in which it is what the user says: in both of them, or before both answers."""
+    if chosen[0]["role"] == rejected[0]["role"] == "assistant":
+        return [{"role": "user", "content": prompt}], chosen, rejected
+    shared, better, worse = split_messages(chosen, rejected)
+    asked = [message["content"] for message in shared if message["role"] == "user"]
+    if prompt.strip() in [str(content).strip() for content in asked]:
+        return shared, better, worse
+    return prompt, chosen, rejected
 
 
 def margin_of(row: Mapping[str, Any], where: str) -> float:

@@ -199,13 +199,13 @@ def _load_hub(name: str, config: str | None, split: str) -> Dataset:
 
 
 def from_stream(
-    stream: IterableDataset, rows: int, columns: Iterable[str] | None, where: str, folder: Path
+    stream: IterableDataset, rows: int | None, columns: Iterable[str] | None, where: str, folder: Path
 ) -> Dataset:
     """A dataset of the first ``rows`` rows of a stream, which may have fewer; they are never all in memory.
 
     Args:
         stream: read once, from its start.
-        rows: how many to take.
+        rows: how many to take; None for every one.
         columns: those to keep, as a stream may carry many more; None for the prompt's, and of all others those that
             JSON can hold, dates and times as ISO text.
         where: names the data in messages.
@@ -232,7 +232,7 @@ def from_stream(
 
 
 def _spooled(
-    stream: IterableDataset, rows: int, columns: set[str] | None, where: str, path: Path, left_out: set[str]
+    stream: IterableDataset, rows: int | None, columns: set[str] | None, where: str, path: Path, left_out: set[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Write the rows to ``path`` as they come, and yield each with its place for messages.
 

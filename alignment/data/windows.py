@@ -193,6 +193,7 @@ class WindowSampler:
         accumulation: ``gradient_accumulation_steps``; the window is batch_size x accumulation x world_size rows.
         seed: of the order and of the partners.
         draw_partners: give each row a partner from its window (KTO).
+        sequential: rows come as they are, in every epoch.
         stratify: every window holds the dataset's share of True labels to within one row.
         drop_last: leave out a last window that is not full.
         max_tokens: see :func:`plan_window`.
@@ -210,6 +211,7 @@ class WindowSampler:
         seed: int,
         draw_partners: bool = False,
         stratify: bool = False,
+        sequential: bool = False,
         drop_last: bool = False,
         max_tokens: int | None = None,
         partners: Rows | None = None,
@@ -217,7 +219,7 @@ class WindowSampler:
         self.partners = partners
         self.table, self.world_size, self.batch_size, self.max_tokens = table, world_size, batch_size, max_tokens
         self.window = batch_size * accumulation * world_size
-        self.seed, self.draw_partners, self.stratify = seed, draw_partners, stratify
+        self.seed, self.draw_partners, self.stratify, self.sequential = seed, draw_partners, stratify, sequential
         self.steps_per_epoch = len(table) // self.window if drop_last else math.ceil(len(table) / self.window)
         self.epoch, self.step = 0, 0
         self._order: tuple[int, Rows] | None = None
@@ -229,7 +231,8 @@ class WindowSampler:
         """(R,) the row ids of one epoch in their order."""
         if self._order is None or self._order[0] != epoch:
             rng = self._rng(_ORDER, epoch)
-            rows = rng.permutation(len(self.table)).astype(np.int64)
+            count = len(self.table)
+            rows = np.arange(count) if self.sequential else rng.permutation(count).astype(np.int64)
             self._order = (epoch, self._stratified(rows, rng) if self.stratify else rows)
         return self._order[1]
 

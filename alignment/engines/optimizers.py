@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils import cpp_extension
 from transformers import get_scheduler
 
@@ -236,16 +236,33 @@ def build_scheduler(optimizer: Optimizer, options: AlignmentConfig, steps: int) 
         OptionError: ``lr_scheduler_kwargs`` does not suit the schedule.
     """
     warmup = warmup_length(options, steps)
+    arguments = dict(options.lr_scheduler_kwargs or {})
+    by_logarithm = arguments.get("warmup_type") == "log"  # transformers has no such shape
+    if by_logarithm:
+        del arguments["warmup_type"]
     try:
-        return get_scheduler(
+        schedule: LRScheduler = get_scheduler(
             options.lr_scheduler_type,
             optimizer,
             num_warmup_steps=warmup,
             num_training_steps=steps,
-            scheduler_specific_kwargs=options.lr_scheduler_kwargs or {},
+            scheduler_specific_kwargs=arguments,
         )
     except (TypeError, ValueError) as error:
         raise OptionError(
             f"lr_scheduler_type {options.lr_scheduler_type!r} with lr_scheduler_kwargs "
             f"{options.lr_scheduler_kwargs!r}: {error}"
         ) from error
+    return _rising_by_logarithm(schedule, warmup) if by_logarithm else schedule
+
+
+def _rising_by_logarithm(schedule: LRScheduler, warmup: int) -> LRScheduler:
+    """The same schedule with the warm-up that DeepSpeed's have by default, which is logarithmic."""
+    assert isinstance(schedule, LambdaLR)
+    after = schedule.lr_lambdas[0]
+
+    def factor(step: int) -> float:
+        return math.log(step + 1) / math.log(max(2, warmup)) if step < warmup else float(after(step))
+
+    schedule.lr_lambdas = [factor] * len(schedule.lr_lambdas)
+    return schedule

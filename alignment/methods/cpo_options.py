@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from alignment.config import checks
+from alignment.config.compatibility.trl import CPOCompatibility
 from alignment.config.errors import OptionError, setting
 from alignment.config.fields import option
 from alignment.config.options import AlignmentConfig
@@ -21,7 +22,7 @@ _DEFAULT_GAMMA = 0.5
 
 
 @dataclass(kw_only=True)
-class CPOConfig(SequenceOptions, AlignmentConfig):
+class CPOConfig(SequenceOptions, CPOCompatibility, AlignmentConfig):
     """Contrastive preference optimisation, https://arxiv.org/abs/2401.08417; there is no reference model.
 
     Raises:
@@ -54,7 +55,8 @@ class CPOConfig(SequenceOptions, AlignmentConfig):
     beta: float = option(0.1, "Inverse temperature; of `ipo` its tau.")
     label_smoothing: float = option(0.0, "Probability that a pair's labels are swapped (not with `hinge`, `ipo`).")
     cpo_alpha: float | None = option(None, "Weight of the chosen answers' NLL; unset: 1.0, with `alphapo` 0.0.")
-    simpo_gamma: float = option(_DEFAULT_GAMMA, "Target reward margin of `simpo` and `alphapo`.")
+    simpo_gamma: float = option(_DEFAULT_GAMMA, "Target reward margin of `simpo` and `alphapo`.", older=("gamma",))
+    gamma_beta_ratio: float | None = option(None, "The same divided by `beta`, in its place.")
     alpha: float | None = option(
         None, "Shape of AlphaPO's reward, with `simpo` and `alphapo`; unset: 0.0, with `alphapo` 0.25."
     )
@@ -63,6 +65,7 @@ class CPOConfig(SequenceOptions, AlignmentConfig):
         """Check CPO's own options, and fill ``alpha`` and ``cpo_alpha`` by the loss."""
         checks.check_lengths(self, rows_per_unit=2)
         checks.positive(self, "beta")
+        self._read_ratio()
         checks.at_least(self, 0, "cpo_alpha", "simpo_gamma")
         checks.refuse_reference(self, "CPO")
         if not 0 <= self.label_smoothing < 0.5:
@@ -84,6 +87,16 @@ class CPOConfig(SequenceOptions, AlignmentConfig):
             self.alpha = _ALPHAPO_ALPHA if self.loss_type == "alphapo" else 0.0
         if self.cpo_alpha is None:
             self.cpo_alpha = 0.0 if self.loss_type == "alphapo" else 1.0
+
+    def _read_ratio(self) -> None:
+        if self.gamma_beta_ratio is None:
+            return
+        if self.simpo_gamma not in (_DEFAULT_GAMMA, self.gamma_beta_ratio * self.beta):
+            both = (
+                f"{setting('gamma_beta_ratio', self.gamma_beta_ratio)} and {setting('simpo_gamma', self.simpo_gamma)}"
+            )
+            raise OptionError(f"{both}: both set the margin; leave one out")
+        self.simpo_gamma = self.gamma_beta_ratio * self.beta
 
     def _without_effect(self, name: str, losses: tuple[str, ...]) -> OptionError:
         return OptionError(

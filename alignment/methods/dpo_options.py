@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from alignment.config import checks
+from alignment.config.compatibility.trl import DPOCompatibility
 from alignment.config.errors import OptionError, did_you_mean, setting
-from alignment.config.fields import option
+from alignment.config.fields import Texts, option
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import TRUNCATION_MODES, SequenceOptions
 from alignment.config.options_model import ReferenceOptions
@@ -23,7 +24,7 @@ _ELSEWHERE = (
 
 
 @dataclass(kw_only=True)
-class DPOConfig(ReferenceOptions, SequenceOptions, AlignmentConfig):
+class DPOConfig(ReferenceOptions, SequenceOptions, DPOCompatibility, AlignmentConfig):
     """Direct preference optimisation: https://arxiv.org/abs/2305.18290; IPO: https://arxiv.org/abs/2310.12036.
 
     Raises:
@@ -50,7 +51,7 @@ class DPOConfig(ReferenceOptions, SequenceOptions, AlignmentConfig):
     truncation_mode: str = option(
         "keep_start", "Which part of a prompt that is too long is kept.", choices=TRUNCATION_MODES
     )
-    loss_type: str | list[str] = option("sigmoid", "Loss: `sigmoid`, `hinge` or `ipo` (on means over tokens).")
+    loss_type: Texts = option("sigmoid", "Loss: `sigmoid`, `hinge` or `ipo` (on means over tokens).", several=True)
     beta: float = option(0.1, "Strength of the pull towards the reference; of `ipo` its tau.")
     label_smoothing: float = option(0.0, "Probability that a pair's labels are swapped (only with `sigmoid`).")
 

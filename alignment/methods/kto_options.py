@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from alignment.config import checks
+from alignment.config.compatibility.trl import KTOCompatibility
 from alignment.config.errors import OptionError
 from alignment.config.fields import option
 from alignment.config.options import AlignmentConfig
@@ -18,7 +19,7 @@ KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
 
 
 @dataclass(kw_only=True)
-class KTOConfig(ReferenceOptions, SequenceOptions, AlignmentConfig):
+class KTOConfig(ReferenceOptions, SequenceOptions, KTOCompatibility, AlignmentConfig):
     """Kahneman-Tversky optimisation: https://arxiv.org/abs/2402.01306; APO-zero: https://arxiv.org/abs/2408.06266.
 
     Raises:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from alignment.config import checks
+from alignment.config.compatibility.trl import OnlineDPOCompatibility
 from alignment.config.errors import OptionError, setting
-from alignment.config.fields import option
+from alignment.config.fields import Numbers, option
 from alignment.config.options_online import OnlineOptions
 from alignment.config.registry import Paper
 
@@ -16,7 +17,7 @@ ONLINE_DPO_LOSS_TYPES = ("sigmoid", "ipo")
 
 
 @dataclass(kw_only=True)
-class OnlineDPOConfig(OnlineOptions):
+class OnlineDPOConfig(OnlineOptions, OnlineDPOCompatibility):
     """DPO on pairs of the policy's own completions, ranked as they come: https://arxiv.org/abs/2402.04792.
 
     Raises:
@@ -35,9 +36,10 @@ class OnlineDPOConfig(OnlineOptions):
 
     learning_rate: float = option(5e-7, "Peak learning rate.")
     loss_type: str = option("sigmoid", "Loss: `sigmoid` or `ipo`.", choices=ONLINE_DPO_LOSS_TYPES)
-    beta: float | list[float] = option(
+    beta: Numbers = option(
         0.1,
         "Strength of the pull towards the reference; a list has one for each epoch, the last for all further ones.",
+        several=True,
     )
 
     def resolve(self) -> None:

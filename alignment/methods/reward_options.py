@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from alignment.config import checks
+from alignment.config.compatibility.trl import RewardCompatibility
+from alignment.config.errors import OptionError
 from alignment.config.fields import option
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import SequenceOptions, TokenizerOptions
@@ -14,7 +16,7 @@ from alignment.config.registry import Paper
 
 
 @dataclass(kw_only=True)
-class RewardConfig(TokenizerOptions, SequenceOptions, AlignmentConfig):
+class RewardConfig(TokenizerOptions, SequenceOptions, RewardCompatibility, AlignmentConfig):
     """A sequence classifier with one label, trained on pairs by the Bradley-Terry model.
 
     Raises:
@@ -37,4 +39,6 @@ class RewardConfig(TokenizerOptions, SequenceOptions, AlignmentConfig):
         """Check the lengths; there is no reference model."""
         checks.check_lengths(self, rows_per_unit=2)
         checks.at_least(self, 0, "center_rewards_coefficient")
+        if self.generate_during_eval:
+            raise OptionError("generate_during_eval=True: a reward model scores answers and writes none; leave it out")
         checks.refuse_reference(self, "reward-model training")

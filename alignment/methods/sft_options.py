@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from alignment.config import checks
+from alignment.config.compatibility.trl import SFTCompatibility
 from alignment.config.errors import OptionError, setting
 from alignment.config.fields import option
 from alignment.config.options import AlignmentConfig
@@ -19,7 +20,7 @@ SFT_LOSS_TYPES = ("nll", "chunked_nll", "dft")
 
 
 @dataclass(kw_only=True)
-class SFTConfig(TokenizerOptions, SequenceOptions, AlignmentConfig):
+class SFTConfig(TokenizerOptions, SequenceOptions, SFTCompatibility, AlignmentConfig):
     """Supervised fine-tuning: the likelihood of given answers, conversations or texts.
 
     Raises:
@@ -37,10 +38,10 @@ class SFTConfig(TokenizerOptions, SequenceOptions, AlignmentConfig):
 
     learning_rate: float = option(2e-5, "Peak learning rate.")
     max_prompt_length: int | None = option(None, "Longest prompt, in tokens; unset: only `max_length` counts.")
-    loss_type: str = option(
-        "nll",
-        "Loss: `nll`, or `dft`, where each token's is weighted by its probability. `chunked_nll` is another name of "
-        "`nll`, which never holds the logits of all tokens.",
+    loss_type: str | None = option(
+        None,
+        "Loss: `nll` (also where it is unset), or `dft`, where each token's is weighted by its probability. "
+        "`chunked_nll` is another name of `nll`, which never holds the logits of all tokens.",
         choices=SFT_LOSS_TYPES,
     )
     completion_only_loss: bool | None = option(

@@ -1,4 +1,4 @@
-"""A sequence classifier with one label as a scorer: one reward per sequence.
+"""A sequence classifier with one label as a scorer: one reward per sequence; of two labels it is the first one's.
 
 A decoder's score is read from the hidden state of the sequence's last token, which batches name. transformers' own
 forward looks for the last token that is not the pad token, and so misses an end-of-sequence token that pads as well.

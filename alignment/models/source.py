@@ -193,7 +193,7 @@ class ModelSource:
             self.path,
             dtype,
             ds_config=ds_config,
-            task=self.task,
+            task=self.task.of(self.config),
             attn_implementation=options.attn_implementation,
             trust_remote_code=options.trust_remote_code,
             init_kwargs=self.init_kwargs,

@@ -27,6 +27,7 @@ from alignment.models.checking import check_scorer
 from alignment.models.classifier import HEAD, RewardScorer, check_reward_scorer, reads_last_token, reward_scorer
 from alignment.models.scorer import CompletionScorer, Scorer
 
+SCORED_LABELS = 2  # of a classifier that scores: its score is the logit of the first label
 Check = Callable[[PretrainedConfig, str], None]
 LiveCheck = Callable[[PreTrainedModel, str], None]
 
@@ -65,6 +66,11 @@ class Task:
         remote = self.auto.__name__ in (getattr(config, "auto_map", None) or {})
         return type(config) in self.mapping or (trust_remote_code and remote)
 
+    def of(self, config: PretrainedConfig) -> Task:
+        """The task of one checkpoint, which has as many labels as it was saved with."""
+        labels = {"num_labels": config.num_labels} if "num_labels" in self.arguments else {}
+        return replace(self, arguments={**self.arguments, **labels})
+
     def is_new(self, parameter: str) -> bool:
         """Whether this parameter may be missing from a checkpoint."""
         return self.new is not None and parameter.startswith(f"{self.new}.")
@@ -87,8 +93,8 @@ CAUSAL_LM = Task(
 )
 
 
-def _check_labels(labels: int, named: str) -> None:
-    if labels != 1:
+def _check_labels(labels: int, named: str, most: int = 1) -> None:
+    if not 1 <= labels <= most:
         raise ModelError(
             f"{named} has num_labels={labels}, and a reward model has 1; train one with method reward from a causal "
             "language model"
@@ -110,7 +116,10 @@ def _completed(config: PretrainedConfig, named: str) -> None:
 
 def _check_scored(config: PretrainedConfig, named: str) -> None:
     """A configuration to score with."""
-    if config.architectures and not is_classifier(config):
+    if is_classifier(config):
+        _check_labels(config.num_labels, named, most=SCORED_LABELS)
+        return
+    if config.architectures:
         raise ModelError(
             f"{named} is a {config.architectures[0]}: its weights lack {HEAD}.weight, the head of a reward model; "
             "train one with method reward"
@@ -142,11 +151,12 @@ def _check_live_scored(model: PreTrainedModel, named: str) -> None:
             f"{named}: {type(model).__name__} is no sequence classifier; pass its path, or load it with "
             "AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)"
         )
-    _check_labels(model.config.num_labels, f"{named}: {type(model).__name__}")
+    _check_labels(model.config.num_labels, f"{named}: {type(model).__name__}", most=SCORED_LABELS)
 
 
 def _check_live_trained(model: PreTrainedModel, named: str) -> None:
     _check_live_scored(model, named)
+    _check_labels(model.config.num_labels, f"{named}: {type(model).__name__}")
     _check_decoder(model, named)
 
 

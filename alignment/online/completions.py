@@ -10,6 +10,7 @@ from typing import Any
 from alignment.data.batching import TokenIds
 from alignment.data.json_columns import PromptRow, prompt_row
 from alignment.engines.rollout.backend import Completion
+from alignment.engines.rollout.texts import continuations
 from alignment.rewards.samples import Samples, spoken
 from alignment.training.data import PreparedData
 
@@ -51,20 +52,6 @@ def described(
         texts = continuations(before, [list(completion.ids) for completion in group], tokenizer)
         found.append(Generated(row, source, data.place(row), tuple(prompt), tuple(group), tuple(texts)))
     return found
-
-
-def continuations(prompt: list[int], completions: Sequence[list[int]], tokenizer: Any) -> list[str]:
-    """What the completions add to the prompt's text, without special tokens."""
-
-    def decoded(sequences: Sequence[list[int]]) -> list[str]:
-        # Nothing is tidied up: rewards see what was written.
-        texts = tokenizer.batch_decode(sequences, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return list(texts)
-
-    head, *wholes = decoded([prompt, *([*prompt, *ids] for ids in completions)])
-    if all(whole.startswith(head) for whole in wholes):
-        return [whole[len(head) :] for whole in wholes]
-    return decoded(completions)  # a character that is divided between the two
 
 
 def further_columns(data: PreparedData) -> list[str]:

@@ -46,6 +46,7 @@ from alignment.training.checkpointing.output_folder import COMPLETIONS
 from alignment.training.context import Resources, RunContext
 from alignment.training.data import PreparedData
 from alignment.training.method import Models
+from alignment.training.sampling.settings import token_ids
 from alignment.training.window import WindowPass
 
 Function: TypeAlias = Callable[..., Any] | PreTrainedModel | str
@@ -106,7 +107,8 @@ class OnlineResources(Resources):
             raise OptionError(
                 f"reward_model: {reward_model!r} is no path and no model; give a function as reward_funcs"
             )
-        given = [*([] if reward_model is None else [reward_model]), *functions]
+        also = any(one is reward_model or (isinstance(one, str) and one == reward_model) for one in functions)
+        given = [*([] if reward_model is None or also else [reward_model]), *functions]  # the same model counts once
         if not given:
             raise OptionError(
                 "reward_model: nothing scores the completions; pass reward_model, reward_funcs or judge, or set "
@@ -172,6 +174,8 @@ class OnlineResources(Resources):
 
     def window_pass(self, context: RunContext, models: Models, aux_coefficient: float | None) -> WindowPass:
         """Rollout and scoring before every window; what they decide belongs to the state of the run."""
+        if isinstance(self.ranker, RewardRanker):
+            self.ranker.rewards.follow(context.state)
         online = self._online(models.policy, context)
         register = context.run_state.register
         register("rollout", online.rollout)
@@ -204,7 +208,7 @@ class OnlineResources(Resources):
 
     def _sampling(self, model: PreTrainedModel, tokenizer: Any) -> Sampling:
         options = self.options
-        ends = _ids(tokenizer.eos_token_id) | _ids(model.generation_config.eos_token_id)
+        ends = token_ids(tokenizer.eos_token_id) | token_ids(model.generation_config.eos_token_id)
         pad = tokenizer.pad_token_id
         return Sampling(
             max_new_tokens=options.max_new_tokens,
@@ -251,7 +255,3 @@ class OnlineResources(Resources):
     def close(self) -> None:
         """Release the reward models."""
         self.ranker.close()
-
-
-def _ids(value: int | Sequence[int] | None) -> set[int]:
-    return set() if value is None else {value} if isinstance(value, int) else set(value)

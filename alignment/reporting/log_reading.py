@@ -117,7 +117,7 @@ class LogReader:
     @property
     def ended(self) -> Record | None:
         """The ``end`` event, if the newest attempt came to its end."""
-        newest = self.events[-1] if self.events else {}
+        newest = self.newest("start", "resume", "end")  # the model may be uploaded after it
         return newest if newest.get("event") == "end" else None
 
     def newest(self, *events: str) -> Record:

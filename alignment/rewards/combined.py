@@ -6,6 +6,8 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from transformers import TrainerState
+
 from alignment.config.errors import OptionError, RewardError
 from alignment.engines.watch.retries import NEVER, Retries
 from alignment.rewards.callables import raise_together
@@ -76,6 +78,12 @@ class Rewards:
         for source in self.sources:
             if isinstance(source, FunctionReward):
                 source.check(columns, where)
+
+    def follow(self, state: TrainerState) -> None:
+        """Let functions see the state of the run."""
+        for source in self.sources:
+            if isinstance(source, FunctionReward):
+                source.state = state
 
     def score(self, samples: Samples) -> Scores:
         """The scores of this rank's samples, of which there may be none. Collective.

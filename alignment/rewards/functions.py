@@ -11,6 +11,8 @@ import numbers
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from transformers import TrainerState
+
 from alignment.config.errors import Leaving, OptionError, RewardError, listing, show
 from alignment.config.lookup import FAILURES, raised
 from alignment.engines.rng import as_before
@@ -20,6 +22,7 @@ from alignment.rewards.samples import Samples
 
 # What every function may ask for, besides the dataset's further columns.
 ARGUMENTS = ("prompts", "completions", "completion_ids")
+STATE = "trainer_state"  # and of the run: transformers' TrainerState
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -27,12 +30,16 @@ class FunctionReward:
     """A reward source made of a callable, which may be a coroutine function or return an awaitable.
 
     It is called with ``prompts``, ``completions``, ``completion_ids`` and the dataset's further columns, each a list
-    with one value per sample: those that it has a parameter for, or all if it takes ``**kwargs``. It returns as many
+    with one value per sample, and with ``trainer_state``, a copy of the run's ``TrainerState``: those that it has a
+    parameter for, or all if it takes ``**kwargs``. It returns as many
     numbers (booleans count as 1 and 0), None where it has nothing to say. It has copies: it may change them.
 
     Args:
         function: the callable.
         name: for messages and metrics; the function's own if None.
+
+    Attributes:
+        state: of the run, once there is one.
 
     Raises:
         OptionError: it cannot be called by keyword.
@@ -42,6 +49,7 @@ class FunctionReward:
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
         self.function, self.name = function, name or name_of(function)
+        self.state = TrainerState()
         self.who = f"reward function {self.name!r}"
         try:
             parameters = list(inspect.signature(function).parameters.values())
@@ -74,12 +82,12 @@ class FunctionReward:
         """
         where = where or "the dataset"
         for name in self._required:
-            if name not in ARGUMENTS and name not in columns:
+            if name not in (*ARGUMENTS, STATE) and name not in columns:
                 raise OptionError(
                     f"{self.who} needs {name!r}, which {where} does not have as a column (further columns "
                     f"that JSON can hold: {listing(sorted(columns))}); add the column, or give the argument a default"
                 )
-        for name in ARGUMENTS:
+        for name in (*ARGUMENTS, STATE):
             if name in columns and (self._takes_all or name in self._taken):
                 raise OptionError(
                     f"{self.who} takes {name!r}, which is what training hands to it and also a column of {where}; "
@@ -88,7 +96,7 @@ class FunctionReward:
 
     def call(self, samples: Samples) -> Any:
         """What the function returns, as it is: a result or an awaitable one."""
-        given = {name: getattr(samples, name) for name in ARGUMENTS} | samples.columns
+        given = {name: getattr(samples, name) for name in ARGUMENTS} | samples.columns | {STATE: self.state}
         taken = {name: values for name, values in given.items() if self._takes_all or name in self._taken}
         # Copies to the ground: a function that cuts an id off its list must not cut what is trained on.
         return self.function(**copy.deepcopy(taken))

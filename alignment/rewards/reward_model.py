@@ -34,7 +34,7 @@ Place: TypeAlias = Callable[[ModelSource, int | None], tuple[str, str] | None]
 
 
 class ClassifierReward:
-    """Scores completions with a sequence classifier that has one label.
+    """Scores completions with a sequence classifier that has one label, or two of which the first is the score.
 
     Made without loading a weight; :meth:`build`, or else the first :meth:`score`, builds the engine. Prompt and
     completion are tokenised as in the training of a reward model: as one text or conversation, ended once.
@@ -115,6 +115,8 @@ class ClassifierReward:
         """One line for the start of a run."""
         text = f"reward model: {self.source.name}, {self.frozen.placement.name}, {self.batch_size} sequences at once"
         text += f", {self._why}" if self._why else ""
+        if self.source.config.num_labels > 1:
+            text += f"; of its {self.source.config.num_labels} labels the score is the logit of the first"
         plain = self.options.use_liger_kernel and liger_type(self.source.config) is None
         return f"{text}; Liger has no kernels for a {self.source.config.model_type} model" if plain else text
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 
+from alignment.config.compatibility.model_kwargs import loading_keywords
+from alignment.config.compatibility.names import older_names
 from alignment.config.errors import OptionError, setting
 from alignment.config.options import AlignmentConfig
+from alignment.config.registry import option_names
 from alignment.data.formats import Kind
 from alignment.data.shown.rows import Collator
 from alignment.models.source import ModelSource, check_positions, model_source
@@ -70,7 +74,7 @@ def model_and_options(
     trainer: str,
     kind: type[AlignmentConfig],
     model: str | PreTrainedModel | None,
-    args: AlignmentConfig | None,
+    args: AlignmentConfig | TrainingArguments | None,
 ) -> tuple[str | PreTrainedModel, AlignmentConfig]:
     """The model and the options of a trainer, each of which can stand in for the other.
 
@@ -78,22 +82,42 @@ def model_and_options(
         trainer: name of the trainer's class, for messages.
         kind: the class of its options.
         model: path, hub name or live model; None takes ``args.model_name_or_path``.
-        args: the options; None takes the defaults, and a folder named after model and method.
+        args: the options, which may have been changed since they were made, or plain ``TrainingArguments``; None takes
+            the defaults, and a folder named after model and method.
 
     Raises:
         OptionError: options of another method, no model, or no folder.
     """
+    if isinstance(args, TrainingArguments):
+        args = taken_over(args, kind)
     if args is not None and not isinstance(args, kind):
         raise OptionError(f"args: {trainer} needs a {kind.__name__}, not {type(args).__name__}")
+    if args is not None:
+        args.check_again()
     model = model if model is not None else args.model_name_or_path if args is not None else None
     if model is None:
         raise OptionError(f"model: {trainer} got none; pass a path or a model, or set model_name_or_path")
     if args is None:
         source = model if isinstance(model, str) else model.config.name_or_path
         args = kind(output_dir=f"{Path(source).name or 'model'}-{kind.method.upper()}")
-    if not args.output_dir:
-        raise OptionError("output_dir: not set; name the folder for the model and the log")
     return model, args
+
+
+def taken_over(args: TrainingArguments, kind: type[AlignmentConfig]) -> AlignmentConfig:
+    """transformers' own arguments as options of ``kind``: every value of theirs, as TRL takes them.
+
+    Raises:
+        OptionError: one of them cannot be used.
+    """
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
+    given["accelerator_config"] = args.accelerator_config.to_dict()
+    names = option_names(kind) | set(older_names(kind))
+    unknown = sorted(name for name in given if name not in names)
+    if unknown:
+        raise OptionError(
+            f"args: {', '.join(unknown)} of {type(args).__name__} cannot be taken over; pass a {kind.__name__}"
+        )
+    return kind(**given)
 
 
 def with_adapter_names(args: AlignmentConfig, trained: str | None, reference: str | None) -> AlignmentConfig:
@@ -109,6 +133,29 @@ def with_adapter_names(args: AlignmentConfig, trained: str | None, reference: st
             raise OptionError(f"{name}={value!r}: the options say {getattr(args, name)!r}; leave one out")
         args = copy.copy(args)
         setattr(args, name, value)
+    return args
+
+
+def with_quantization(
+    args: AlignmentConfig, model: str | PreTrainedModel, quantization_config: Any
+) -> AlignmentConfig:
+    """The options with the ``quantization_config`` that the constructor was given, for ``from_pretrained``.
+
+    Raises:
+        OptionError: the model is there already, or ``model_init_kwargs`` has one as well.
+    """
+    if quantization_config is None:
+        return args
+    if not isinstance(model, str):
+        raise OptionError(
+            "quantization_config: model is a live model, whose weights are what they are; pass its path, or load it "
+            "with from_pretrained(quantization_config=...)"
+        )
+    keywords = args.model_init_kwargs or {}
+    if keywords.get("quantization_config") is not None:
+        raise OptionError("quantization_config: model_init_kwargs has one as well; leave one out")
+    args = copy.copy(args)
+    args.model_init_kwargs = {**keywords, "quantization_config": quantization_config}
     return args
 
 
@@ -203,9 +250,10 @@ def model_sources(
             "ref_model: is the very object given as model, so it would be trained too; leave ref_model out "
             "(a copy is taken) or pass a copy"
         )
-    policy = reference = model_source(model, "model_name_or_path", options, options.model_init_kwargs, task)
+    kwargs = loading_keywords(options.model_init_kwargs)
+    policy = reference = model_source(model, "model_name_or_path", options, kwargs, task)
     if ref_model is not None:
-        kwargs = options.ref_model_init_kwargs or options.model_init_kwargs
+        kwargs = loading_keywords(options.ref_model_init_kwargs) or kwargs
         reference = model_source(ref_model, "ref_model_name_or_path", options, kwargs, task)
     for source in (policy, reference):
         check_positions(source.config, limits_of(options).max_length)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedModel, TrainerState
 
@@ -19,6 +19,14 @@ from alignment.training.data import PreparedData
 from alignment.training.method import AnyMethod, Models
 from alignment.training.run_state import RunState
 from alignment.training.window import WindowPass
+
+
+class Answers(Protocol):
+    """Tables of answers to the prompts of evaluation sets; see :mod:`alignment.training.sampling`."""
+
+    def __call__(self, models: Models, data: PreparedData, name: str) -> None: ...
+
+    def finish(self) -> None: ...
 
 
 @dataclass
@@ -41,6 +49,7 @@ class RunContext:
         train_data, sampler: the training data and its windows; None for evaluation alone.
         eval_data: the evaluation sets by name.
         advice: sentences about the run that the report repeats.
+        answers: what samples at each evaluation, where the options ask for it.
     """
 
     args: AlignmentConfig
@@ -59,6 +68,7 @@ class RunContext:
     sampler: WindowSampler | None = None
     eval_data: dict[str, PreparedData] = field(default_factory=dict)
     advice: list[str] = field(default_factory=list)
+    answers: Answers | None = None
 
     @property
     def is_first(self) -> bool:

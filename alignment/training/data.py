@@ -248,13 +248,9 @@ def _tokenised(
     )
 
 
-def _rows_of_stream(where: str, limit: int | None, options: AlignmentConfig) -> int:
-    """How many rows of a stream are needed: nothing else tells whether it ever ends."""
+def _rows_of_stream(where: str, limit: int | None, options: AlignmentConfig) -> int | None:
+    """How many rows of a stream are needed; None: all of them, to evaluate on, where nothing else says how many."""
     if not where.startswith(TRAINING):
-        if limit is None:
-            raise DataError(
-                f"{where}: it is an IterableDataset, which may have no end; set max_eval_samples, or pass a Dataset"
-            )
         return limit
     steps = options.max_steps * options.window_size if options.max_steps > 0 else None
     if limit is None and steps is None:
@@ -286,6 +282,7 @@ def window_sampler(data: PreparedData, method: AnyMethod, args: AlignmentConfig)
         seed=order_seed(args),
         draw_partners=method.draws_partners,
         stratify=args.stratify_labels,
+        sequential=args.train_sampling_strategy == "sequential",
         drop_last=args.dataloader_drop_last,
         max_tokens=args.max_tokens_per_batch,
         partners=stored_partners(data, method, args),

@@ -49,6 +49,8 @@ def evaluate(context: RunContext, window_pass: WindowPass, data: PreparedData, p
     finally:
         progress.close()
     seconds = time.monotonic() - start
+    if context.answers is not None:
+        context.answers(window_pass.models, data, prefix)
     result = {f"{prefix}_{name}": value for name, value in means(items, method.logs_sums).items()}
     return result | {
         f"{prefix}_runtime": seconds,

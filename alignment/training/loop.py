@@ -223,7 +223,7 @@ class TrainingLoop:
         self.boundary.left, self.boundary.ends = left, self._ended_early()
         if self.args.save_strategy != "no" and self.state.global_step > 0:
             self._save()
-        end_run(self.context, self.writer, self.engines.window_pass.finish, reason)
+        end_run(self.context, self.writer, self._finish_tables, reason)
 
     def _show_status(self) -> None:
         """Tell whoever watches the run where it stands."""
@@ -445,6 +445,12 @@ class TrainingLoop:
         name = checkpoint_folder(self.context.output_dir, self.state.global_step).name
         return f". The weights of step {self.state.global_step} are in {name}"
 
+    def _finish_tables(self) -> None:
+        """Write rows of tables that wait for space, on the first rank."""
+        self.engines.window_pass.finish()
+        if self.context.answers is not None:
+            self.context.answers.finish()
+
     def _finish(self) -> TrainOutput:
         REQUESTS.done = True  # what is left is to write the result, and stopping now would save no time
         if self.args.load_best_model_at_end:
@@ -463,7 +469,7 @@ class TrainingLoop:
             metrics[self.context.method.reduced_windows] = self.totals.reduced_windows
         self.context.log(metrics)
         self.context.log_file.write({"event": "end", "phases": self.context.phases.summary()})
-        for finish in (self.context.log_file.finish, self.engines.window_pass.finish):
+        for finish in (self.context.log_file.finish, self._finish_tables):
             self.writer.finish(finish)
         self.events("on_train_end")
         self.writer.finish(lambda: self.writer.write_state(self.context.output_dir))

@@ -37,6 +37,7 @@ from alignment.training.arguments import (
     named_datasets,
     refuse_arguments,
     with_adapter_names,
+    with_quantization,
 )
 from alignment.training.callbacks import Events, check_callbacks, check_early_stopping
 from alignment.training.checkpointing.best import BestModel, check_best_metric
@@ -60,6 +61,7 @@ from alignment.training.loop import TrainingLoop
 from alignment.training.method import AnyMethod
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import Identity, RunState
+from alignment.training.sampling.answers import answers_of
 from alignment.training.surface.again import begin_again
 from alignment.training.surface.overrides import check_overrides
 from alignment.training.surface.positional import in_place
@@ -84,6 +86,8 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
             ``model`` trains those that it has.
         model_adapter_name: as the option.
         ref_adapter_name: as the option.
+        quantization_config: how bitsandbytes keeps the weights of a ``model`` that is given by name; as
+            ``quantization_config`` among ``model_init_kwargs``.
         **unsupported: TRL's further arguments (collators …); each is refused by name.
 
     Raises:
@@ -108,6 +112,7 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         model_adapter_name: str | None = None,
         ref_adapter_name: str | None = None,
         data_collator: Any = None,
+        quantization_config: Any = None,
         **unsupported: Any,
     ) -> None:
         check_overrides(type(self), AlignmentTrainer)
@@ -121,6 +126,7 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         check_data_source(args, train_dataset)
         callbacks = check_callbacks(callbacks)
         model, args = model_and_options(type(self).__name__, self.config_class, model, args)
+        args = with_quantization(args, model, quantization_config)
         self.args = with_adapter_names(args, model_adapter_name, ref_adapter_name)
         init_distributed(self.args.use_cpu)
         self.retries = Retries(self.args.retries, self.args.retry_pause)
@@ -147,6 +153,7 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         self.phases = Phases(device())
         self.log_file = JsonlLog(self.output_dir / LOG if rank() == 0 else None, self.tell, timed=True)
         self.context = self._context()
+        self.context.answers = answers_of(self.context, lambda: self._writes_logs)
         self.uploads = Uploads(self.context, self._subject)
         if repository is not None:
             self.uploads.use(repository)
@@ -342,7 +349,8 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
             raise
         self.write_report(show=True)
         if self.args.merged_output_dir is not None:
-            self.save_model(_internal_call=True)
+            with self.uploads.held():
+                self.save_model()
             write_merged(self.context, self.engine_plan.source, Path(self.args.merged_output_dir))
         if writer.failure is not None:
             raise LastCheckpointError(f"output_dir: the end of the run could not be written: {writer.failure}")
@@ -456,5 +464,5 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         with ACTIVITY("save model"):
             self.engines.write(folder)
             barrier()
-        if self.args.push_to_hub and not _internal_call:
+        if self.args.push_to_hub and not _internal_call and not self.uploads.holds:
             self.push_saved(folder)

@@ -91,14 +91,25 @@ def test_conversations_go_through_its_own_template(tmp_path: Path) -> None:
     prompt = [{"role": "user", "content": "what time is it"}]
     tokenizer = char_tokenizer(template=TOOLS)
     reward = source(path, tmp_path, tokenizer)
-    rendered = tokenizer.apply_chat_template(
-        [*prompt, *spoken(prompt, "late")], tokenize=False, tools=[TOOL]
-    ).removesuffix("\n")
-    assert "clock" in rendered and rendered.endswith("late<|im_end|>")
+    messages: Any = [*prompt, *spoken(prompt, "late")]
+    given = tokenizer.apply_chat_template(messages, tools=[TOOL], return_dict=True, return_tensors="pt")
+    rendered = tokenizer.decode(given["input_ids"][0])
+    assert "clock" in rendered and rendered.endswith("late<|im_end|>\n")  # the template's last token is behind it
+    with torch.no_grad():
+        by_the_card = AutoModelForSequenceClassification.from_pretrained(path)(**given).logits[0].tolist()
     reward.check(prompt, "row 1", {"tools": [TOOL]})
     found = reward.score(samples([prompt], ["late"], {"tools": [TOOL]}))
-    assert found == pytest.approx(own_scores(path, [rendered], tokenizer), rel=1e-4)
+    assert found == pytest.approx(by_the_card, rel=1e-5)
     assert found != pytest.approx(reward.score(samples([prompt], ["late"])), rel=1e-4)
+    reward.close()
+
+
+def test_of_two_labels_the_first_is_the_score(tmp_path: Path) -> None:
+    path = make_classifier(tmp_path / "two", seed=1, labels=2)
+    reward = source(path, tmp_path)
+    assert reward.describe().endswith("of its 2 labels the score is the logit of the first")
+    found = reward.score(samples(["once "], ["upon"]))
+    assert found == pytest.approx(own_scores(path, ["once upon</s>"], char_tokenizer(template=PLAIN)), rel=1e-4)
     reward.close()
 
 
@@ -156,8 +167,8 @@ def test_what_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     failing.close()
     with pytest.raises(ModelError, match=r"^reward_model_path: .* is a LlamaForCausalLM: its weights lack score"):
         source(make_model(tmp_path / "language"), tmp_path)
-    with pytest.raises(ModelError, match=r"^reward_model_path: .*many' has num_labels=2, and a reward model has 1"):
-        source(make_classifier(tmp_path / "many", labels=2), tmp_path)
+    with pytest.raises(ModelError, match=r"^reward_model_path: .*many' has num_labels=3, and a reward model has 1"):
+        source(make_classifier(tmp_path / "many", labels=3), tmp_path)
     with pytest.raises(ModelError, match=r"^reward_model_path: '/nowhere': no such folder"):
         source("/nowhere", tmp_path)
     with pytest.raises(ModelError, match="^reward_processing_class: int is not a transformers tokenizer"):

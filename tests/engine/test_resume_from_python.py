@@ -188,6 +188,23 @@ def test_a_trainer_on_a_finished_run_replaces_nothing(model: str, tmp_path: Path
     assert {path.name: path.read_bytes() for path in first.output_dir.iterdir() if path.is_file()} == before
 
 
+def test_a_folder_without_checkpoints_is_taken(model: str, tmp_path: Path) -> None:
+    first = make(model, tmp_path, save_strategy="no")
+    (first.output_dir / "notes").mkdir(parents=True)
+    (first.output_dir / "rows.jsonl").write_text("{}")
+    first.train()
+    first.close()
+    logged = (first.output_dir / "log.jsonl").read_bytes()
+    second = make(model, tmp_path, save_strategy="no")
+    with pytest.raises(OutputError, match="holds an earlier run"):
+        second.save_model()
+    second.train()
+    second.close()
+    assert (first.output_dir / "previous-1" / "log.jsonl").read_bytes() == logged
+    assert len((first.output_dir / "log.jsonl").read_text().splitlines()) == len(logged.splitlines())
+    assert (first.output_dir / "rows.jsonl").read_text() == "{}" and (first.output_dir / "notes").is_dir()
+
+
 def test_two_trainers_that_were_made_on_one_free_folder(model: str, tmp_path: Path) -> None:
     first, second = make(model, tmp_path), make(model, tmp_path)
     first.train()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from alignment import SFTConfig, SFTTrainer
 ROWS = [{"prompt": row["prompt"], "completion": row["completion"]} for row in unpaired_rows(8, seed=3)]
 
 
-def one_step(model: str, folder: Path, micro: int, steps: int, **more: Any) -> tuple[SFTTrainer, dict[str, float]]:
+def one_step(
+    model: str, folder: Path, micro: int, steps: int, rows: Any = ROWS, **more: Any
+) -> tuple[SFTTrainer, dict[str, float]]:
     args = SFTConfig(
         output_dir=str(folder),
         per_device_train_batch_size=micro,
@@ -30,7 +33,7 @@ def one_step(model: str, folder: Path, micro: int, steps: int, **more: Any) -> t
         disable_tqdm=True,
         **more,
     )
-    trainer = SFTTrainer(model=model, args=args, train_dataset=ROWS)
+    trainer = SFTTrainer(model=model, args=args, train_dataset=rows)
     trainer.train()
     trainer.close()
     return trainer, trainer.state.log_history[0]
@@ -87,3 +90,31 @@ def test_it_learns_what_it_is_shown(tmp_path: Path) -> None:
     found = trainer.evaluate()
     trainer.close()
     assert found["eval_mean_token_accuracy"] > 0.95 and found["eval_loss"] < 0.3
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+def test_only_what_labels_say_is_learned(tmp_path: Path, loss_type: str) -> None:
+    model = make_model(tmp_path / "model", "untied", seed=1)
+    draw = random.Random(5)
+    rows = []
+    for length in (9, 4, 12, 7, 5, 15, 3, 8):
+        ids = [draw.randrange(4, 60) for _ in range(length)]
+        rows.append(
+            {"input_ids": ids, "labels": [token if draw.random() < 0.6 else -100 for token in ids[:-1]] + ids[-1:]}
+        )
+    policy, losses = load(model), []
+    for row in rows:
+        for place, label in enumerate(row["labels"]):
+            if place and label != -100:
+                logp = token_logps(policy, row["input_ids"][:place], [label])
+                losses.append(-logp * (logp.detach().exp() if loss_type == "dft" else 1))
+    loss = torch.cat(losses).mean()
+    with wide_maths():
+        gradients = torch.autograd.grad(loss, list(policy.parameters()), materialize_grads=True)
+    for micro, steps in ((8, 1), (1, 8)):
+        _, found = one_step(
+            model, tmp_path / f"{micro}", micro, steps, rows=rows, loss_type=loss_type, deepspeed=STAGES["stage0"]
+        )
+        assert found["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+        assert found["grad_norm"] == pytest.approx(float(sum((g**2).sum() for g in gradients)) ** 0.5, rel=1e-4)

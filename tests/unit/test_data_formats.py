@@ -77,6 +77,16 @@ def test_identical_answers_without_prompt_are_dropped(same: Any) -> None:
         assert caught.value.reason == IDENTICAL
 
 
+def test_a_text_as_prompt_of_conversations() -> None:
+    system = {"role": "system", "content": "be kind"}
+    found = preference_row({"prompt": " hello", "chosen": [system, U, A], "rejected": [system, U, B]}, "row 1")
+    assert (found.prompt, found.chosen, found.rejected) == ([system, U], [A], [B])
+    alone = preference_row({"prompt": "hello", "chosen": [A], "rejected": [B]}, "row 1")
+    assert (alone.prompt, alone.chosen, alone.rejected) == ([U], [A], [B])
+    with pytest.raises(DataError, match="prompt is a string but chosen is a list"):
+        preference_row({"prompt": "bye", "chosen": [U, A], "rejected": [U, B]}, "row 1")
+
+
 def test_explicit_prompts() -> None:
     kept = preference_row({"prompt": "a b", "chosen": "a b c", "rejected": "a b c"}, "row 1")
     assert kept == Preference("a b", "a b c", "a b c")  # strings stay as they are
@@ -149,7 +159,7 @@ def test_faulty_unpaired_rows(change: dict[str, Any], message: str) -> None:
         ({"chosen": "a", "rejected": 3}, r"rejected is 3 \(an integer\)"),
         ({"chosen": "a", "rejected": [B]}, "chosen is a string but rejected is a list"),
         ({"chosen": [], "rejected": [B]}, "chosen is an empty list"),
-        ({"prompt": "p", "chosen": [A], "rejected": [B]}, "prompt is a string but chosen is a list"),
+        ({"prompt": "p", "chosen": [U, A], "rejected": [U, B]}, "prompt is a string but chosen is a list"),
         ({"prompt": 7, "chosen": "a", "rejected": "b"}, r"prompt is 7 \(an integer\)"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 from data_tokenizers import CHATML, PLAIN, char_tokenizer, readable_tokenizer
 from datasets import Dataset, IterableDataset
 
+from alignment import KTOConfig
 from alignment.config.errors import DataError, OptionError
 from alignment.data.batching import collate, collate_completion
 from alignment.data.prepare import Prepared, load_prepared, prepare
@@ -180,3 +181,23 @@ def test_what_is_learned_is_part_of_the_name_of_tokenised_rows(tmp_path: Path) -
         for each in rules
     ]
     assert len({*names}) == 4
+
+
+def test_marks_of_a_template_are_taken_at_their_word(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.role }} {% generation %}{{ m.content }}{% endgeneration %}.{% endfor %}"
+    tokenizer = char_tokenizer(template=template)
+    rules, rows = RowRules(assistant_only=True), [{"messages": [{"role": "user", "content": "ab"}]}]
+    row = made(rows, tmp_path, tokenizer=tokenizer, rules=rules).dataset[0]
+    assert tokenizer.decode(row["completion_ids"]) == "ab.</s>" and row["scored"] == [True, False, False]
+
+
+def test_a_reward_model_puts_nothing_before_answers(tmp_path: Path) -> None:
+    row = made([{"prompt": "", "chosen": "a", "rejected": "b"}], tmp_path, "preference_margin").dataset[0]
+    assert row["prompt_ids"] == [] and char_tokenizer().decode(row["chosen_ids"]) == "a</s>"
+
+
+def test_a_short_max_length_leaves_room_for_completions() -> None:
+    for given, prompt in ((1024, 512), (600, 512), (512, 256), (256, 128)):
+        assert KTOConfig(output_dir="out", max_length=given).max_prompt_length == prompt
+    assert KTOConfig(output_dir="out", max_length=256, max_prompt_length=200).max_prompt_length == 200
+    assert KTOConfig(output_dir="out", max_length=256, max_prompt_length=None).max_prompt_length is None

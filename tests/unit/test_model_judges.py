@@ -135,8 +135,16 @@ def test_what_may_pass_is_asked_again(trouble: Answer) -> None:
         assert len(server.asked) == 4 and server.asked[0] == server.asked[1] != server.asked[2]
 
 
+def test_an_answer_that_drips_in_is_given_up() -> None:
+    with (
+        serving(sequence(Answer("0", drip=0.02))) as server,
+        pytest.raises(RewardError, match="no whole answer within"),
+    ):
+        judge(server.url, concurrency=2, timeout=0.2, retries=0).judge(["p"], [["a", "b"]])
+
+
 def test_a_refusal_and_nonsense_are_no_verdicts_and_not_asked_again(capsys: pytest.CaptureFixture[str]) -> None:
-    answers = [Answer(None, refusal="I cannot"), Answer("1"), Answer("none of them"), Answer("1"), Answer(None)]
+    answers = [Answer("0", refusal="I cannot"), Answer("1"), Answer("none of them"), Answer("1"), Answer(None)]
     with serving(sequence(*answers, Answer("0"), Answer("1"), Answer("0"))) as server:
         assert judge(server.url, concurrency=1).judge(["p"] * 4, [["a", "b"]] * 4) == [-1, -1, -1, 1]
         assert len(server.asked) == 8

@@ -19,8 +19,9 @@ from alignment.data.json_columns import PromptRow
 from alignment.data.report import DataReport
 from alignment.data.windows import RowTable, WindowCounts, WindowPlan
 from alignment.engines.rollout.backend import Completion
+from alignment.engines.rollout.texts import continuations
 from alignment.objectives.dpo import dpo_loss
-from alignment.online.completions import Generated, continuations, described, further_columns, samples_of
+from alignment.online.completions import Generated, described, further_columns, samples_of
 from alignment.online.pairs import Pair, pair_of, plan_pairs, ranked_batches
 from alignment.online.ranking import FirstAnswer, JudgeRanker, Ranking, RewardRanker, best_and_worst, first_answers
 from alignment.online.window import Seeds, window_seeds

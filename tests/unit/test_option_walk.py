@@ -21,8 +21,9 @@ if __name__ == "__main__":
 
 from alignment.cli.help import option_tables, with_tables  # noqa: E402
 from alignment.config import dtypes  # noqa: E402
+from alignment.config.compatibility.verdicts import judged_names  # noqa: E402
 from alignment.config.errors import OptionError, OutputError  # noqa: E402
-from alignment.config.fields import hints, members, option  # noqa: E402
+from alignment.config.fields import hints, members, option, option_fields  # noqa: E402
 from alignment.config.options import AlignmentConfig  # noqa: E402
 from alignment.config.refusals import refused_fields  # noqa: E402
 from alignment.config.registry import METHODS, option_names  # noqa: E402
@@ -51,7 +52,11 @@ WITH_REFERENCE = ("kto", "dpo", "online_dpo")
 READ_BY_TRANSFORMERS = {
     "logging_first_step", "logging_strategy", "eval_delay", "logging_steps", "eval_steps", "save_steps",
 }  # fmt: skip
-FIELDS = [(cls, field) for cls in METHODS.values() for field in dataclasses.fields(cls)]
+# Other ways to set an option, read where that is resolved; test_config_options.py shows the effect.
+READ_INTO_OTHERS = {"gamma_beta_ratio", "use_transformers_paged"}
+FIELDS = [
+    (cls, field) for cls in METHODS.values() for field in option_fields(cls) if field.name not in judged_names(cls)
+]
 
 
 def field_id(value: Any) -> str:
@@ -77,17 +82,22 @@ def _is_options(node: ast.expr) -> bool:
     return name in OBJECTS
 
 
-READ = attributes_read(ROOT / "alignment") | READ_BY_TRANSFORMERS
+READ = attributes_read(ROOT / "alignment") | READ_BY_TRANSFORMERS | READ_INTO_OTHERS
 
 
 def unaccounted(cls: type[AlignmentConfig]) -> set[str]:
-    """The fields that are neither read, nor refused, nor probed."""
-    return option_names(cls) - READ - refused_fields() - PROBES.keys()
+    """The fields that are neither read, nor refused, nor probed, nor another library's."""
+    return own_names(cls) - READ - refused_fields() - PROBES.keys()
+
+
+def own_names(cls: type[AlignmentConfig]) -> set[str]:
+    """The options of a class but those that docs/coming-from-trl.md alone lists."""
+    return option_names(cls) - judged_names(cls)
 
 
 def golden_text() -> str:
     """Every method's options, one to a line."""
-    methods = [f"{name}:\n" + "".join(f"  {o}\n" for o in sorted(option_names(cls))) for name, cls in METHODS.items()]
+    methods = [f"{name}:\n" + "".join(f"  {o}\n" for o in sorted(own_names(cls))) for name, cls in METHODS.items()]
     return "\n".join(methods)
 
 
@@ -193,7 +203,7 @@ def test_the_tables_in_the_readme_are_those_of_the_classes() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert readme == with_tables(readme), "options changed; run `make docs`"
     shown = set(re.findall(r"^\| `(\w+)` \| ", option_tables(), re.MULTILINE))
-    assert shown == set().union(*map(option_names, METHODS.values())) - refused_fields()
+    assert shown == set().union(*map(own_names, METHODS.values())) - refused_fields()
 
 
 def test_a_text_without_a_place_for_the_tables() -> None:

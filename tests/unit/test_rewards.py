@@ -14,12 +14,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import TrainerState
 
 from alignment.config.errors import OptionError, RewardError
 from alignment.engines.watch.stop import RunStopped, StopReason
 from alignment.rewards.combined import Rewards
 from alignment.rewards.functions import FunctionReward, score_all
 from alignment.rewards.samples import Samples, in_groups, spoken
+
+
+def test_a_function_may_ask_for_the_state_of_the_run() -> None:
+    seen: list[int] = []
+
+    def counts(completions: list[str], trainer_state: TrainerState) -> list[float]:
+        seen.append(trainer_state.global_step)
+        trainer_state.global_step = 99
+        return [0.0] * len(completions)
+
+    rewards, state = Rewards([FunctionReward(counts)]), TrainerState(global_step=7)
+    rewards.check([])
+    rewards.follow(state)
+    for state.global_step in (7, 8):
+        rewards.score(samples(["a"]))
+    assert seen == [7, 8]
+    with pytest.raises(OptionError, match="'trainer_state', which is what training hands to it and also a column"):
+        rewards.check(["trainer_state"])
 
 
 def samples(completions: list[str], **columns: list[Any]) -> Samples:
@@ -65,6 +84,7 @@ def test_a_function_gets_what_it_asks_for() -> None:
     scores = score_all([FunctionReward(function) for function in (plain, everything, of_ids)], given)
     assert scores == [[1.0, 1.0], [2.0, 2.0], [97.0 + 46.0, 98.0]]
     assert asked[0] == {"completions": ["a.", "b"], "answer": ["x", "x"], "shift": 7}
+    assert isinstance(asked[1].pop("trainer_state"), TrainerState)
     assert asked[1] == {
         "prompts": ["p0", "p0"],
         "completions": ["a.", "b"],

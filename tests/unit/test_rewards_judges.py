@@ -102,6 +102,20 @@ def test_conversations_are_shown_as_they_are() -> None:
     assert seen[0] == [prompt] and sorted(seen[1][0], key=str) == pair
 
 
+def test_a_judge_with_trl_s_signature_is_given_texts() -> None:
+    seen: list[Any] = []
+
+    class Judging:
+        def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
+            seen.extend([prompts, completions])
+            return [1] * len(prompts)
+
+    prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "p"}]
+    pair = [[{"role": "assistant", "content": text}] for text in "ab"]
+    Judge(Judging()).verdicts([prompt], [pair], 0, ["row 1"])
+    assert seen[0] == ["system: s\nuser: p"] and sorted(seen[1][0]) == ["a", "b"]
+
+
 def test_a_judge_is_not_called_for_nothing() -> None:
     assert verdicts(lambda prompts, pairs: 1 / 0, []) == []
 

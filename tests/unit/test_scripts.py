@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import alignment
 from alignment import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 from alignment.config.errors import OptionError
+from alignment.training.arguments import with_quantization
 
 
 @dataclass
@@ -230,3 +231,15 @@ def test_pairs_as_rows_with_labels() -> None:
         ("p", "b", False, 3),
     ]
     assert alignment.maybe_unpair_preference_dataset(rows) is rows
+
+
+def test_quantization_of_a_model_that_is_given_by_name(tmp_path: Path) -> None:
+    weights = alignment.get_quantization_config(ModelConfig(load_in_4bit=True))
+    options = alignment.KTOConfig(output_dir=str(tmp_path), use_cpu=True, model_init_kwargs={"revision": "main"})
+    changed = with_quantization(options, "model", weights)
+    assert changed.model_init_kwargs == {"revision": "main", "quantization_config": weights}
+    assert options.model_init_kwargs == {"revision": "main"} and with_quantization(options, "model", None) is options
+    with pytest.raises(OptionError, match="model_init_kwargs has one as well"):
+        with_quantization(changed, "model", weights)
+    with pytest.raises(OptionError, match="is a live model"):
+        with_quantization(options, fresh_model(), weights)

@@ -25,7 +25,7 @@ from tools.trl.hub.build import prepare
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tests that are left, and return the exit status."""
     given = _parser().parse_args(argv)
-    if importlib.util.find_spec("parameterized") is None:
+    if not _installed("parameterized"):
         print("tests of TRL up to 0.24 need the package `parameterized`: pip install parameterized", file=sys.stderr)
         return 2
     code = fingerprint(given.checkouts)
@@ -43,6 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = reasons.problems(chosen, entries)
     print("\n".join(("", *wrong)))
     return int(bool(wrong)) or status
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,7 +14,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from alignment.config.compatibility.verdicts import judged_names
 from alignment.config.errors import OptionError
+from alignment.config.fields import option_fields
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import mixture_parts
 from alignment.config.options_training import LoggingOptions, SavingOptions
@@ -225,8 +227,9 @@ def _datasets(options: Mapping[str, Any]) -> list[str]:
 
 def _changed(options: Mapping[str, Any], declared: Any) -> dict[str, Any]:
     """The options that shaped the weights and are not at their defaults."""
-    defaults = {one.name: one.default for one in dataclasses.fields(declared)}
+    defaults = {one.name: one.default for one in option_fields(declared)}
     others = {one.name for part in (LoggingOptions, SavingOptions) for one in dataclasses.fields(part)} | _LEFT_OUT
+    others |= judged_names(declared)
     return {
         name: value
         for name, value in options.items()

@@ -18,6 +18,7 @@ import deepspeed
 import torch
 from transformers import PreTrainedModel
 
+from alignment.config.compatibility.verdicts import judged_names
 from alignment.config.fields import words
 from alignment.config.options import AlignmentConfig
 from alignment.data.prepare import describe_tokenizer
@@ -44,6 +45,7 @@ MAY_CHANGE = frozenset(
         max_steps num_train_epochs
         hang_factor hang_timeout hang_timeout_first loss_spike_factor max_bad_steps on_bad_step peer_timeout retries
         retry_pause rewind_windows
+        generate_during_eval
         disable_tqdm dry_run eval_delay eval_on_start eval_steps eval_strategy include_num_input_tokens_seen
         include_tokens_per_second log_completions logging_first_step logging_steps logging_strategy
         num_completions_to_log report_to run_name
@@ -95,7 +97,8 @@ def identity(fingerprint: str | None) -> str | None:
 
 def compared_options(args: AlignmentConfig) -> dict[str, Any]:
     """The options that have to be the same for a run to go on."""
-    compared = {name: value for name, value in args.to_dict().items() if name not in MAY_CHANGE}
+    left_out = MAY_CHANGE | judged_names(args)
+    compared = {name: value for name, value in args.to_dict().items() if name not in left_out}
     as_read: dict[str, Any] = json.loads(json.dumps(compared, default=str))  # as a manifest will give them back
     return as_read
 

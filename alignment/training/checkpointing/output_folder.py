@@ -29,6 +29,7 @@ def check_output_folder(
     option: str = "output_dir",
     *,
     earlier_run: bool = False,
+    files: bool = False,
     ignored: Collection[str] = (),
 ) -> None:
     """Refuse a folder that cannot be used, leaving nothing behind.
@@ -38,6 +39,7 @@ def check_output_folder(
         overwrite: it may hold anything.
         option: what names it.
         earlier_run: it may hold an earlier run.
+        files: it may hold anything but checkpoints of an earlier run, as a folder that a script names.
         ignored: names of files that may be in it.
 
     Raises:
@@ -48,6 +50,8 @@ def check_output_folder(
         if not existing.is_dir():
             raise OutputError(f"{option}: {existing} is not a folder; choose another {option}")
         taken = existing == folder and in_use(folder, ignored) and not overwrite
+        if taken and files:
+            taken = bool(checkpoints(folder)) or _hidden(folder)
         if taken and not (earlier_run and holds_run(folder)):
             raise OutputError(f"{option}: {folder} is not empty; choose another folder{_ways_out(folder, option)}")
         with tempfile.TemporaryFile(dir=existing):

@@ -18,7 +18,7 @@ from alignment.engines.launch_env import rank
 from alignment.engines.watch.requests import STOP_FILE
 from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.status_file import STATUS, read_status
-from alignment.training.checkpointing.output_folder import COMPLETIONS, LOG, check_output_folder, in_use
+from alignment.training.checkpointing.output_folder import COMPLETIONS, LOG, check_output_folder, holds_run, in_use
 from alignment.training.checkpointing.present import Present
 from alignment.training.checkpointing.resume import Checkpoint, check_same_run, choose, find
 
@@ -56,9 +56,9 @@ class RunFolder:
         if asked:
             find(self.path, asked, args.method)
         else:  # a script may still ask for a resume when it calls train()
-            check_output_folder(self.path, args.overwrite_output_dir, earlier_run=True)
+            check_output_folder(self.path, args.overwrite_output_dir, earlier_run=True, files=True)
             self._free = not in_use(self.path)
-            self.held_by_earlier_run = not self._free and not args.overwrite_output_dir
+            self.held_by_earlier_run = holds_run(self.path) and not args.overwrite_output_dir
         if not args.dry_run:  # which writes nothing there, and may come before the run that has the folder ends
             self.lock.peek()
         if args.merged_output_dir is not None:
@@ -103,7 +103,7 @@ class RunFolder:
         if not asked and not again:
             # A log that is there although the folder was free is this trainer's: it may have evaluated.
             own = (LOG, COMPLETIONS) if self._free else ()
-            on_first_rank(lambda: check_output_folder(self.path, args.overwrite_output_dir, ignored=own))
+            on_first_rank(lambda: check_output_folder(self.path, args.overwrite_output_dir, files=True, ignored=own))
         if not again:
             on_first_rank(self._take)
         try:
@@ -146,11 +146,14 @@ class RunFolder:
             raise OutputError(
                 f"output_dir: {self.path / STATUS} is a folder, in the place of the run's status; remove it"
             )
-        if checkpoint is None and (self.args.overwrite_output_dir or self._entered):
+        replaces = self.args.overwrite_output_dir or self._entered or (self.held_by_earlier_run and not resumes)
+        if checkpoint is None and replaces:
             place = set_aside(self.path)
             if place is not None:
-                why = "train" if self._entered else "overwrite_output_dir"
-                self.tell(f"{why}: checkpoints and logs of the earlier run are in {place}")
+                why = "overwrite_output_dir" if self.args.overwrite_output_dir else "output_dir"
+                self.tell(
+                    f"{'train' if self._entered else why}: checkpoints and logs of the earlier run are in {place}"
+                )
             return
         if checkpoint is None and resumes:
             self.tell(f"resume_from_checkpoint: {self.path} has no checkpoint, so the run begins")

@@ -42,9 +42,9 @@ class HubMethods:
 
     @property
     def hub_model_id(self) -> str | None:
-        """The repository with its owner, on the first rank; None until it is known."""
+        """The repository with its owner; until that is known, what the option says."""
         repository = self.uploads.repository
-        return None if repository is None or not repository.known else repository.name
+        return self.args.hub_model_id if repository is None or not repository.known else repository.name
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Make sure that the repository is there and may be written. All ranks must call it.
@@ -142,7 +142,8 @@ class HubMethods:
         """
         if self.uploads.repository is None:
             self.init_hf_repo(token, private)
-        self.save_model(_internal_call=True)
+        with self.uploads.held():
+            self.save_model()
         self.create_model_card(**kwargs)
         self.events("on_push_begin")
         future = self._begun(self.output_dir, commit_message, token, revision)

@@ -16,6 +16,7 @@ from alignment.training.hub.process import HubCall
 from alignment.training.hub.pushes import Call
 
 _CHECK_S = 60.0
+_MASKED = "<HUB_TOKEN>"  # in its place in an options.json that a run is repeated from
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ def named_repository(args: AlignmentConfig, token: str | None = None, private: b
         why = " ".join(str(error).split())
         raise OptionError(f"{option} cannot name a repository: {why}; set it to a name such as me/my-model") from None
     token = token if token is not None else args.hub_token
+    token = None if token == _MASKED else token
     if token is not None and (not token or not token.isascii() or any(c.isspace() for c in token)):
         raise OptionError("hub_token=<hidden>: is no token: it is empty, or has characters that none has")
     private = private if private is not None else args.hub_private_repo

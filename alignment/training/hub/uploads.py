@@ -12,7 +12,7 @@ import dataclasses
 import shlex
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ class Uploads(TrainerCallback):
     Attributes:
         repository: where to; None until :meth:`use` was called.
         details: what the caller's last card said, which later ones repeat.
+        holds: a model that is saved now is not uploaded for that.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Uploads(TrainerCallback):
         self._subject, self._call = subject, call
         self.repository: Repository | None = None
         self.details = Details()
+        self.holds = False
         self._pushes: Pushes | None = None
         self._failures = self._number = 0
         self._unsent: int | None = None  # the step of a checkpoint that was skipped, or failed
@@ -75,6 +77,15 @@ class Uploads(TrainerCallback):
     def use(self, repository: Repository) -> None:
         """Upload there."""
         self.repository = repository
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Within this context a model that is saved is not uploaded."""
+        before, self.holds = self.holds, True
+        try:
+            yield
+        finally:
+            self.holds = before
 
     # At each save ---------------------------------------------------------------------------------------------------
 
@@ -220,10 +231,10 @@ class Uploads(TrainerCallback):
                     break
         self.report()
 
-    def cut_off(self, grace: float = _GRACE_S) -> None:
-        """Where a run ends before its time: wait for so many seconds, then end what is under way."""
+    def cut_off(self, grace: float | None = None) -> None:
+        """Where a run ends before its time: wait for so many seconds, or a few, then end what is under way."""
         pushes = self._pushes
-        if pushes is not None and not pushes.wait(grace):
+        if pushes is not None and not pushes.wait(_GRACE_S if grace is None else grace):
             pushes.cut_off()
             pushes.wait(_GRACE_S)
             self.report()

@@ -40,8 +40,8 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     try:
         repo = request["repo"] if request["known"] else ready(api, request)
         return {"repo": repo, "commits": [_commit(api, repo, request.get("revision"), p) for p in request["parts"]]}
-    except Exception as error:  # each library below has its own classes, and all of them end here
-        status = getattr(getattr(error, "response", None), "status_code", None)
+    except Exception as raised:  # each library below has its own classes, and all of them end here
+        error, status = _cause(raised)
         told = _told(error, status, request["repo"], api.endpoint)
         told = told if token is None else told.replace(token, "<hidden>")
         final = isinstance(error, (Refused, ValueError)) or _is_offline(error)
@@ -82,6 +82,17 @@ def _commit(api: Any, repo: str, revision: str | None, part: Mapping[str, Any]) 
         delete_patterns=part["replaces"] or None,
     )
     return {"url": info.commit_url, "oid": info.oid, "message": part["message"]}
+
+
+def _cause(error: BaseException) -> tuple[BaseException, int | None]:
+    """The error that came with an HTTP status, where there is one among its causes, and the status."""
+    each: BaseException | None = error
+    while each is not None:
+        status = getattr(getattr(each, "response", None), "status_code", None)
+        if status is not None:
+            return each, int(status)
+        each = each.__cause__ or each.__context__
+    return error, None
 
 
 def _is_offline(error: BaseException) -> bool:

@@ -71,9 +71,14 @@ class TrainerRecords:
         self.state.log_history.append(entry)
         if self.args.disable_tqdm and rank() == 0:
             print(json.dumps(entry), flush=True)
-        if self.sampler is not None and not self.folder.held_by_earlier_run:
+        if self._writes_logs:
             self.retries.write(self.log_file.write)
             self.log_file.write(entry)
+
+    @property
+    def _writes_logs(self) -> bool:
+        """Whether the files in the output folder are this trainer's to write into."""
+        return self.sampler is not None and not self.folder.held_by_earlier_run
 
     def settings(self) -> dict[str, Any]:
         """What the run was resolved to, by the names of the files in the output folder."""

@@ -47,7 +47,7 @@ def build(home: Path) -> None:
     _remote(home, texts)
     organisation = models.ORGANISATION
     for name, configs in {"zen": rows.zen(), "harmony": rows.harmony(), "toolcall": rows.toolcall()}.items():
-        for config, columns in configs.items():
+        for config, columns in reversed(configs.items()):  # the newest is what a call without a name gets
             write_rows(home, f"{organisation}/{name}", config, columns)
     chats = rows.conversational()["language_modeling"]
     write_rows(home, f"{organisation}/dolly-chatml-sft", "default", chats)
@@ -71,7 +71,9 @@ def write_rows(home: Path, repository: str, config: str, columns: rows.Columns) 
     from datasets.splits import SplitDict, SplitInfo
 
     organisation, _, name = repository.partition("/")
-    folder = home / "datasets" / f"{organisation}___{name}" / config / "0.0.0" / _HASH
+    folder = (
+        home / "datasets" / f"{organisation}___{name}" / config / "0.0.0" / hashlib.sha256(config.encode()).hexdigest()
+    )
     folder.mkdir(parents=True)
     whole = Dataset.from_dict(columns, on_mixed_types="use_json")
     splits = whole.train_test_split(test_size=0.1, shuffle=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 Columns = dict[str, list[Any]]
@@ -116,7 +117,7 @@ def _called(name: str, arguments: dict[str, Any], result: str, answer: str) -> l
 
 
 def toolcall() -> dict[str, Columns]:
-    """Messages with calls of tools of different types, and the tools' schemas beside them."""
+    """Messages with calls of tools of different types, and the tools' schemas beside them as JSON."""
     lift = _tool("move_lift", floor="integer")
     blinds = _tool("set_blinds", room="string", state="string")
     asked = [f"Take the lift to floor {i}." if i % 2 else f"Close the blinds of room {i}." for i in range(8)]
@@ -128,7 +129,7 @@ def toolcall() -> dict[str, Columns]:
     ]
     bad = [_called("move_lift", {"floor": -i}, str(-i), "You are in the cellar.") for i in range(8)]
     prompts = [_said(question) for question in asked]
-    tools = [[lift] if i % 2 else [lift, blinds] for i in range(8)]
+    tools = [json.dumps([lift] if i % 2 else [lift, blinds]) for i in range(8)]
     return {
         "language_modeling": {"messages": [a + b for a, b in zip(prompts, good)], "tools": tools},
         "preference": {"prompt": prompts, "chosen": good, "rejected": bad, "tools": tools},

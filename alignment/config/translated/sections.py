@@ -1,0 +1,242 @@
+"""The sections ``optimizer`` and ``scheduler`` of a DeepSpeed JSON, said in options.
+
+Optimizer and schedule are this project's, whose checkpoints know their states; a section says which ones and with what
+values. What it leaves to "auto" is the options', as transformers' integration fills it. What it says itself is taken
+where the option is at its default, and refused where the option says something else.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from alignment.config.deepspeed import LoadedConfig, load_deepspeed_config, source_of
+from alignment.config.errors import OptionError, did_you_mean, setting
+from alignment.config.fields import parse_optim_args, words
+from alignment.config.translated.taking import AUTO, contradiction, default_of, said, take
+
+SECTIONS = ("optimizer", "scheduler")
+_ADAMW = words("adamw_torch adamw_torch_fused deepspeed_fused_adam deepspeed_cpu_adam")
+# DeepSpeed's types in lower case, and the values of optim that make the same step: the first one where none is set.
+_OPTIMIZERS: dict[str, tuple[str, ...]] = {
+    "adam": _ADAMW,
+    "adamw": _ADAMW,
+    "fusedadam": ("deepspeed_fused_adam",),
+    "cpuadam": ("deepspeed_cpu_adam",),
+    "sgd": ("sgd",),
+}
+_SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear"}
+_NEAREST = {
+    "lion": "optim: adamw_torch",
+    "warmupcosinelr": 'lr_scheduler_type: cosine_with_min_lr with lr_scheduler_kwargs: {"min_lr_rate": 0.0001}',
+}
+_MOVED = {"lr": "learning_rate", "weight_decay": "weight_decay"}  # parameters of every optimizer
+_ARGUMENTS = {"sgd": words("momentum dampening nesterov"), "adam": words("amsgrad"), "adamw": words("amsgrad")}
+# Parameters that change nothing with these values; None: with any.
+_NEUTRAL: dict[str, bool | None] = {
+    "torch_adam": None, "fused": None, "foreach": None, "set_grad_none": None, "bias_correction": True,
+    "amsgrad": False, "fp32_optimizer_states": True,
+}  # fmt: skip
+_LEAST_WARMUP = 2  # DeepSpeed makes a shorter one as long as this
+
+
+def translate(options: Any) -> None:
+    """Set the options that the sections of ``options.deepspeed`` speak of; once more, it changes nothing.
+
+    Raises:
+        OptionError: a type or parameter that cannot be had here, or that contradicts an option.
+    """
+    if options.deepspeed is not None:
+        config = load_deepspeed_config(options.deepspeed, "")
+        _translate(options, config, source_of(config))
+
+
+def check_translated(options: Any, config: dict[str, Any], where: str) -> None:
+    """Refuse sections that the options do not follow, because ``deepspeed`` was set after they had been made.
+
+    Raises:
+        OptionError: naming the first option that differs.
+    """
+    followed = copy.copy(options)
+    _translate(followed, config, where)
+    for name, value in vars(followed).items():
+        if value != getattr(options, name):
+            raise OptionError(
+                f"{where}: its sections {' and '.join(SECTIONS)} ask for {setting(name, value)}, and the options say "
+                f"{setting(name, getattr(options, name))}; give deepspeed when the options are made"
+            )
+
+
+def without_sections(config: LoadedConfig) -> LoadedConfig:
+    """The rest of a JSON, which DeepSpeed is given: it would build the section's optimizer in the place of ours."""
+    rest = {name: value for name, value in config.items() if name not in SECTIONS}
+    return LoadedConfig(rest, config.source)
+
+
+def _translate(options: Any, config: dict[str, Any], where: str) -> None:
+    for name, translate_one in zip(SECTIONS, (_translate_optimizer, _translate_schedule), strict=True):
+        section = config.get(name)
+        if section is not None:
+            kind, parameters = _read(name, section, where)
+            translate_one(options, kind, parameters, f"{where}: {name}")
+
+
+def _read(name: str, section: Any, where: str) -> tuple[str, dict[str, Any]]:
+    """A section's type, and its parameters."""
+    if not isinstance(section, dict) or not isinstance(section.get("type"), str):
+        raise OptionError(f'{where}: {setting(name, section)}: expected a mapping with "type" and "params"')
+    for key, value in section.items():
+        if key not in ("type", "params"):
+            raise OptionError(f"{where}: {said(f'{name}.{key}', value)}: not usable here; remove it")
+    parameters = section.get("params") or {}
+    if not isinstance(parameters, dict):
+        raise OptionError(f"{where}: {setting(f'{name}.params', parameters)}: expected a mapping")
+    return section["type"], parameters
+
+
+def _unknown_type(place: str, kind: str, known: tuple[str, ...]) -> OptionError:
+    nearest = _NEAREST.get(kind.lower())
+    instead = f"set {nearest}" if nearest else f"set one of {', '.join(known)}"
+    return OptionError(
+        f"{said(f'{place}.type', kind)}: not one that can be had here{did_you_mean(kind, known)}; remove the "
+        f"section, or {instead}"
+    )
+
+
+def _translate_optimizer(options: Any, kind: str, parameters: dict[str, Any], place: str) -> None:
+    known = kind.lower()
+    if known not in _OPTIMIZERS:
+        raise _unknown_type(place, kind, ("AdamW", "Adam", "SGD"))
+    same = _OPTIMIZERS[known]
+    if options.optim not in same:
+        if options.optim != default_of(options, "optim"):
+            raise contradiction(options, "optim", f"{place}.type", kind)
+        options.optim = same[0]
+    if "lr" not in parameters:
+        raise _missing(place, "lr", "learning_rate")
+    for key, value in parameters.items():
+        _translate_parameter(options, known, key, value, f"{place}.params.{key}")
+    _check_decay(options, known, parameters, place)
+
+
+def _missing(place: str, key: str, option: str) -> OptionError:
+    return OptionError(
+        f'{place}.params: there is no {key}, for which DeepSpeed has a default of its own; write "{key}": "auto" to '
+        f"take the option {option}"
+    )
+
+
+def _translate_parameter(options: Any, kind: str, key: str, value: Any, place: str) -> None:
+    """One parameter of the optimizer; adam_w_mode is checked when all of them are known."""
+    adam = kind != "sgd"
+    if key in _MOVED:
+        _take(options, _MOVED[key], place, value)
+    elif adam and key == "eps":
+        _take(options, "adam_epsilon", place, value)
+    elif adam and key == "betas":
+        if value == AUTO:
+            return
+        if not isinstance(value, (list, tuple)) or len(value) != 2:
+            raise OptionError(f"{said(place, value)}: expected two numbers; correct it")
+        for name, part in zip(("adam_beta1", "adam_beta2"), value, strict=True):
+            take(options, name, place, part)
+    elif key in _NEUTRAL and _NEUTRAL[key] in (None, value):
+        return
+    elif key in _ARGUMENTS.get(kind, ()) and value != AUTO:
+        _add_argument(options, key, value, place)
+    elif key != "adam_w_mode" or not adam:
+        raise OptionError(f"{said(place, value)}: the optimizer here has no such parameter; remove it")
+
+
+def _take(options: Any, name: str, place: str, value: Any) -> None:
+    if value != AUTO:
+        take(options, name, place, value)
+
+
+def _add_argument(options: Any, key: str, value: Any, place: str) -> None:
+    given = parse_optim_args(options.optim_args)
+    if given.get(key, value) != value:
+        raise contradiction(options, "optim_args", place, value)
+    options.optim_args = given | {key: value}
+
+
+def _check_decay(options: Any, kind: str, parameters: dict[str, Any], place: str) -> None:
+    """DeepSpeed's Adam decays weights as AdamW does, unless it is told to add the decay to the gradient."""
+    if kind == "adam" and parameters.get("adam_w_mode", True) is not True and options.weight_decay:
+        raise OptionError(
+            f"{place}.params.adam_w_mode={parameters['adam_w_mode']!r}: with "
+            f"{setting('weight_decay', options.weight_decay)} it adds the decay to the gradient, which no optimizer "
+            "here does; set adam_w_mode to true, or weight_decay to 0"
+        )
+
+
+def _translate_schedule(options: Any, kind: str, parameters: dict[str, Any], place: str) -> None:
+    known = kind.lower()
+    if known not in _SCHEDULES:
+        raise _unknown_type(place, kind, ("WarmupLR", "WarmupDecayLR"))
+    schedule, default = _SCHEDULES[known], default_of(options, "lr_scheduler_type")
+    if options.lr_scheduler_type not in (schedule, default):
+        raise contradiction(options, "lr_scheduler_type", f"{place}.type", kind)
+    options.lr_scheduler_type = schedule
+    readers = {
+        "warmup_min_lr": _check_least,
+        "warmup_max_lr": _take_rate,
+        "warmup_num_steps": _take_warmup,
+        "warmup_type": _check_warmup_type,
+    }
+    if known == "warmupdecaylr":
+        readers["total_num_steps"] = _check_length
+        for key in ("total_num_steps", "warmup_max_lr"):
+            if key not in parameters:
+                raise _missing(place, key, "learning_rate" if key == "warmup_max_lr" else "max_steps")
+    if "warmup_num_steps" not in parameters:
+        raise _missing(place, "warmup_num_steps", "warmup_steps")
+    for key, value in parameters.items():
+        if key not in readers:
+            raise OptionError(
+                f"{said(f'{place}.params.{key}', value)}: {kind} has no such parameter"
+                f"{did_you_mean(key, readers) or '; remove it'}"
+            )
+        if value != AUTO:
+            readers[key](options, f"{place}.params.{key}", value)
+    _take_shape(options, parameters.get("warmup_type", "log"), f"{place}.params.warmup_type")
+
+
+def _check_least(options: Any, place: str, value: Any) -> None:
+    if value != 0:
+        raise OptionError(f"{said(place, value)}: the warm-up rises from 0 here; set 0")
+
+
+def _take_rate(options: Any, place: str, value: Any) -> None:
+    take(options, "learning_rate", place, value)
+
+
+def _take_warmup(options: Any, place: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(f"{said(place, value)}: expected a whole number of steps, at least 1; correct it")
+    if options.warmup_ratio:
+        raise contradiction(options, "warmup_ratio", place, value)
+    take(options, "warmup_steps", place, max(value, _LEAST_WARMUP))
+
+
+def _check_warmup_type(options: Any, place: str, value: Any) -> None:
+    if value not in ("log", "linear"):
+        raise OptionError(f"{said(place, value)}: set log or linear")
+
+
+def _check_length(options: Any, place: str, value: Any) -> None:
+    if value != options.max_steps:
+        raise OptionError(
+            f"{said(place, value)}: the length of this run follows from {setting('max_steps', options.max_steps)}"
+            f'{"" if options.max_steps > 0 else " (by num_train_epochs)"}; write "auto"'
+        )
+
+
+def _take_shape(options: Any, shape: str, place: str) -> None:
+    """DeepSpeed's warm-up is logarithmic where nothing else is said; transformers' is linear."""
+    if shape != "log" or not (options.warmup_steps or options.warmup_ratio):
+        return
+    given = dict(options.lr_scheduler_kwargs or {})
+    if given.get("warmup_type", shape) != shape:
+        raise contradiction(options, "lr_scheduler_kwargs", place, shape)
+    options.lr_scheduler_kwargs = given | {"warmup_type": shape}

@@ -1,0 +1,104 @@
+"""Callbacks that sample, by TRL's names, on the same path as ``generate_during_eval``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import GenerationConfig, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_utils import IntervalStrategy
+
+from alignment.config.errors import OptionError, setting, show
+from alignment.engines.watch.stop import Cut
+from alignment.reporting.completions import CompletionTable
+from alignment.training.checkpointing.output_folder import COMPLETIONS
+from alignment.training.sampling.sampler import Sampler, Speaker, first_prompts, interleaved
+from alignment.training.sampling.settings import of_model, sampling_of
+
+_LONGEST = 256  # tokens of an answer, where nobody says
+
+
+class LogCompletionsCallback(TrainerCallback):
+    """Samples the policy's answers to prompts of the evaluation data at every so many-th step.
+
+    They go into ``completions.jsonl``, to Weights & Biases and to TensorBoard, as tables of step, prompt and
+    completion. Training is not disturbed: its numbers are those of a run without the callback.
+
+    Args:
+        trainer: a trainer of this package with evaluation data; of several sets the first one is used.
+        generation_config: how to sample, greedily unless ``do_sample`` is set; None: as the model's own says. Without
+            ``max_new_tokens`` answers have at most 256 tokens.
+        num_prompts: take so many different prompts, the first ones; None: all.
+        freq: sample at every so many-th step; None: at every ``eval_steps``.
+
+    Raises:
+        OptionError: there is no evaluation data, the trainer is another library's, or an argument cannot be used.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        generation_config: GenerationConfig | None = None,
+        num_prompts: int | None = None,
+        freq: int | None = None,
+    ) -> None:
+        if not hasattr(trainer, "eval_data") or not hasattr(trainer, "context"):
+            raise OptionError(f"trainer: {show(type(trainer).__name__)} is no trainer of this package; pass one")
+        if not trainer.eval_data:
+            raise OptionError("LogCompletionsCallback: the trainer has no evaluation data; pass eval_dataset to it")
+        for name, value in (("num_prompts", num_prompts), ("freq", freq)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise OptionError(f"{setting(name, value)}: expected a whole number of at least 1")
+        self.trainer, self.generation_config, self.freq = trainer, generation_config, freq
+        self.sampler = Sampler(trainer.context)
+        self.prompts = first_prompts(next(iter(trainer.eval_data.values())), num_prompts)
+        if generation_config is not None:
+            sampling_of(generation_config, trainer.processing_class, _LONGEST, draw=False)  # or it is refused now
+        path = trainer.output_dir / COMPLETIONS if trainer.is_world_process_zero() else None
+        self._table = CompletionTable(path, trainer.events.handler.callbacks)
+        number = sum(name.startswith("logged completions") for name in trainer.context.run_state.parts)
+        trainer.context.run_state.register(f"logged completions {number}", self._table)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Sample, if it is this step's turn; every rank is called."""
+        if state.global_step % self._every(args, state):
+            return
+        trainer = self.trainer
+        policy, tokenizer = Speaker(trainer.engines.window_pass.models.policy), trainer.processing_class
+        if self.generation_config is None:
+            sampling = sampling_of(of_model(policy.model.generation_config), tokenizer, _LONGEST)
+        else:
+            sampling = sampling_of(self.generation_config, tokenizer, _LONGEST, draw=False)
+        prompts, sampling = self.sampler.fitting(policy.model, self.prompts, sampling)
+        try:
+            texts = self.sampler.answers(policy, prompts, sampling, "completions")
+        except Cut:
+            return  # on every rank; the step itself is done, and the run is left after it
+        columns = [self.sampler.decoded(prompts), texts]
+        if trainer.is_world_process_zero():
+            self._table.write(state.global_step, list(interleaved(("prompt", "completion"), columns)))
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write rows that still wait for space."""
+        self._table.finish()
+
+    def _every(self, args: Any, state: TrainerState) -> int:
+        """Steps between two tables; where evaluations follow epochs, so do tables."""
+        if self.freq is not None:
+            return self.freq
+        if args.eval_strategy == IntervalStrategy.EPOCH:
+            return max(1, round(state.max_steps / max(1, state.num_train_epochs)))
+        return max(1, int(state.eval_steps or state.logging_steps or 1))
+
+
+class WinRateCallback(TrainerCallback):
+    """Refused: it compares with what the policy answered when the process began, which a resumed run cannot.
+
+    Raises:
+        OptionError: always.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise OptionError(
+            "WinRateCallback: not supported; method online_dpo with a judge logs eval_win_rate against the policy at "
+            "the start of the run, and generate_during_eval writes answers that a judge can compare later"
+        )

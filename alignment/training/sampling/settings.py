@@ -1,0 +1,70 @@
+"""How answers at evaluation are sampled: as the model's or a given generation configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import GenerationConfig
+
+from alignment.config.errors import OptionError
+from alignment.engines.rollout.backend import Sampling
+from alignment.engines.rollout.processors import ACCEPTED, check_generation_kwargs
+
+_OWN = ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# Of no say in what is drawn, or the tokenizer's.
+_PASSED_OVER = ("transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "max_length")
+
+
+def sampling_of(config: GenerationConfig, tokenizer: Any, max_new_tokens: int, *, draw: bool = True) -> Sampling:
+    """The distribution that a configuration asks for.
+
+    Args:
+        config: what it does not set is neutral.
+        tokenizer: its EOS ends an answer as well.
+        max_new_tokens: where the configuration has none.
+        draw: sample also where the configuration says to be greedy.
+
+    Raises:
+        OptionError: the configuration sets what has no place in a rollout, such as beams.
+    """
+    given = {name: value for name, value in config.to_diff_dict().items() if name not in _PASSED_OVER}
+    extra = {name: value for name, value in given.items() if name not in _OWN}
+    try:
+        check_generation_kwargs(extra)
+    except OptionError as error:
+        raise OptionError(str(error).replace("generation_kwargs", "generation_config", 1)) from None
+    ends = token_ids(tokenizer.eos_token_id) | token_ids(config.eos_token_id)
+    pad = tokenizer.pad_token_id
+    plain = Sampling(
+        max_new_tokens=config.max_new_tokens or max_new_tokens,
+        eos_token_ids=tuple(sorted(ends)),
+        pad_token_id=pad if pad is not None else min(ends, default=0),
+        repetition_penalty=config.repetition_penalty or 1.0,
+        top_k=1,  # the likeliest token
+        extra=extra,
+    )
+    if not (draw or config.do_sample):
+        return plain
+    return Sampling(
+        max_new_tokens=plain.max_new_tokens,
+        eos_token_ids=plain.eos_token_ids,
+        pad_token_id=plain.pad_token_id,
+        repetition_penalty=plain.repetition_penalty,
+        temperature=config.temperature or 1.0,
+        top_p=1.0 if config.top_p is None else config.top_p,
+        top_k=config.top_k or 0,
+        min_p=config.min_p,
+        extra=extra,
+    )
+
+
+def of_model(config: GenerationConfig) -> GenerationConfig:
+    """What of a checkpoint's configuration shapes the distribution: lengths, beams and further wishes are left out."""
+    names = (*_OWN[2:], "eos_token_id", *ACCEPTED)
+    return GenerationConfig(**{name: value for name in names if (value := getattr(config, name, None)) is not None})
+
+
+def token_ids(value: int | Sequence[int] | None) -> set[int]:
+    """One id, several or none as a set."""
+    return set() if value is None else {value} if isinstance(value, int) else set(value)

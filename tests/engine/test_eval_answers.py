@@ -1,0 +1,111 @@
+"""``generate_during_eval``, ``LogCompletionsCallback``: whose answers are written; training is undisturbed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import DRIVERS
+from data_tokenizers import PLAIN, char_tokenizer
+from drivers.eval_answers import PROMPTS, rows_of
+from helpers import make_model
+from peft import PeftModel
+from resume_comparison import timeless
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from tools.ranks import RankServer
+
+FASTER = {"learning_rate": 5.0}  # for adapters, which begin at zero
+CASES: list[dict[str, Any]] = [
+    {
+        "name": "replica",
+        "method": "KTO",
+        "args": {"deepspeed": "stage0", "ref_placement": "replica"},
+        "reference": True,
+    },
+    {
+        "name": "sharded",
+        "method": "DPO",
+        "args": {"deepspeed": "stage3", "ref_placement": "sharded"},
+        "reference": True,
+    },
+    {"name": "offload", "method": "DPO", "args": {"deepspeed": "stage2", "ref_placement": "offload"}},
+    {"name": "adapter", "method": "KTO", "args": {"deepspeed": "stage2", **FASTER}, "lora": True},
+    {"name": "adapter-3", "method": "DPO", "args": {"deepspeed": "stage3", **FASTER}, "lora": True},
+    {"name": "none", "method": "CPO", "args": {"deepspeed": "stage3-offload"}},
+    {"name": "precomputed", "method": "DPO", "args": {"deepspeed": "stage0", "ref_placement": "precomputed"}},
+]
+EVALUATIONS = 3
+
+
+def greedy(folder: Path, prompts: list[str], adapters: Path | None = None) -> list[str]:
+    """What transformers generates from a saved model, one prompt at a time."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if adapters is not None:
+        model = PeftModel.from_pretrained(model, adapters)
+    tokenizer, found = char_tokenizer(template=PLAIN), []
+    for prompt in prompts:
+        ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]])
+        config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=1, pad_token_id=1)
+        made = model.eval().generate(ids, generation_config=config, attention_mask=torch.ones_like(ids))
+        found.append(tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True))
+    return found
+
+
+def tables(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("nproc", "names"),
+    [
+        pytest.param(2, ("sharded", "adapter", "none", "precomputed"), marks=pytest.mark.ci, id="some"),
+        *(pytest.param(nproc, tuple(each["name"] for each in CASES), marks=pytest.mark.slow) for nproc in (1, 2)),
+    ],
+)
+def test_tables_and_an_undisturbed_run(tmp_path: Path, ranks: RankServer, nproc: int, names: tuple[str, ...]) -> None:
+    cases = [case for case in CASES if case["name"] in names]
+    make_model(tmp_path / "model", "untied", seed=1)
+    make_model(tmp_path / "reference", "untied", seed=2)
+    for name in ("model", "reference"):  # the likeliest token: drawn all the same, and what greedy decoding gives
+        GenerationConfig(do_sample=True, top_k=1, eos_token_id=1).save_pretrained(tmp_path / name)
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    result = ranks.run(DRIVERS / "eval_answers.py", tmp_path, tmp_path / "cases.json", nproc=nproc, timeout=400)
+    assert "dpo has no reference" not in result.stdout and result.stdout.count("cpo has no reference, so the") == 1
+    assert result.stdout.count("a precomputed reference is no model, so the tables") == 1
+    for case in cases:
+        plain, sampled = json.loads((tmp_path / f"{case['name']}.json").read_text())
+        assert [*map(timeless, sampled)] == [*map(timeless, plain)], case["name"]
+        check_weights(tmp_path, case)
+        check_tables(tmp_path, case)
+
+
+def check_weights(folder: Path, case: dict[str, Any]) -> None:
+    file = "adapter_model.safetensors" if case.get("lora") else "model.safetensors"
+    found, wanted = (load_file(folder / name / file) for name in (case["name"], f"{case['name']}-plain"))
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def check_tables(folder: Path, case: dict[str, Any]) -> None:
+    rows = tables(folder / case["name"])
+    logged, rows = [row for row in rows if "completion" in row], [row for row in rows if "policy" in row]
+    prompts = list(dict.fromkeys(row["prompt"] for row in rows_of(case["method"])))[:PROMPTS]
+    assert len(prompts) == PROMPTS and [row["step"] for row in rows] == [0] * PROMPTS + [1] * PROMPTS + [2] * PROMPTS
+    assert [row["prompt"] for row in rows] == prompts * EVALUATIONS
+    assert {row["dataset"] for row in rows} == {"eval"}
+    saved = folder / case["name"]
+    start = greedy(folder / "model", prompts)
+    end = greedy(folder / "model", prompts, saved) if case.get("lora") else greedy(saved, prompts)
+    policy = [row["policy"] for row in rows]
+    assert policy[:PROMPTS] == start and policy[-PROMPTS:] == end and start != end, case["name"]
+    if case["name"] in ("none", "precomputed"):
+        assert all("reference" not in row for row in rows)
+    else:
+        reference = greedy(folder / "reference", prompts) if case.get("reference") else start
+        assert [row["reference"] for row in rows] == reference * EVALUATIONS, case["name"]
+    assert [(row["step"], row["prompt"]) for row in logged] == [(2, prompt) for prompt in prompts[:3]]
+    assert [row["completion"] for row in logged] == end[:3]

@@ -1,0 +1,89 @@
+"""What accelerate's launcher was told reaches the options, or contradicts them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignment.config.deepspeed import load_deepspeed_config, policy_config
+from alignment.config.dtypes import plan_dtypes
+from alignment.config.errors import OptionError
+from alignment.methods.cpo_options import CPOConfig
+
+LAUNCHED = {"ACCELERATE_CONFIG_DS_FIELDS": "zero_stage", "ACCELERATE_USE_DEEPSPEED": "true"}
+STAGE, FILE = "ACCELERATE_DEEPSPEED_ZERO_STAGE", "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+
+
+def options(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], **given: Any) -> CPOConfig:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return CPOConfig("out", **given)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_engine_is_the_one_that_accelerate_was_told(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
+    environment = LAUNCHED | {STAGE: str(stage), "ACCELERATE_MIXED_PRECISION": "bf16"}
+    offload = {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"} if stage == 3 else {}
+    found = options(monkeypatch, environment | offload, max_grad_norm=1.0)
+    base = load_deepspeed_config(found.deepspeed, "zero2")
+    made = policy_config(found, base, plan_dtypes(found, base), 1, 64)
+    assert made["zero_optimization"]["stage"] == stage and made["bf16"]["enabled"]
+    assert made["zero_optimization"].get("offload_param", {}).get("device") == ("cpu" if stage == 3 else None)
+    before = found.to_dict()
+    found.__post_init__()
+    assert found.to_dict() == before
+
+
+def test_its_file_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    section = {"type": "AdamW", "params": {"lr": 0.25}}
+    file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "optimizer": section}))
+    found = options(monkeypatch, LAUNCHED | {FILE: str(file)})
+    assert (found.deepspeed, found.learning_rate) == (str(file), 0.25)
+    with pytest.raises(OptionError, match=f"^{FILE}=.* contradicts the option deepspeed='zero2'"):
+        CPOConfig("out", deepspeed="zero2")
+
+
+def test_variables_that_libraries_set_mean_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = options(
+        monkeypatch, {"ACCELERATE_USE_DEEPSPEED": "true", STAGE: "3", "ACCELERATE_MIXED_PRECISION": "fp16"}
+    )
+    assert found.deepspeed is None and found.fp16 is None
+
+
+def test_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}
+    found = options(monkeypatch, environment)
+    assert found.use_cpu and found.bf16 is None and found.deepspeed is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "given", "said"),
+    [
+        ({STAGE: "3"}, {"deepspeed": "zero2"}, [f"{STAGE}=3", "deepspeed='zero2'", "stage=2"]),
+        (
+            {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"},
+            {"deepspeed": "zero2"},
+            ["DEVICE='cpu'", "device=None"],
+        ),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, {}, ["STEPS=4", "gradient_accumulation_steps=1"]),
+        ({"ACCELERATE_GRADIENT_CLIPPING": "0.5"}, {}, ["CLIPPING=0.5", "max_grad_norm=1.0"]),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, {"fp16": True}, ["PRECISION='bf16'", "fp16=True"]),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {"bf16": False}, ["PRECISION='fp16'", "bf16=False"]),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, {}, ["PRECISION='fp8'", "set bf16, fp16 or no"]),
+        ({"ACCELERATE_USE_FSDP": "true"}, {}, ["ACCELERATE_USE_FSDP='true'", "the engine is DeepSpeed"]),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, {}, ["DYNAMO_BACKEND='INDUCTOR'", "not compiled"]),
+        ({STAGE: "4"}, {}, [f"{STAGE}=4", "set 0, 1, 2 or 3"]),
+        ({STAGE: "three"}, {}, [f"{STAGE}='three'", "a number"]),
+    ],
+)
+def test_contradictions(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], given: dict[str, Any], said: list[str]
+) -> None:
+    with pytest.raises(OptionError) as caught:
+        options(monkeypatch, LAUNCHED | environment, **given)
+    for part in [*said, "accelerate launch" if "PRECISION" not in said[0] or "fp8" in said[0] else "contradicts"]:
+        assert part in str(caught.value)

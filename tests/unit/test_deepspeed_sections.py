@@ -1,0 +1,133 @@
+"""The sections ``optimizer`` and ``scheduler`` of a DeepSpeed JSON: what they set, and what contradicts an option."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.lr_schedules import WarmupDecayLR, WarmupLR
+
+from alignment.config.deepspeed import LoadedConfig
+from alignment.config.errors import OptionError
+from alignment.config.translated.sections import check_translated, without_sections
+from alignment.engines.optimizers import build_scheduler
+from alignment.methods.cpo_options import CPOConfig
+
+ADAMW = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+WARMUP = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
+
+
+def optimizer(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 2}, "optimizer": {"type": kind, "params": {"lr": "auto", **parameters}}}
+
+
+def scheduler(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 2}, "scheduler": {"type": kind, "params": {**WARMUP, **parameters}}}
+
+
+@pytest.mark.parametrize(
+    ("base", "given", "expected"),
+    [
+        (optimizer("AdamW", **ADAMW), {"learning_rate": 3e-5}, {"learning_rate": 3e-5, "optim": "adamw_torch"}),
+        (
+            optimizer("adam", lr=3e-5, betas=[0.8, 0.99], eps=1e-6, weight_decay=0.1, torch_adam=True),
+            {"adam_beta2": 0.99},
+            {"learning_rate": 3e-5, "adam_beta1": 0.8, "adam_beta2": 0.99, "adam_epsilon": 1e-6, "weight_decay": 0.1},
+        ),
+        (optimizer("AdamW"), {"optim": "deepspeed_cpu_adam"}, {"optim": "deepspeed_cpu_adam"}),
+        (optimizer("FusedAdam"), {}, {"optim": "deepspeed_fused_adam"}),
+        (optimizer("Adam", adam_w_mode=False), {}, {"optim": "adamw_torch"}),
+        (optimizer("AdamW", amsgrad=True), {}, {"optim_args": {"amsgrad": True}}),
+        (
+            optimizer("SGD", momentum=0.9),
+            {"optim_args": "nesterov=true"},
+            {"optim": "sgd", "optim_args": {"nesterov": True, "momentum": 0.9}},
+        ),
+        (
+            scheduler("WarmupLR"),
+            {"warmup_ratio": 0.1},
+            {"lr_scheduler_type": "constant_with_warmup", "lr_scheduler_kwargs": {"warmup_type": "log"}},
+        ),
+        (scheduler("WarmupLR"), {}, {"lr_scheduler_type": "constant_with_warmup", "lr_scheduler_kwargs": None}),
+        (
+            scheduler(
+                "WarmupDecayLR", warmup_type="linear", warmup_num_steps=1, warmup_max_lr=1e-3, total_num_steps=9
+            ),
+            {"max_steps": 9},
+            {"lr_scheduler_type": "linear", "warmup_steps": 2, "learning_rate": 1e-3, "lr_scheduler_kwargs": None},
+        ),
+    ],
+)
+def test_what_the_sections_set(base: dict[str, Any], given: dict[str, Any], expected: dict[str, Any]) -> None:
+    options = CPOConfig("out", deepspeed=base, **given)
+    assert {name: getattr(options, name) for name in expected} == expected
+    check_translated(options, base, "x")
+    before = copy.deepcopy(options.to_dict())
+    options.__post_init__()
+    assert options.to_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("base", "given", "said"),
+    [
+        (optimizer("AdamW", lr=1e-4), {"learning_rate": 3e-5}, ["optimizer.params.lr=0.0001", "learning_rate=3e-05"]),
+        (optimizer("AdamW", betas=[0.9, 0.95]), {"adam_beta2": 0.99}, ["params.betas=0.95", "adam_beta2=0.99"]),
+        (optimizer("AdamW"), {"optim": "sgd"}, ["optimizer.type='AdamW'", "optim='sgd'"]),
+        (optimizer("AdamW"), {"optim": "adamw_8bit"}, ["optimizer.type='AdamW'", "optim='adamw_8bit'"]),
+        (optimizer("OneBitAdam"), {}, ["optimizer.type='OneBitAdam'", "AdamW, Adam, SGD"]),
+        (optimizer("Lion"), {}, ["optimizer.type='Lion'", "set optim: "]),
+        (optimizer("Adam", adam_w_mode=False), {"weight_decay": 0.1}, ["adam_w_mode=False", "weight_decay=0.1"]),
+        (optimizer("AdamW", bias_correction=False), {}, ["params.bias_correction=False", "no such parameter"]),
+        (optimizer("AdamW", lr="fast"), {}, ["optimizer.params.lr: learning_rate='fast'", "a number"]),
+        (optimizer("AdamW", betas=0.9), {}, ["params.betas=0.9", "two numbers"]),
+        (optimizer("SGD", betas=[0.9, 0.9]), {}, ["params.betas=", "no such parameter"]),
+        (optimizer("SGD", momentum=0.9), {"optim_args": "momentum=0.5"}, ["params.momentum=0.9", "optim_args="]),
+        ({"optimizer": {"type": "AdamW"}}, {}, ["optimizer.params: there is no lr", '"lr": "auto"']),
+        ({"optimizer": {}}, {}, ["optimizer={}", '"type" and "params"']),
+        ({"optimizer": {"type": "AdamW", "legacy_fusion": True}}, {}, ["optimizer.legacy_fusion=True"]),
+        (scheduler("WarmupLR"), {"lr_scheduler_type": "cosine"}, ["type='WarmupLR'", "lr_scheduler_type='cosine'"]),
+        (scheduler("WarmupDecayLR"), {}, ["there is no total_num_steps"]),
+        (scheduler("WarmupDecayLR", total_num_steps=9), {"max_steps": 8}, ["total_num_steps=9", "max_steps=8"]),
+        (scheduler("WarmupLR", warmup_num_steps=9), {"warmup_steps": 8}, ["warmup_num_steps=9", "warmup_steps=8"]),
+        (scheduler("WarmupLR", warmup_num_steps=9), {"warmup_ratio": 0.1}, ["warmup_num_steps=9", "warmup_ratio=0.1"]),
+        (scheduler("WarmupLR", warmup_num_steps=0), {}, ["warmup_num_steps=0", "at least 1"]),
+        (scheduler("WarmupLR", warmup_min_lr=1e-7), {}, ["warmup_min_lr=1e-07", "set 0"]),
+        (scheduler("WarmupLR", warmup_max_lr=1e-3), {"learning_rate": 1e-4}, ["warmup_max_lr=", "learning_rate="]),
+        (scheduler("WarmupLR", warmup_type="cosine"), {}, ["warmup_type='cosine'", "log or linear"]),
+        (scheduler("WarmupLR", warm_up=3), {}, ["params.warm_up=3", "no such parameter"]),
+        (scheduler("WarmupCosineLR"), {}, ["type='WarmupCosineLR'", "cosine_with_min_lr"]),
+        (scheduler("OneCycle"), {}, ["type='OneCycle'", "WarmupLR, WarmupDecayLR"]),
+    ],
+)
+def test_what_they_cannot_set(base: dict[str, Any], given: dict[str, Any], said: list[str]) -> None:
+    with pytest.raises(OptionError) as caught:
+        CPOConfig("out", deepspeed=base, **given)
+    for part in ["DeepSpeed mapping: ", *said]:
+        assert part in str(caught.value)
+
+
+def test_sections_that_came_too_late() -> None:
+    base = optimizer("SGD", lr=0.5)
+    with pytest.raises(OptionError, match=r"^x: .* ask for (optim|learning_rate)="):
+        check_translated(CPOConfig("out"), base, "x")
+    assert without_sections(LoadedConfig(base, "x")) == {"zero_optimization": {"stage": 2}}
+
+
+@pytest.mark.parametrize("warmup_type", ["log", "linear"])
+@pytest.mark.parametrize(("kind", "theirs"), [("WarmupLR", WarmupLR), ("WarmupDecayLR", WarmupDecayLR)])
+def test_rates_are_those_of_deepspeed(kind: str, theirs: type, warmup_type: str) -> None:
+    """Theirs come a step late: DeepSpeed's schedules say 0 once more after the first step."""
+    length: dict[str, Any] = {"total_num_steps": "auto"} if kind == "WarmupDecayLR" else {}
+    base = scheduler(kind, warmup_num_steps=4, warmup_max_lr=8.0, warmup_type=warmup_type, **length)
+    ours = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=8.0)
+    schedule = build_scheduler(ours, CPOConfig("out", deepspeed=base, max_steps=10), 10)
+    other = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=8.0)
+    length = {"total_num_steps": 10} if length else {}
+    reference = theirs(other, warmup_max_lr=8.0, warmup_num_steps=4, warmup_type=warmup_type, **length)
+    for _ in range(11):
+        ours.step()
+        reference.step()
+        assert schedule.get_last_lr() == pytest.approx(reference.get_last_lr(), rel=1e-12)
+        schedule.step()

@@ -1,0 +1,190 @@
+"""What is sampled at an evaluation, and when: prompts, sampling, tables that are written once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from transformers import GenerationConfig
+
+from alignment import LogCompletionsCallback, RewardConfig, WinRateCallback
+from alignment.config.errors import OptionError
+from alignment.engines.watch.stop import Cut
+from alignment.reporting.completions import CompletionTable
+from alignment.training.sampling import answers, callbacks
+from alignment.training.sampling.answers import EvaluationAnswers, shortened
+from alignment.training.sampling.sampler import Sampler, first_prompts
+from alignment.training.sampling.settings import of_model, sampling_of
+
+TOKENIZER = SimpleNamespace(eos_token_id=1, pad_token_id=None, decode=lambda ids, **more: " ".join(map(str, ids)))
+
+
+def data(prompts: list[list[int]], key: str = "k") -> Any:
+    return SimpleNamespace(dataset=Dataset.from_dict({"prompt_ids": prompts}), key=key, where="eval_dataset")
+
+
+def test_the_first_different_prompts() -> None:
+    rows = data([[1, 2], [], [1, 2], [3], [4]])
+    assert first_prompts(rows, 2) == [(1, 2), (3,)] and first_prompts(rows, None) == [(1, 2), (3,), (4,)]
+    assert first_prompts(data([[], []]), 2) == []
+
+
+def test_prompts_leave_room_for_an_answer() -> None:
+    model: Any = SimpleNamespace(
+        config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=4))
+    )
+    sampling = sampling_of(GenerationConfig(), TOKENIZER, 9)
+    prompts, cut = Sampler(SimpleNamespace()).fitting(model, [(1,), (1, 2, 3), (1, 2, 3, 4)], sampling)  # type: ignore[arg-type]
+    assert prompts == [(1,), (1, 2, 3)] and cut.max_new_tokens == 1
+
+
+def test_sampling_of_a_configuration() -> None:
+    given = GenerationConfig(
+        do_sample=True, temperature=0.5, top_p=0.9, min_p=0.1, max_new_tokens=7, eos_token_id=[2, 3]
+    )
+    found = sampling_of(given, TOKENIZER, 9, draw=False)
+    assert (found.temperature, found.top_p, found.top_k, found.min_p) == (0.5, 0.9, 0, 0.1)
+    assert (found.max_new_tokens, found.eos_token_ids, found.pad_token_id) == (7, (1, 2, 3), 1)
+    likeliest = sampling_of(GenerationConfig(temperature=0.5, repetition_penalty=1.5), TOKENIZER, 9, draw=False)
+    assert (likeliest.top_k, likeliest.temperature, likeliest.max_new_tokens) == (1, 1.0, 9)
+    assert likeliest.repetition_penalty == 1.5
+    assert sampling_of(GenerationConfig(), TOKENIZER, 9).top_k == 0
+    assert sampling_of(GenerationConfig(no_repeat_ngram_size=2), TOKENIZER, 9).extra == {"no_repeat_ngram_size": 2}
+    with pytest.raises(OptionError, match="generation_config: num_beams=4: completions are sampled one by one"):
+        sampling_of(GenerationConfig(num_beams=4), TOKENIZER, 9)
+    own = of_model(GenerationConfig(num_beams=4, temperature=0.5, max_length=40, eos_token_id=5))
+    assert (own.temperature, own.eos_token_id) == (0.5, 5)
+    assert sampling_of(own, TOKENIZER, 9).max_new_tokens == 9
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """The first rank's run, whose models answer with their names."""
+    speakers = []
+
+    def said(self: Any, speaker: Any, prompts: Any, sampling: Any, phase: str = "") -> list[str]:
+        speakers.append(speaker.engine)
+        if speaker.engine == "cut":
+            raise Cut
+        return [f"{speaker.engine} {sum(prompt)}" for prompt in prompts]
+
+    monkeypatch.setattr(Sampler, "answers", said)
+    monkeypatch.setattr(Sampler, "fitting", lambda self, model, prompts, sampling: (prompts, sampling))
+    for module in (answers, callbacks):
+        monkeypatch.setattr(module, "of_model", lambda config: GenerationConfig())
+    monkeypatch.setattr(answers.Speaker, "model", SimpleNamespace(generation_config=None))
+    monkeypatch.setattr(answers, "speaker_of", lambda reference: reference and answers.Speaker(reference))
+    phases = SimpleNamespace(of_evaluation=lambda: __import__("contextlib").nullcontext())
+    context = SimpleNamespace(
+        output_dir=tmp_path,
+        is_first=True,
+        events=SimpleNamespace(handler=SimpleNamespace(callbacks=[])),
+        state=SimpleNamespace(global_step=3, eval_steps=2),
+        processing_class=TOKENIZER,
+        phases=phases,
+        args=SimpleNamespace(method="cpo", disable_tqdm=True),
+        tell=lambda text: print(text),
+        run_state=SimpleNamespace(parts={}, register=lambda name, part: part),
+    )
+    options = SimpleNamespace(num_completions_to_log=2, max_new_tokens=9)
+    rows = data([[1, 2], [4], [5]])
+    return SimpleNamespace(
+        context=context,
+        made=lambda in_run=True: EvaluationAnswers(context, options, lambda: in_run),  # type: ignore[arg-type]
+        models=lambda policy, reference=None: SimpleNamespace(policy=policy, reference=reference),
+        rows=rows,
+        speakers=speakers,
+        out=lambda: capsys.readouterr().out,
+        lines=lambda: [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()],
+    )
+
+
+def test_a_table_and_what_is_shown_of_it(run: Any) -> None:
+    made = run.made()
+    for _ in range(2):
+        made(run.models("policy", "reference"), run.rows, "eval")
+    row = {"step": 3, "dataset": "eval", "prompt": "1 2", "policy": "policy 3", "reference": "reference 3"}
+    assert run.lines()[0] == row and len(run.lines()) == 4
+    assert run.speakers == ["policy", "reference", "policy"]  # a reference does not change
+    shown = ["step 3: answers to 2 prompts of eval", "  prompt     '1 2'", "  policy     'policy 3'"]
+    assert "\n".join([*shown, "  reference  'reference 3'", ""]) in run.out()
+    assert shortened("x" * 160) == "x" * 160 and shortened("x" * 161) == f"{'x' * 80} … {'x' * 80}"
+
+
+def test_without_a_reference_or_prompts_it_is_said_once(run: Any) -> None:
+    made = run.made()
+    for _ in range(2):
+        made(run.models("policy"), run.rows, "eval")
+        made(run.models("policy"), data([[], []], "none"), "eval")
+    assert "reference" not in run.lines()[0]
+    out = run.out()
+    assert out.count("generate_during_eval: cpo has no reference, so the tables hold the policy's answers alone") == 1
+    assert out.count("generate_during_eval: eval_dataset: its rows have no prompts") == 1
+
+
+def test_the_file_of_an_earlier_run_is_left_alone(run: Any) -> None:
+    run.made(in_run=False)(run.models("policy"), run.rows, "eval")
+    assert not (run.context.output_dir / "completions.jsonl").exists() and "policy 3" in run.out()
+
+
+def test_an_evaluation_that_was_left_in_its_midst_writes_no_table_twice(run: Any) -> None:
+    first, second = run.rows, data([[7]], "second")
+    made = run.made()
+    made(run.models("policy"), first, "eval_a")
+    with pytest.raises(Cut):
+        made(run.models("cut"), second, "eval_b")
+    state = json.loads(json.dumps(made.state_dict()))
+    resumed = run.made()
+    resumed.load_state_dict(state)
+    for _ in range(2):
+        resumed(run.models("policy"), first, "eval_a")
+        resumed(run.models("policy"), second, "eval_b")
+    assert [line["dataset"] for line in run.lines()] == ["eval_a"] * 2 + ["eval_b"] + ["eval_a"] * 2 + ["eval_b"]
+    run.context.state.global_step = 4
+    later = run.made()
+    later.load_state_dict(state)  # and at another step everything is sampled
+    later(run.models("policy"), first, "eval_a")
+    assert [line["step"] for line in run.lines()] == [3, 3, 4, 4]
+
+
+def test_the_callback(run: Any) -> None:
+    trainer = SimpleNamespace(
+        context=run.context,
+        eval_data={"": run.rows},
+        engines=SimpleNamespace(window_pass=SimpleNamespace(models=run.models("policy"))),
+        processing_class=TOKENIZER,
+        output_dir=run.context.output_dir,
+        events=run.context.events,
+        is_world_process_zero=lambda: True,
+    )
+    args, state = SimpleNamespace(eval_strategy="steps"), run.context.state
+    one = LogCompletionsCallback(trainer, GenerationConfig(max_new_tokens=3), num_prompts=2)
+    for state.global_step in (1, 2, 3, 4):
+        one.on_step_end(args, state, None)  # type: ignore[arg-type]
+    assert [line["step"] for line in run.lines()] == [2, 2, 4, 4]
+    assert run.lines()[0] == {"step": 2, "prompt": "1 2", "completion": "policy 3"}
+    trainer.engines.window_pass.models = run.models("cut")
+    one.on_step_end(args, state, None)  # type: ignore[arg-type]  # left after the step, not in it
+    epochs = SimpleNamespace(eval_strategy="epoch")
+    assert one._every(epochs, SimpleNamespace(max_steps=9, num_train_epochs=3)) == 3  # type: ignore[arg-type]
+    assert LogCompletionsCallback(trainer, freq=5)._every(args, state) == 5
+    with pytest.raises(OptionError, match="no evaluation data"):
+        LogCompletionsCallback(SimpleNamespace(eval_data={}, context=None))
+    with pytest.raises(OptionError, match="freq=0"):
+        LogCompletionsCallback(trainer, freq=0)
+    with pytest.raises(OptionError, match="num_beams=2"):
+        LogCompletionsCallback(trainer, GenerationConfig(num_beams=2))
+    with pytest.raises(OptionError, match="no trainer of this package"):
+        LogCompletionsCallback(object())
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(OptionError, match="WinRateCallback: not supported"):
+        WinRateCallback(judge=None, trainer=None)
+    with pytest.raises(OptionError, match="a reward model scores answers and writes none"):
+        RewardConfig(output_dir="x", generate_during_eval=True)
+    assert CompletionTable(None).state_dict()["bytes"] == 0
