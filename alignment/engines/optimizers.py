@@ -87,23 +87,22 @@ def _torch(name: str) -> OptimizerKind:
     return OptimizerKind(("torch.optim", name), {}, reads=())
 
 
-_PAGED = {"is_paged": True}
 _ADAM_8BIT = _bitsandbytes(optim_bits=8)
 KINDS: dict[str, OptimizerKind] = {
     "adamw_torch": _FUSED,
     "adamw_torch_fused": _FUSED,
     "adamw_8bit": _ADAM_8BIT,
     "adamw_bnb_8bit": _ADAM_8BIT,
-    "paged_adamw_8bit": _bitsandbytes(optim_bits=8, **_PAGED),
-    "paged_adamw_32bit": _bitsandbytes(optim_bits=32, **_PAGED),
+    "paged_adamw_8bit": _bitsandbytes(optim_bits=8, is_paged=True),
+    "paged_adamw_32bit": _bitsandbytes(optim_bits=32, is_paged=True),
     "lion_8bit": _bitsandbytes("Lion", optim_bits=8),
     "lion_32bit": _bitsandbytes("Lion", optim_bits=32),
-    "paged_lion_8bit": _bitsandbytes("Lion", optim_bits=8, **_PAGED),
-    "paged_lion_32bit": _bitsandbytes("Lion", optim_bits=32, **_PAGED),
+    "paged_lion_8bit": _bitsandbytes("Lion", optim_bits=8, is_paged=True),
+    "paged_lion_32bit": _bitsandbytes("Lion", optim_bits=32, is_paged=True),
     "ademamix": _bitsandbytes("AdEMAMix", optim_bits=32),
     "ademamix_8bit": _bitsandbytes("AdEMAMix", optim_bits=8),
-    "paged_ademamix_8bit": _bitsandbytes("AdEMAMix", optim_bits=8, **_PAGED),
-    "paged_ademamix_32bit": _bitsandbytes("AdEMAMix", optim_bits=32, **_PAGED),
+    "paged_ademamix_8bit": _bitsandbytes("AdEMAMix", optim_bits=8, is_paged=True),
+    "paged_ademamix_32bit": _bitsandbytes("AdEMAMix", optim_bits=32, is_paged=True),
     "rmsprop_bnb": _bitsandbytes("RMSprop", optim_bits=32),
     "rmsprop_bnb_8bit": _bitsandbytes("RMSprop", optim_bits=8),
     "rmsprop_bnb_32bit": _bitsandbytes("RMSprop", optim_bits=32),

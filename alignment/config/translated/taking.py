@@ -47,7 +47,7 @@ def take(options: Any, name: str, place: str, value: Any) -> None:
         OptionError: the option is set to something else, or the value is of another type.
     """
     try:
-        wanted = convert(name, value, hints(type(options))[name], default_of(options, name))
+        wanted = convert(name, value, hints(options.__class__)[name], default_of(options, name))
     except OptionError as error:
         raise OptionError(f"{place}: {error}") from None
     own = getattr(options, name)
