@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from alignment.config import checks
 from alignment.config.compatibility.trl import SFTCompatibility
 from alignment.config.errors import OptionError, setting
-from alignment.config.fields import option
+from alignment.config.fields import Keywords, option
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import SequenceOptions, TokenizerOptions
 from alignment.config.registry import Paper
@@ -38,10 +38,10 @@ class SFTConfig(TokenizerOptions, SequenceOptions, SFTCompatibility, AlignmentCo
 
     learning_rate: float = option(2e-5, "Peak learning rate.")
     max_prompt_length: int | None = option(None, "Longest prompt, in tokens; unset: only `max_length` counts.")
-    loss_type: str | None = option(
-        None,
-        "Loss: `nll` (also where it is unset), or `dft`, where each token's is weighted by its probability. "
-        "`chunked_nll` is another name of `nll`, which never holds the logits of all tokens.",
+    loss_type: str = option(
+        "nll",
+        "Loss: `nll`, or `dft`, where each token's is weighted by its probability. `chunked_nll` is another name of "
+        "`nll`, which never holds the logits of all tokens.",
         choices=SFT_LOSS_TYPES,
     )
     completion_only_loss: bool | None = option(
@@ -53,7 +53,7 @@ class SFTConfig(TokenizerOptions, SequenceOptions, SFTCompatibility, AlignmentCo
         False, "Learn what the assistant says in any of its turns, and nothing else of a conversation."
     )
     dataset_text_field: str = option("text", "The column of rows that are one text.")
-    dataset_kwargs: dict[str, Any] | None = option(
+    dataset_kwargs: Keywords = option(
         None, "`skip_prepare_dataset: true` says that rows are token ids already; `add_special_tokens: true` is usual."
     )
 
