@@ -129,6 +129,7 @@ style: $(READY)
 
 docs: $(READY)
 	@$(BIN)/python -m alignment.cli.help README.md
+	@$(BIN)/python -m alignment.cli.coming_from_trl docs/coming-from-trl.md
 
 clean:
 	rm -rf $(VENV) $(NEWEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -68,6 +68,7 @@ class Server:
                 pass
 
             def do_GET(self) -> None:
+                server.headers.append(dict(self.headers))
                 self._send(server.models or Answer(status=404, body=b"{}"))
 
             def do_POST(self) -> None:

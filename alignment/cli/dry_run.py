@@ -32,11 +32,11 @@ def print_dry_run(trainer: AlignmentTrainer) -> None:
     stores = trainer.engines.stores
     stored = [] if stores is None else stores.lines()
     if trainer.is_world_process_zero():
-        print("\n".join(dry_run_lines(trainer, stored)), flush=True)
+        print("\n".join(dry_run_lines(trainer, [*stored, *trainer.resources.looked_at()])), flush=True)
 
 
 def dry_run_lines(trainer: AlignmentTrainer, stored: Sequence[str] = ()) -> Iterator[str]:
-    """The lines of the dry run, section by section; ``stored`` are those on a precomputed reference."""
+    """The lines of the dry run, section by section; ``stored`` are those on what is kept or reached elsewhere."""
     plan, sampler, train = trainer.engine_plan, trainer.sampler, trainer.train_data
     yield from _options(trainer.args)
     settings = trainer.settings()

@@ -130,6 +130,11 @@ def _arguments(rest: list[str], job: Request) -> tuple[list[str], AlignmentConfi
     """The arguments of ``train`` without the folder, and the options that they amount to."""
     with _own_environment():
         _, given = read_arguments(rest, outside_method(rest).values())
+        if given.get("hub_token"):
+            raise OptionError(
+                "--hub_token=<hidden>: SLURM keeps the job's script, where others may read it; remove it, and run "
+                "`hf auth login` or set HF_TOKEN"
+            )
         if job.seeds and "seed" in given:
             raise OptionError(f"--seed={given['seed']}: --seeds gives each run its own; remove --seed")
         with planning_for(Machine(job.nodes * job.tasks, cuda=bool(job.gpus.number))):

@@ -229,6 +229,13 @@ class AlignmentConfig(
         """Whether these options give float16."""
         return dtypes.compute_dtype(self) == "float16"
 
+    def get_process_log_level(self) -> int:
+        """What ``log_level`` says, and on ranks but the first ``log_level_replica``, as a level of ``logging``."""
+        from transformers.utils import logging
+
+        level = self.log_level if self.process_index == 0 else self.log_level_replica
+        return logging.get_verbosity() if level == "passive" else logging.log_levels[level]
+
     def to_dict(self) -> dict[str, Any]:
         """All options as plain values, with ``method`` first; a secret is replaced by its name."""
         values: dict[str, Any] = {"method": name_of(self)}

@@ -50,6 +50,7 @@ FEATURES: dict[Kind, Features] = {
             "prompt_ids": _IDS,
             "completion_ids": _IDS,
             "scored": List(Value("bool")),  # which of the completion's tokens are learned; null where all are
+            "first": Value("bool"),  # whether labels count the first token too, which no loss does
             "row": Value("int64"),
         }
     ),
@@ -89,6 +90,7 @@ class _Job:
     ids: Encoded | None = None
     whole: bool = False
     scored: list[bool] | None = None
+    first: bool = False
 
 
 class RowMapper:
@@ -160,7 +162,7 @@ class RowMapper:
         if not job.whole:
             learned = [place >= len(ids.prompt) and value for place, value in enumerate(learned)]
         found = divided(sequence, learned)
-        job.scored = found.scored
+        job.scored, job.first = found.scored, found.first
         return Encoded(found.prompt, [found.completion])
 
     def _job(self, row: dict[str, Any], index: int) -> _Job:
@@ -182,7 +184,8 @@ class RowMapper:
         vocabulary = len(self.tokenizer.tokenizer)
         if self.kind == "prompt_completion":
             found = learned_row(row, self._tokens, self.rules, place, vocabulary)
-            return _Job(index, None, [], ids=Encoded(found.prompt, [found.completion]), scored=found.scored)
+            ids = Encoded(found.prompt, [found.completion])
+            return _Job(index, None, [], ids=ids, scored=found.scored, first=found.first)
         prompt, *completions = read_ids(row, self._tokens, place, vocabulary)
         if self.kind == "preference_margin":
             whole = [prompt, *completions]
@@ -234,6 +237,7 @@ class RowMapper:
         record, kept = self._record(job, fitted, slice(None))
         names = [name for name in _COMPLETIONS if name in self.features]
         if "scored" in self.features:
+            record["first"] = job.first
             record["scored"] = None if job.scored is None or not kept else job.scored[: len(kept.completions[0])]
         yield record | job.stored | {name: kept.completions[i] if kept else [] for i, name in enumerate(names)}
 

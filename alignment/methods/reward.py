@@ -78,6 +78,12 @@ class RewardTrainer(AlignmentTrainer):
     def _tokenizer(self, tokenizer: Any) -> Any:
         return with_options(tokenizer, self.args)
 
+    def _prepare_models(self, *given: Any) -> None:
+        super()._prepare_models(*given)
+        labels = self.policy_source.config.num_labels
+        if labels > 1:
+            self.tell(f"the model has {labels} labels: the first is trained and read as the reward, the other is not")
+
     def _prepare_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
         super()._prepare_datasets(train_dataset, eval_dataset)
         assert isinstance(self.resources, _Pad)

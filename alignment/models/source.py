@@ -54,8 +54,8 @@ def read_config(
     except Exception as error:  # each library has its own classes for one broken file
         if asks_for_trust(error):
             raise ModelError(
-                f"{key}: {path!r} comes with Python code of its own, which is not run; set trust_remote_code: true if "
-                "you trust it"
+                f"{key}: {path!r} comes with custom code, Python files of its own, which is not run; set "
+                "trust_remote_code: true if you trust it"
             ) from error
         if (Path(path) / "adapter_config.json").is_file() and not (Path(path) / "config.json").exists():
             raise ModelError(

@@ -234,6 +234,10 @@ class OnlineResources(Resources):
             classifier.build()
         return [classifier.describe() for classifier in self.classifiers]
 
+    def looked_at(self) -> list[str]:
+        """Whether the judge's endpoint is there."""
+        return self.ranker.judge.looked_at() if isinstance(self.ranker, JudgeRanker) else []
+
     def fingerprints(self) -> dict[str, str]:
         """Of a classifier what stands for its content, of a function or a judge its name and a hash of its source."""
         if isinstance(self.ranker, JudgeRanker):

@@ -102,20 +102,24 @@ class EndpointJudge(ModelJudge):
             raise Busy("it answered without choices[0].message.content") from None
         return answer if isinstance(answer, str) and not message.get("refusal") else None
 
-    def check(self) -> None:
+    def check(self, retries: int | None = None) -> None:
         """Whether the endpoint is there and serves the model, as far as it tells (``/models``).
+
+        Args:
+            retries: in place of the judge's own.
 
         Raises:
             RewardError: it is not, or does not.
         """
-        for number in range(self.retries + 1):
+        retries = self.retries if retries is None else retries
+        for number in range(retries + 1):
             try:
                 content = self._request("GET", "models")
                 break
             except NoAnswer as error:
                 if not isinstance(error, Busy) and error.status not in (401, 403):
                     return  # it keeps no such list
-                if not isinstance(error, Busy) or number == self.retries:
+                if not isinstance(error, Busy) or number == retries:
                     raise RewardError(f"judge {self.where}: {error}") from None
                 time.sleep(min(self.pause * 2**number, 60.0))
         entries = content.get("data") if isinstance(content, dict) else None

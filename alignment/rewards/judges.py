@@ -71,6 +71,16 @@ class Judge:
         on_first_rank(self.code.check)
         return [f"judge: {self.code.where}"]
 
+    def looked_at(self) -> list[str]:
+        """What a dry run says of a judge at an endpoint, which it asks once whether it is there."""
+        if not isinstance(self.code, EndpointJudge):
+            return []
+        try:
+            self.code.check(retries=0)
+        except RewardError as error:
+            return [f"{error}. A run would end here"]
+        return [f"judge {self.code.where}: it is there"]
+
     def verdicts(
         self, prompts: Sequence[Text], pairs: Sequence[Sequence[Text]], seed: int, places: Sequence[str]
     ) -> list[int]:

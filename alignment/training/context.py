@@ -94,6 +94,10 @@ class Resources:
         """Load what is needed, before policy and reference; lines for the start of the run. Collective."""
         return []
 
+    def looked_at(self) -> list[str]:
+        """Lines for a dry run, on the first rank, about what is needed from elsewhere."""
+        return []
+
     def window_pass(self, context: RunContext, models: Models, aux_coefficient: float | None) -> WindowPass:
         """The computation of windows with these models."""
         return WindowPass(context.method, models, context.phases, aux_coefficient)

@@ -17,7 +17,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from alignment.config.errors import DataError, OptionError
+from alignment.config.errors import DataError, OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import HasLengths, mixture_parts, tested_parts
 from alignment.data.columns import stream_columns
@@ -222,8 +222,10 @@ def _tokenised(
     data = retries(part.where, part.load)
     if isinstance(data, IterableDataset):
         if options.ref_placement == "precomputed":
+            early = getattr(options, "precompute_ref_log_probs", False)
+            asked = setting("precompute_ref_log_probs", True) if early else setting("ref_placement", "precomputed")
             raise OptionError(
-                f"ref_placement='precomputed': {part.where} is an IterableDataset, and log-probs are kept by row; "
+                f"{asked}: not supported with IterableDataset, which {part.where} is: log-probs are kept by row; "
                 "pass a Dataset, or set another ref_placement"
             )
         rows, columns = (

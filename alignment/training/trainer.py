@@ -61,7 +61,6 @@ from alignment.training.loop import TrainingLoop
 from alignment.training.method import AnyMethod
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import Identity, RunState
-from alignment.training.sampling.answers import answers_of
 from alignment.training.surface.again import begin_again
 from alignment.training.surface.overrides import check_overrides
 from alignment.training.surface.positional import in_place
@@ -153,7 +152,10 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         self.phases = Phases(device())
         self.log_file = JsonlLog(self.output_dir / LOG if rank() == 0 else None, self.tell, timed=True)
         self.context = self._context()
-        self.context.answers = answers_of(self.context, lambda: self._writes_logs)
+        if getattr(self.args, "generate_during_eval", False):
+            from alignment.training.sampling.answers import answers_of  # imports what generates
+
+            self.context.answers = answers_of(self.context, lambda: self._writes_logs)
         self.uploads = Uploads(self.context, self._subject)
         if repository is not None:
             self.uploads.use(repository)

@@ -15,6 +15,8 @@ from alignment import OnlineDPOConfig
 from alignment.config.dtypes import plan_dtypes
 from alignment.config.errors import DataError, ModelError, OptionError, RewardError
 from alignment.engines.launch_env import init_distributed
+from alignment.online.ranking import RewardRanker
+from alignment.online.resources import OnlineResources
 from alignment.rewards.reward_model import ClassifierReward
 from alignment.rewards.samples import Samples, spoken
 
@@ -102,6 +104,19 @@ def test_conversations_go_through_its_own_template(tmp_path: Path) -> None:
     assert found == pytest.approx(by_the_card, rel=1e-5)
     assert found != pytest.approx(reward.score(samples([prompt], ["late"])), rel=1e-4)
     reward.close()
+
+
+def test_a_model_that_is_given_twice_counts_once(tmp_path: Path) -> None:
+    path = make_classifier(tmp_path / "reward", seed=1)
+
+    def brief(completions: list[str]) -> list[float]:
+        return [-len(text) for text in completions]
+
+    options = OnlineDPOConfig(output_dir=str(tmp_path / "out"), reward_model_path=path, reward_weights=[1.0, 2.0])
+    given = [brief, path]  # the weights are in their order
+    resources = OnlineResources(options, source(path, tmp_path).dtypes, 0, reward_funcs=given)
+    assert isinstance(resources.ranker, RewardRanker)
+    assert resources.ranker.rewards.names == ["brief", "reward_model"] and len(resources.classifiers) == 1
 
 
 def test_of_two_labels_the_first_is_the_score(tmp_path: Path) -> None:

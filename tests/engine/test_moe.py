@@ -88,6 +88,7 @@ def own_balancing_loss(path: str, trainer: AlignmentTrainer) -> tuple[list[Tenso
 @pytest.mark.parametrize("method", ["kto", "cpo"])
 def test_one_micro_batch_has_the_models_own_balancing_loss(path: str, tmp_path: Path, method: str) -> None:
     trainer = make_trainer(path, tmp_path / "with", method, router_aux_loss_coef=0.5)
+    assert trainer.aux_loss_enabled
     (expected,), _, _ = own_balancing_loss(path, trainer)
     log, _ = train(trainer)
     plain, _ = train(make_trainer(path, tmp_path / "without", method, router_aux_loss_coef=0.0))
@@ -164,7 +165,8 @@ def test_a_model_without_router_logits_is_refused(tmp_path: Path) -> None:
         make_trainer(dense, tmp_path / "out", router_aux_loss_coef=0.1)
     trainer = make_trainer(dense, tmp_path / "out")  # unset: nothing to refuse
     assert trainer.aux_coefficient is None
-    assert make_trainer(dense, tmp_path / "out", router_aux_loss_coef=0.0).aux_coefficient is None
+    trainer = make_trainer(dense, tmp_path / "out", router_aux_loss_coef=0.0)
+    assert trainer.aux_coefficient is None and not trainer.aux_loss_enabled
     with pytest.raises(OptionError, match="LlamaForCausalLM has no load-balancing loss"):
         balancing_loss(AutoModelForCausalLM.from_pretrained(dense))
 

@@ -415,10 +415,10 @@ def test_what_cannot_be_precomputed_is_refused(models: dict[str, str], tmp_path:
 
     args = alignment.KTOConfig(**options(tmp_path, ref_placement="precomputed", max_steps=2))
     stream = IterableDataset.from_generator(endless)
-    with pytest.raises(OptionError, match=r"^ref_placement='precomputed': train_dataset is an IterableDataset"):
+    with pytest.raises(OptionError, match=r"^ref_placement='precomputed': not .* which train_dataset is: "):
         alignment.KTOTrainer(models["policy"], args=args, train_dataset=stream)
     trainer = alignment.KTOTrainer(models["policy"], args=args, train_dataset=unpaired_rows(4))
-    with pytest.raises(OptionError, match=r"^ref_placement='precomputed': eval_dataset is an IterableDataset"):
+    with pytest.raises(OptionError, match=r"^ref_placement='precomputed': not .* which eval_dataset is: "):
         trainer.evaluate(stream)
     assert trainer.engines.models is None
 

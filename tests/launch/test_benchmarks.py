@@ -199,7 +199,7 @@ def test_ratios_of_the_head_are_of_the_same_turn() -> None:
     assert head.disagreements(found) == [f"{TORCH}: the log-probs sum to -5.01, those of full logits to -5"]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_head_beside_others(capsys: pytest.CaptureFixture[str]) -> None:
     """Those that are installed compute the same log-probs."""
     sizes = ["--tokens", "64", "--width", "16", "--vocabulary", "700", "--repeats", "1", "--rounds", "1"]

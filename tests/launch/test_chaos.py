@@ -110,7 +110,7 @@ def test_named_points(chaos: Chaos, chain: Chain) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("method", ["kto", "online_dpo"])
+@pytest.mark.parametrize("method", [pytest.param("kto", marks=pytest.mark.slow), "online_dpo"])
 def test_random_moments(chaos: Chaos, method: str) -> None:
     """Of a random rank or both; a chain ends early where a moment came too late."""
     rng, kills = random.Random(f"moments of {method}"), 0
@@ -126,7 +126,7 @@ def test_random_moments(chaos: Chaos, method: str) -> None:
     ("launcher", "method", "victim"),
     [
         pytest.param("deepspeed", "kto", 1, marks=pytest.mark.slow),
-        ("deepspeed", "online_dpo", 0),
+        pytest.param("deepspeed", "online_dpo", 0, marks=pytest.mark.slow),
         ("torchrun", "kto", 0),
     ],
 )

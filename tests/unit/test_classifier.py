@@ -226,6 +226,8 @@ def test_live_models(tmp_path: Path) -> None:
         three = AutoModelForSequenceClassification.from_config(BertConfig(**{**SMALL, "num_labels": 3}))
         with pytest.raises(ModelError, match="^k: BertForSequenceClassification has num_labels=3"):
             model_source(three, "k", options, task=task)
+    two = AutoModelForSequenceClassification.from_config(Qwen2Config(**{**SMALL, "num_labels": 2}))
+    assert model_source(two, "k", options, task=REWARD_MODEL).config.num_labels == 2  # the first is trained
     bert = made(BertConfig(**SMALL))
     assert model_source(bert, "k", options, task=CLASSIFIER).live is bert
     with pytest.raises(ModelError, match="it can be scored with, but not trained"):

@@ -14,6 +14,7 @@ from alignment import KTOConfig
 from alignment.config.errors import DataError, OptionError
 from alignment.data.batching import collate, collate_completion
 from alignment.data.prepare import Prepared, load_prepared, prepare
+from alignment.data.shown.rows import as_language_modelling
 from alignment.data.sources import dataset_from_python
 from alignment.data.targets.formatting import formatted
 from alignment.data.targets.rules import USUAL, Learned, RowRules, divided
@@ -37,9 +38,10 @@ def learned(prepared: Prepared) -> list[tuple[Any, ...]]:
 
 
 def test_a_sequence_is_cut_before_the_first_token_that_is_learned() -> None:
-    assert divided([4, 5, 6], [True] * 3) == Learned([4], [5, 6])
-    assert divided([4, 5, 6, 7], [True, False, True, False]) == Learned([4, 5], [6, 7], [True, False])
-    assert divided([4, 5], [True, False]) == Learned([4, 5], [])
+    assert divided([4, 5, 6], [True] * 3) == Learned([4], [5, 6], first=True)
+    assert divided([4, 5, 6, 7], [True, False, True, False]) == Learned([4, 5], [6, 7], [True, False], True)
+    assert divided([4, 5, 6], [False, False, True]) == Learned([4, 5], [6])
+    assert divided([4, 5], [False, False]) == Learned([4, 5], [])
 
 
 def test_token_ids_are_taken_as_they_are(tmp_path: Path) -> None:
@@ -51,6 +53,8 @@ def test_token_ids_are_taken_as_they_are(tmp_path: Path) -> None:
     assert learned(own) == [([4], [5, 6, 7], [True, False, True])]
     labels = {"labels": [-100, -100, 6, -100]}  # they come before masks
     assert learned(made([ids | masks | labels], tmp_path)) == [([4, 5], [6, 7], [True, False])]
+    rows = made([ids | labels, ids, {"input_ids": [8, 9], "labels": [-100, 9]}], tmp_path).dataset
+    assert as_language_modelling(rows[:])["labels"] == [[-100, -100, 6, -100], [4, 5, 6, 7], [-100, 9]]
     padded = {"input_ids": [0, 4, 5, 6], "attention_mask": [0, 1, 1, 1], "labels": [-100, -100, 5, 6]}
     assert learned(made([padded], tmp_path)) == [([4], [5, 6], None)]
 

@@ -219,12 +219,14 @@ def test_the_key_is_sent_and_kept_nowhere(monkeypatch: pytest.MonkeyPatch) -> No
     assert KEY not in str(raised.value)
 
 
-def test_a_key_is_not_sent_to_where_a_server_points() -> None:
+@pytest.mark.parametrize("status", [302, 307])
+def test_a_key_is_not_sent_to_where_a_server_points(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
     with serving(longer) as other:
-        away = Answer(status=307, body=b"{}", headers=(("Location", f"{other.url}/chat/completions"),))
-        with serving(sequence(away)) as server, pytest.raises(RewardError, match="HTTP 307"):
-            asked(judge(server.url))
-        assert not other.asked
+        away = Answer(status=status, body=b"{}", headers=(("Location", f"{other.url}/chat/completions"),))
+        with serving(sequence(away)) as server, pytest.raises(RewardError, match=f"HTTP {status}"):
+            asked(judge(server.url, api_key_env="JUDGE_KEY"))
+        assert not other.headers and server.headers
 
 
 def test_requests_are_limited(capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,6 +255,16 @@ def test_an_endpoint_is_looked_at_before_training() -> None:
         judge(server.url).check()
     with pytest.raises(RewardError, match="ConnectionRefusedError"):
         judge(server.url, retries=1).check()
+
+
+def test_a_dry_run_looks_at_the_endpoint_once() -> None:
+    with serving(longer, Answer(body=b'{"data": []}')) as server:
+        assert Judge(judge(server.url)).looked_at() == [f"judge m at {server.url}: it is there"]
+    (line,) = Judge(judge(server.url, retries=9, pause=60)).looked_at()
+    assert line.startswith(f"judge m at {server.url}: ConnectionRefusedError") and line.endswith(
+        "A run would end here"
+    )
+    assert Judge(lambda prompts, pairs: []).looked_at() == []
 
 
 @pytest.mark.parametrize(

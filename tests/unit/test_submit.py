@@ -328,6 +328,14 @@ def test_print_needs_no_slurm_and_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_token_is_kept_in_no_script(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*TRAIN, "--push_to_hub", "--hub_token", "hf_mine", "--gpus", "1", "--time", "1:00:00", "--print"])
+    said = capsys.readouterr()
+    assert ended.value.code == 1 and said.err.startswith("error: --hub_token=<hidden>: SLURM keeps")
+    assert "hf_mine" not in said.out + said.err
+
+
 def test_a_job_is_submitted_and_described(
     slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -293,3 +293,9 @@ def test_evaluation_is_one_window_whatever_the_batch_size() -> None:
     )
     alone = evaluation_plan(table, world_size=2, batch_size=4, seed=5, draw_partners=False)
     assert all(partner == -1 for _, partner in pairs_of(alone)) and alone.counts.partnered == 0
+
+
+def test_rows_come_as_they_are() -> None:
+    table = RowTable(np.ones(6, dtype=np.int64), np.ones((6, 1), dtype=np.int64))
+    one = make_sampler(table, world=1, batch=2, steps=1, sequential=True)
+    assert [list(one.order(epoch)) for epoch in (0, 1)] == [[0, 1, 2, 3, 4, 5]] * 2

@@ -27,12 +27,25 @@ def as_stored(rows: Columns, bookkeeping: Sequence[str] = _BOOKKEEPING) -> dict[
 
 
 def as_language_modelling(rows: Columns) -> dict[str, list[Any]]:
-    """Prompt and completion in one: ``input_ids``, ``completion_mask``, and ``labels`` that are -100 in the prompt."""
-    pairs = list(zip(rows["prompt_ids"], rows["completion_ids"], strict=True))
+    """Prompt and completion in one: ``input_ids``, ``completion_mask``, ``labels`` that are -100 off the mask.
+
+    Where every token of a row is learned, so is the first one by its label, though nothing predicts it.
+    """
+    ids, masks = [], []
+    count = len(rows["prompt_ids"])
+    scores, firsts = rows.get("scored", [None] * count), rows.get("first", [False] * count)
+    pairs = zip(rows["prompt_ids"], rows["completion_ids"], strict=True)
+    for (prompt, completion), scored, first in zip(pairs, scores, firsts, strict=True):
+        ids.append([*prompt, *completion])
+        kept = [True] * len(completion) if scored is None else scored
+        masks.append([*[int(first)] * bool(prompt), *[0] * (len(prompt) - 1), *map(int, kept)])
     return {
-        "input_ids": [[*prompt, *completion] for prompt, completion in pairs],
-        "completion_mask": [[0] * len(prompt) + [1] * len(completion) for prompt, completion in pairs],
-        "labels": [[IGNORED] * len(prompt) + [*completion] for prompt, completion in pairs],
+        "input_ids": ids,
+        "completion_mask": masks,
+        "labels": [
+            [token if kept else IGNORED for token, kept in zip(row, mask, strict=True)]
+            for row, mask in zip(ids, masks, strict=True)
+        ],
     }
 
 

@@ -35,11 +35,13 @@ class Learned:
         prompt: the tokens before it; one at least, from which the first one is predicted.
         completion: all others; empty where there is nothing to learn.
         scored: for each of the completion's tokens whether it is learned; None where all are.
+        first: whether the very first token was to be learned as well, which nothing predicts; for who looks at rows.
     """
 
     prompt: list[int]
     completion: list[int]
     scored: list[bool] | None = None
+    first: bool = False
 
 
 def divided(ids: Sequence[int], learned: Sequence[bool]) -> Learned:
@@ -51,4 +53,5 @@ def divided(ids: Sequence[int], learned: Sequence[bool]) -> Learned:
     """
     border = next((place for place in range(1, len(ids)) if learned[place]), len(ids))
     scored = [bool(value) for value in learned[border:]]
-    return Learned(list(ids[:border]), list(ids[border:]), None if all(scored) else scored)
+    first = bool(learned) and bool(learned[0])
+    return Learned(list(ids[:border]), list(ids[border:]), None if all(scored) else scored, first)

@@ -19,7 +19,6 @@ from alignment.data.formats import preference_row, prompt_completion_row
 from alignment.data.messages import DropRow
 from alignment.data.sources import load_split
 from alignment.data.tokenization import RowTokenizer, Source
-from alignment.models.wide_forward import computing_in_fp32
 from alignment.reporting.activity import ACTIVITY
 
 LONGEST = 512  # tokens of a row
@@ -108,6 +107,8 @@ def compare(
 @torch.no_grad()
 def outputs(model: PreTrainedModel, samples: Samples, classifier: bool) -> list[float]:
     """One number for each row, computed in fp32: its mean log-prob per token, or its reward."""
+    from alignment.models.wide_forward import computing_in_fp32  # imports peft; a card imports this module
+
     values = []
     with computing_in_fp32(model):
         for row in samples.rows:

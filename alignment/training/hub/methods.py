@@ -160,13 +160,15 @@ class HubMethods:
 
     def push_saved(self, folder: Path) -> None:
         """Upload what :meth:`save_model` has written, wait, and say it if that fails. Collective."""
-        if folder == self.output_dir:
-            self.create_model_card()
-        self.events("on_push_begin")
         try:
+            if self.uploads.repository is None:  # the option was set after the trainer was made
+                self.init_hf_repo()
+            if folder == self.output_dir:
+                self.create_model_card()
+            self.events("on_push_begin")
             self._begun(folder, "Model save", None, None)
-        except HubError as error:
-            self.tell(f"push_to_hub: {error}; training is not affected")
+        except (HubError, OptionError, OutputError) as error:
+            self.tell(f"{error}; training is not affected")
             return
         self.uploads.wait()
 
@@ -179,7 +181,7 @@ class HubMethods:
             try:
                 future[0] = self.uploads.push(folder, message or "Upload model", token, revision)
             except OSError as error:
-                raise HubError(f"the model could not be put aside for the upload: {error}") from error
+                raise HubError(f"push_to_hub: the model could not be put aside: {error}") from error
 
         on_first_rank(begin)
         return future[0]

@@ -91,7 +91,7 @@ class Uploads(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Nothing that an attempt before this one left is uploaded."""
-        if self.context.is_first:
+        if self.context.is_first and (self._pushes is None or not self._pushes.busy):
             shutil.rmtree(self.context.output_dir / STAGING, ignore_errors=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -72,6 +72,11 @@ class TrainerSurface:
         return self.engines.model
 
     @property
+    def aux_loss_enabled(self) -> bool:
+        """Whether the balancing loss of a mixture of experts is part of the loss, and logged as ``aux_loss``."""
+        return self.engines.aux_coefficient is not None
+
+    @property
     def model_wrapped(self) -> Any:
         """The DeepSpeed engine, once there is one; else :attr:`model`."""
         return self.model if self.engines.models is None else self.engines.models.policy.engine

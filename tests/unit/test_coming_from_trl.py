@@ -1,0 +1,259 @@
+"""Options of TRL and of TrainingArguments: each is accounted for, none is refused at its own default."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import HfArgumentParser, TrainingArguments
+
+from alignment import KTOConfig as PublicKTOConfig
+from alignment import ModelConfig, ScriptArguments
+from alignment.cli.coming_from_trl import page
+from alignment.config.compatibility.model_kwargs import loading_keywords
+from alignment.config.compatibility.names import older_names, value_here
+from alignment.config.compatibility.theirs import OF_TRL, OTHER_DEFAULTS, TRAINING_ARGUMENTS
+from alignment.config.compatibility.verdicts import judged_names
+from alignment.config.errors import OptionError
+from alignment.config.registry import METHODS, option_names
+from alignment.methods.cpo_options import CPOConfig
+from alignment.methods.dpo_options import DPOConfig
+from alignment.methods.kto_options import KTOConfig
+from alignment.methods.online_dpo_options import OnlineDPOConfig
+from alignment.methods.sft_options import SFTConfig
+from alignment.training.arguments import model_and_options
+
+ROOT = Path(__file__).resolve().parents[2]
+PLACES = {
+    "kto": "trl.experimental.kto:KTOConfig",
+    "cpo": "trl.experimental.cpo:CPOConfig",
+    "online_dpo": "trl.experimental.online_dpo:OnlineDPOConfig",
+    "dpo": "trl:DPOConfig",
+    "reward": "trl:RewardConfig",
+    "sft": "trl:SFTConfig",
+}
+with_trl = pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed")
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+
+def defaults(cls: Any) -> dict[str, Any]:
+    """The defaults of a dataclass that can be given one by one."""
+    return {
+        each.name: each.default if each.default is not dataclasses.MISSING else each.default_factory()
+        for each in dataclasses.fields(cls)
+        if each.init and each.name != "output_dir"
+    }
+
+
+def theirs(method: str) -> Any:
+    """TRL's configuration of a method."""
+    module, _, name = PLACES[method].partition(":")
+    return getattr(import_module(module), name)
+
+
+def refused(cls: type, **options: Any) -> str:
+    with pytest.raises(OptionError) as caught:
+        cls("out", **options)
+    return str(caught.value)
+
+
+def test_the_page_is_that_of_the_table() -> None:
+    written = (ROOT / "docs" / "coming-from-trl.md").read_text(encoding="utf-8")
+    assert written == page(), "run python -m alignment.cli.coming_from_trl docs/coming-from-trl.md"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_training_argument_is_accounted_for(method: str) -> None:
+    cls, given = METHODS[method], defaults(TrainingArguments)
+    known = option_names(cls) | set(older_names(cls))
+    assert set(given) <= known
+    own = (set(given) & option_names(cls)) - judged_names(cls)
+    assert own <= set(TRAINING_ARGUMENTS)
+    for name, value in given.items():
+        cls("out", **{name: value})
+
+
+@with_trl
+@pytest.mark.parametrize("method", METHODS)
+def test_every_option_of_trl_is_accounted_for(method: str) -> None:
+    cls, given = METHODS[method], defaults(theirs(method))
+    for name, value in given.items():
+        cls("out", **{name: value})
+    options = cls("out", **{**given, "use_cpu": True})
+    own = (set(given) & option_names(cls)) - judged_names(cls)
+    assert own <= {*TRAINING_ARGUMENTS, *OF_TRL}
+    differing = set()
+    for name in own - {"use_cpu"}:
+        present, value = getattr(cls("out"), name), value_here(name, given[name])
+        value = value[0] if isinstance(value, list) else value
+        if value is not None and (present or None) != (value or None):
+            differing.add(name)
+    assert differing == {name for name, methods in OTHER_DEFAULTS.items() if method in methods}
+    assert options.output_dir == "out"
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "said"),
+    [
+        (KTOConfig, {"fsdp": "full_shard"}, "the engine is DeepSpeed; set deepspeed to zero3"),
+        (KTOConfig, {"torch_compile": True}, "torch.compile is not supported"),
+        (KTOConfig, {"neftune_noise_alpha": 5.0}, "noise on embeddings is not supported"),
+        (KTOConfig, {"accelerator_config": {"split_batches": True}}, "neither split nor dispatched"),
+        (KTOConfig, {"bf16_full_eval": True, "use_cpu": True}, "evaluation computes as training does"),
+        (KTOConfig, {"is_encoder_decoder": True}, "use a causal language model"),
+        (KTOConfig, {"train_sampling_strategy": "group_by_length"}, "not one of random, sequential"),
+        (KTOConfig, {"train_sampling_strategy": "sequential", "stratify_labels": True}, "leave one out"),
+        (DPOConfig, {"ld_alpha": 0.5}, "log-probs are not weighted by length"),
+        (DPOConfig, {"reference_free": True}, "DPO needs a reference"),
+        (OnlineDPOConfig, {"use_vllm": True}, "set rollout_backend: continuous"),
+        (OnlineDPOConfig, {"use_transformers_paged": True, "rollout_backend": "generate"}, "contradict each other"),
+        (SFTConfig, {"packing": True}, "packing is not supported"),
+    ],
+)
+def test_what_would_change_the_result_is_refused(cls: type, options: dict[str, Any], said: str) -> None:
+    message = refused(cls, **options)
+    assert message.startswith(f"{next(iter(options))}=") and said in message
+
+
+def test_what_asks_for_existing_behaviour_is_accepted() -> None:
+    options = KTOConfig(
+        "out", remove_unused_columns=False, ddp_find_unused_parameters=True, fsdp=[], label_names=["label"],
+        average_tokens_across_devices=False, accelerator_config={"split_batches": False}, bf16=True,
+        bf16_full_eval=True,
+    )  # fmt: skip
+    assert options.remove_unused_columns is False
+    written = options.to_dict()
+    assert written["remove_unused_columns"] is False and "dataloader_pin_memory" not in written
+
+
+def test_means_over_one_device_are_means_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "count over all devices" in refused(KTOConfig, average_tokens_across_devices=False)
+
+
+@pytest.mark.parametrize(
+    ("cls", "given", "name", "expected"),
+    [
+        (KTOConfig, {"evaluation_strategy": "epoch"}, "eval_strategy", "epoch"),
+        (KTOConfig, {"max_seq_length": 7}, "max_length", 7),
+        (KTOConfig, {"max_length": None}, "max_length", None),
+        (KTOConfig, {"activation_checkpointing": False}, "gradient_checkpointing", False),
+        (
+            KTOConfig,
+            {"activation_checkpointing": None, "gradient_checkpointing": True},
+            "gradient_checkpointing",
+            True,
+        ),
+        (KTOConfig, {"no_cuda": True, "use_cpu": "true"}, "use_cpu", True),
+        (KTOConfig, {"report_to": None}, "report_to", "none"),
+        (KTOConfig, {"include_num_input_tokens_seen": "all"}, "include_num_input_tokens_seen", True),
+        (OnlineDPOConfig, {"top_k": None}, "top_k", 0),
+        (OnlineDPOConfig, {"use_transformers_paged": True}, "rollout_backend", "continuous"),
+        (CPOConfig, {"loss_type": "simpo", "gamma_beta_ratio": 0.5, "beta": 2.0}, "simpo_gamma", 1.0),
+        (KTOConfig, {"model_init_kwargs": {"torch_dtype": "bfloat16"}}, "dtype", "bfloat16"),
+        (KTOConfig, {"model_init_kwargs": {"dtype": "float32"}}, "dtype", None),
+        (KTOConfig, {"model_init_kwargs": {"dtype": "float32"}, "bf16": False}, "dtype", "float32"),
+        (KTOConfig, {"model_init_kwargs": '{"attn_implementation": "eager"}'}, "attn_implementation", "eager"),
+    ],
+)
+def test_names_and_values_of_others_are_read(cls: type, given: dict[str, Any], name: str, expected: Any) -> None:
+    options = cls("out", **given)
+    assert getattr(options, name) == expected
+    for older in given.keys() & older_names(cls).keys():
+        assert getattr(options, older) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"max_seq_length": 7, "max_length": 8}, "max_seq_length=7 and max_length=8: they are one option"),
+        ({"model_init_kwargs": {"dtype": "float16"}, "dtype": "bfloat16"}, "dtype says something else than dtype"),
+        ({"model_init_kwargs": {"device_map": {"": "cpu"}}}, "the engine places the model"),
+        ({"model_init_kwargs": {"output_loading_info": True}}, "has no place in it"),
+        ({"ref_model_init_kwargs": {"attn_implementation": "eager"}}, "says something else than attn_implementation"),
+    ],
+)
+def test_contradictions_are_refused(given: dict[str, Any], said: str) -> None:
+    assert said in refused(KTOConfig, **given)
+
+
+def test_what_goes_on_to_the_model() -> None:
+    given = {
+        "torch_dtype": "auto",
+        "device_map": {"": 0},
+        "quantization_config": None,
+        "revision": "v1",
+        "use_cache": False,
+    }
+    options = KTOConfig("out", model_init_kwargs=given)
+    assert loading_keywords(options.model_init_kwargs) == {"revision": "v1", "use_cache": False}
+    assert options.model_init_kwargs == given and loading_keywords(None) == {}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
+def test_hf_argument_parser(method: str, order: tuple[int, ...]) -> None:
+    kinds = (ScriptArguments, METHODS[method], ModelConfig)
+    parser = HfArgumentParser([kinds[index] for index in order])
+    parser.format_help()
+    given = "--dataset_name d --model_name_or_path m --lora_r 8 --no_cuda --bf16 False --gradient_checkpointing"
+    given += ' --model_init_kwargs {"a":1} --save_steps 0.5 --evaluation_strategy epoch --output_dir o'
+    made = {type(each): each for each in parser.parse_args_into_dataclasses(given.split(), look_for_args_file=False)}
+    options = made[METHODS[method]]
+    assert (made[ScriptArguments].dataset_name, made[ModelConfig].model_name_or_path, made[ModelConfig].lora_r) == (
+        "d", "m", 8,
+    )  # fmt: skip
+    assert (options.dataset_name, options.use_cpu, options.bf16, options.save_steps) == (None, True, False, 0.5)
+    assert (options.model_init_kwargs, options.eval_strategy, options.output_dir) == ({"a": 1}, "epoch", "o")
+    untouched, *_ = HfArgumentParser(METHODS[method]).parse_args_into_dataclasses([], look_for_args_file=False)
+    assert untouched == METHODS[method]()
+
+
+def test_shared_options_stay_when_options_are_replaced_or_derived() -> None:
+    @dataclasses.dataclass
+    class Derived(KTOConfig):
+        further: int = 1
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.further += 1
+
+    options = dataclasses.replace(Derived(model_name_or_path="m", lora_r="8", use_peft=True), beta=0.5)
+    assert (options.model_name_or_path, options.lora_r, options.beta, options.further) == ("m", 8, 0.5, 3)
+    assert options.to_dict()["model_name_or_path"] == "m" and PublicKTOConfig is KTOConfig
+
+
+def test_what_is_set_afterwards_is_checked_when_the_trainer_is_made() -> None:
+    given = KTOConfig("out", logging_steps=7, model_init_kwargs={"torch_dtype": "bfloat16"})
+    given.gradient_checkpointing_kwargs = {"use_reentrant": False}
+    given.learning_rate = "1e-5"
+    given.logging_steps = 5
+    given.model_init_kwargs["device_map"] = "auto"
+    given.max_seq_length = 9
+    _, options = model_and_options("KTOTrainer", KTOConfig, "m", given)
+    assert options is given and "max_seq_length" not in vars(options)
+    assert (options.learning_rate, options.eval_steps, options.max_length, options.dtype) == (1e-5, 5, 9, "bfloat16")
+    given.gradient_checkpointing_kwargs["reentrant"] = True
+    with pytest.raises(OptionError, match="no reentrant; did you mean 'use_reentrant'"):
+        model_and_options("KTOTrainer", KTOConfig, "m", given)
+
+
+def test_plain_training_arguments_are_taken_over() -> None:
+    plain = TrainingArguments("out", use_cpu=True, learning_rate=3e-4, warmup_steps=0.1, eval_strategy="epoch")
+    _, options = model_and_options("KTOTrainer", KTOConfig, "m", plain)
+    assert type(options) is KTOConfig
+    assert (options.learning_rate, options.warmup_steps, options.eval_strategy) == (3e-4, 0.1, "epoch")
+    assert (options.logging_steps, options.gradient_checkpointing) == (500, False), "theirs, as TRL takes them"
+    refusing = TrainingArguments("out", use_cpu=True, neftune_noise_alpha=5.0)
+    with pytest.raises(OptionError, match="^neftune_noise_alpha=5.0: noise on embeddings"):
+        model_and_options("KTOTrainer", KTOConfig, "m", refusing)
