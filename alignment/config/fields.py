@@ -89,6 +89,7 @@ def option(
     choices: tuple[str, ...] | None = None,
     older: tuple[str, ...] = (),
     several: bool = False,
+    switch: bool = False,
     shown: bool = True,
 ) -> Any:
     """A dataclass field; its metadata are what ``HfArgumentParser`` hands on to ``argparse``.
@@ -99,6 +100,7 @@ def option(
         choices: for text options, the values that it may take.
         older: further names of it, each of which takes the same values.
         several: whether a command line may give several values.
+        switch: whether it is true where a command line names it without a value, though it may be unset.
         shown: false for a secret, which is left out where the options are printed.
     """
     metadata: dict[str, Any] = {"help": help}
@@ -108,6 +110,8 @@ def option(
         metadata["aliases"] = [f"--{name}" for name in older]
     if several:
         metadata["nargs"] = "+"
+    if switch:
+        metadata |= {"nargs": "?", "const": True}
     return dataclasses.field(default=default, metadata=metadata, repr=shown)
 
 

@@ -55,7 +55,7 @@ class ModelOptions:
         None, "DeepSpeed JSON of the reference engine: path, name in `ds_configs/` or mapping; unset: by placement."
     )
     ref_load_in_4bit: bool | None = option(
-        None, "Load the reference in 4 bits; unset: as the policy, where it is the policy as given."
+        None, "Load the reference in 4 bits; unset: as the policy, where it is the policy as given.", switch=True
     )
     disable_dropout: bool = option(True, "Set every dropout of policy and reference to 0; not that of adapters.")
     use_liger_kernel: bool = option(
@@ -88,10 +88,12 @@ class PrecisionOptions:
         older=("torch_dtype",),
     )
     bf16: bool | None = option(
-        None, "Compute in bfloat16; unset: where every GPU in use computes in it, and not on a CPU."
+        None, "Compute in bfloat16; unset: where every GPU in use computes in it, and not on a CPU.", switch=True
     )
-    fp16: bool | None = option(None, "Compute in float16 with dynamic loss scaling.")
-    tf32: bool | None = option(None, "Allow TF32 in fp32 matrix products (Ampere or newer); unset: torch's setting.")
+    fp16: bool | None = option(None, "Compute in float16 with dynamic loss scaling.", switch=True)
+    tf32: bool | None = option(
+        None, "Allow TF32 in fp32 matrix products (Ampere or newer); unset: torch's setting.", switch=True
+    )
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.", older=("no_cuda",))
 
 

@@ -100,7 +100,7 @@ class RewardOptions:
     reward_deepspeed: TextOrKeywords = option(
         None, "DeepSpeed JSON of the reward model's engine: path, name in `ds_configs/` or mapping."
     )
-    reward_load_in_4bit: bool | None = option(None, "Load the reward model in 4 bits.")
+    reward_load_in_4bit: bool | None = option(None, "Load the reward model in 4 bits.", switch=True)
 
 
 @dataclass(kw_only=True)

@@ -39,10 +39,10 @@ class SFTConfig(TokenizerOptions, SequenceOptions, SFTCompatibility, AlignmentCo
 
     learning_rate: float = option(2e-5, "Peak learning rate.")
     max_prompt_length: int | None = option(None, "Longest prompt, in tokens; unset: only `max_length` counts.")
-    loss_type: str | None = option(
-        None,
-        "Loss: `nll` (also where it is unset), or `dft`, where each token's is weighted by its probability. "
-        "`chunked_nll` is another name of `nll`, which never holds the logits of all tokens.",
+    loss_type: str = option(
+        "nll",
+        "Loss: `nll`, or `dft`, where each token's is weighted by its probability. `chunked_nll` is another name of "
+        "`nll`, which never holds the logits of all tokens.",
         choices=SFT_LOSS_TYPES,
     )
     completion_only_loss: bool | None = option(

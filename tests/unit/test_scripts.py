@@ -243,3 +243,13 @@ def test_quantization_of_a_model_that_is_given_by_name(tmp_path: Path) -> None:
         with_quantization(changed, "model", weights)
     with pytest.raises(OptionError, match="is a live model"):
         with_quantization(options, fresh_model(), weights)
+
+
+def test_arguments_beside_options() -> None:
+    parser = TrlParser((ScriptArguments, alignment.KTOConfig, ModelConfig))
+    line = "--dataset_name d --model_name_or_path m --use_peft --trust_remote_code --output_dir o --use_cpu --bf16"
+    script, options, model = parser.parse_args_and_config(line.split())
+    assert (script.dataset_name, model.model_name_or_path, model.use_peft) == ("d", "m", True)
+    assert (options.bf16, options.output_dir, options.use_peft, options.dataset_name) == (True, "o", False, None)
+    assert model.trust_remote_code and options.trust_remote_code  # a script may read it from either
+    assert parser.parse_args_and_config("--output_dir o --use_cpu --bf16 false".split())[1].bf16 is False
