@@ -158,12 +158,15 @@ def _spoken_prompt(prompt: str, chosen: list[Message], rejected: list[Message]) 
 def margin_of(row: Mapping[str, Any], where: str) -> float:
     """By how much the chosen answer is better: column ``margin``, 0 where it is null, empty or not there.
 
-    A text that reads as a number is taken as one, because a CSV file holds nothing else.
+    A text that reads as a number is taken as one, because a CSV file holds nothing else; so is a list of one number,
+    as TRL's releases up to 0.23 wanted it.
 
     Raises:
         DataError: it is no finite number that fits 32 bits.
     """
     value = row.get("margin")
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
     if value is None or (isinstance(value, str) and not value.strip()):
         return 0.0
     margin = float("nan")
