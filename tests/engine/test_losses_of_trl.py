@@ -139,7 +139,7 @@ def theirs(
 def difference(job: dict[str, Any]) -> str | None:
     """The row of docs/differences-from-trl.md that a job's losses differ by; None where they must not."""
     method, kind, family = job["method"], job["kind"], job["family"]
-    if method == "cpo" and kind == "tools":
+    if method == "cpo" and kind == "tools" and family != "mistral":  # its template has no place for them
         return "CPO leaves the tools of a row aside"
     if method == "cpo" and family in BEGIN_WITHOUT_BOS and not of_chats(kind):
         return "CPO puts BOS before a text whatever the tokenizer does"
