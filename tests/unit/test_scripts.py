@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import alignment
 from alignment import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 from alignment.config.errors import OptionError
+from alignment.online.arguments import is_of
 from alignment.training.arguments import with_quantization
 
 
@@ -253,3 +254,10 @@ def test_arguments_beside_options() -> None:
     assert (options.bf16, options.output_dir, options.use_peft, options.dataset_name) == (True, "o", False, None)
     assert model.trust_remote_code and options.trust_remote_code  # a script may read it from either
     assert parser.parse_args_and_config("--output_dir o --use_cpu --bf16 false".split())[1].bf16 is False
+
+
+def test_a_reward_model_that_a_script_loaded_from_its_option_is_known_again(tmp_path: Path) -> None:
+    fresh_model().save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert is_of(loaded, str(tmp_path)) and is_of(str(tmp_path), str(tmp_path))
+    assert not is_of(loaded, "another") and not is_of(len, str(tmp_path)) and not is_of(None, None)
