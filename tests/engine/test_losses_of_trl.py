@@ -93,9 +93,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _model(family: str, seed: int, classifies: bool, folder: Path) -> None:
     kind = FAMILIES[family]
     # transformers' classifiers read the last token that does not pad: another test is about those whose EOS pads.
-    tokenizer = train(
-        dataclasses.replace(kind, pad="<pad>"), [*rows.texts(), *(text for row in PAIRS for text in row)]
-    )
+    pad = "<pad>" if kind.pad in (None, kind.eos) else kind.pad
+    tokenizer = train(dataclasses.replace(kind, pad=pad), [*rows.texts(), *(text for row in PAIRS for text in row)])
     name = ARCHITECTURES[family] + ("ForSequenceClassification" if classifies else "ForCausalLM")
     cls = getattr(transformers, name)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
