@@ -11,10 +11,9 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import alignment.methods  # noqa: F401 - enters them
 from alignment.cli.help import default_text
 from alignment.config.compatibility.names import older_names
-from alignment.config.compatibility.theirs import OF_TRL, OTHER_DEFAULTS, TRAINING_ARGUMENTS
+from alignment.config.compatibility.theirs import OF_TRL, TRAINING_ARGUMENTS
 from alignment.config.compatibility.training_arguments import TransformersOptions
 from alignment.config.compatibility.verdicts import Verdict, verdict_of
 from alignment.config.fields import option_fields
@@ -115,15 +114,16 @@ def _values(values: Collection[Any]) -> str:
 
 
 def _other_defaults(name: str, owners: list[str]) -> str:
-    other = {method: theirs for method, theirs in OTHER_DEFAULTS.get(name, {}).items() if method in owners}
+    theirs = {method: METHODS[method].TRL_DEFAULTS.get(name) for method in owners}
+    other = {method: default for method, default in theirs.items() if default is not None}
     if not other:
         return ""
     fields = {method: {each.name: each for each in option_fields(METHODS[method])}[name] for method in other}
-    pairs = {(theirs, default_text(fields[method])) for method, theirs in other.items()}
+    pairs = {(default, default_text(fields[method])) for method, default in other.items()}
     if len(pairs) == 1 and set(other) == set(METHODS):
-        theirs, ours = pairs.pop()
-        return f"; the default is `{ours}`, in TRL `{theirs}`"
-    said = (f"of {method} is `{default_text(fields[method])}`, in TRL `{theirs}`" for method, theirs in other.items())
+        default, ours = pairs.pop()
+        return f"; the default is `{ours}`, in TRL `{default}`"
+    said = (f"of {name} is `{default_text(fields[name])}`, in TRL `{default}`" for name, default in other.items())
     return "; the default " + ", ".join(said)
 
 

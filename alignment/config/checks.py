@@ -39,6 +39,9 @@ _REFERENCE_OPTIONS = (
 )  # fmt: skip
 _LARGEST_SEED = 2**32 - 1  # of NumPy's generator
 _ADAM_DEFAULTS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
+_OTHERS = ("sgd", "rmsprop", "adafactor")
+# What the optimizers begin with that do not read them.
+_WITHOUT = {"adam_beta1": _OTHERS, "adam_beta2": _OTHERS, "adam_epsilon": (*_OTHERS, "lion", "paged_lion")}
 # transformers' reporting integrations, except trackio, whose callback reads options of its own; a test compares.
 INTEGRATIONS = words(
     "azure_ml clearml codecarbon comet_ml dagshub dvclive flyte kubeflow mlflow neptune swanlab tensorboard wandb"
@@ -210,13 +213,12 @@ def _whole_or_share(options: Any, name: str) -> None:
 
 
 def _check_optimizer(options: Any) -> None:
-    if options.optim != "sgd":
-        return
+    """What is Adam's is not set with an optimizer that does not read it."""
     for name, default in _ADAM_DEFAULTS.items():
-        if getattr(options, name) != default:
+        if options.optim.startswith(_WITHOUT[name]) and getattr(options, name) != default:
             raise OptionError(
-                f"{setting(name, getattr(options, name))}: has no effect with optim='sgd'; leave it out or set "
-                f"optim to adamw_torch"
+                f"{setting(name, getattr(options, name))}: has no effect with {setting('optim', options.optim)}; "
+                f"leave it out or set optim to adamw_torch"
             )
 
 

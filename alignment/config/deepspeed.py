@@ -178,7 +178,7 @@ def policy_config(
         "gradient_clipping": (float(options.max_grad_norm), f"max_grad_norm={options.max_grad_norm}"),
     }
     offloaded = offload_device(config, "offload_optimizer", where) == "cpu"
-    _check_optimizer_place(options, offloaded, where)
+    _check_optimizer_place(options, offloaded, stage, where)
     if offloaded:
         fixed["zero_force_ds_cpu_optimizer"] = (False, f"optim={options.optim!r}, which works in host memory")
         if stage == 0:
@@ -194,8 +194,13 @@ def policy_config(
     return finished(config, {**fixed, **_MUST_BE}, situation, where)
 
 
-def _check_optimizer_place(options: Any, offloaded: bool, where: str) -> None:
-    """DeepSpeed's two compiled optimizers each work in one memory only."""
+def _check_optimizer_place(options: Any, offloaded: bool, stage: int, where: str) -> None:
+    """DeepSpeed's two compiled optimizers each work in one memory only, and Adafactor on whole matrices."""
+    if options.optim == "adafactor" and stage > 0:
+        raise OptionError(
+            f"optim='adafactor': it keeps a number for each row and column of a matrix, and {where} cuts weights into "
+            f"flat pieces (zero_optimization.stage={stage}); set deepspeed to zero0, or optim to adamw_8bit"
+        )
     if options.optim == "deepspeed_cpu_adam" and not offloaded and uses_cuda(options):
         raise OptionError(
             f"optim={options.optim!r}: it works on weights in host memory, and {where} keeps them on the GPU; set "

@@ -171,7 +171,8 @@ def hints(cls: Any) -> dict[str, Any]:
 
 
 def _read(hint: Any) -> Any:
-    return next((each.hint for each in getattr(hint, "__metadata__", ()) if isinstance(each, Read)), hint)
+    further = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
+    return next((each.hint for each in further if isinstance(each, Read)), hint)
 
 
 @functools.cache

@@ -93,6 +93,8 @@ class AlignmentConfig(
     method: ClassVar[str] = ""
     # What a model card cites: "" for the method, and a loss type for what that loss adds or replaces.
     PAPERS: ClassVar[Mapping[str, Paper]] = {}
+    # TRL's defaults where they are others than here, for the page on coming from there.
+    TRL_DEFAULTS: ClassVar[Mapping[str, str]] = {"optim": "adamw_torch_fused"}
 
     output_dir: str | None = dataclasses.field(
         default=None, kw_only=False, metadata={"help": "Folder for the model, the log and the resolved settings."}

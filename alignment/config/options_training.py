@@ -38,8 +38,9 @@ class TrainingOptions:
     optim: str = option(
         "adamw_torch",
         "Optimizer: `adamw_torch` (fused; also `adamw_torch_fused`), `adamw_8bit`, `paged_adamw_8bit`, "
-        "`paged_adamw_32bit` (bitsandbytes; states of 2, 2 and 8 bytes per parameter), `deepspeed_cpu_adam`, "
-        "`deepspeed_fused_adam` (compiled at first use) or `sgd`.",
+        "`paged_adamw_32bit` (bitsandbytes; states of 2, 2 and 8 bytes per parameter; the same of `lion`, `ademamix` "
+        "and `rmsprop_bnb`), `deepspeed_cpu_adam`, `deepspeed_fused_adam` (compiled at first use), `sgd`, "
+        "`rmsprop` or `adafactor` (`zero0` only).",
     )
     optim_args: TextOrKeywords = option(
         None, "Further arguments of the optimizer: `key=value,key=value` or a mapping."

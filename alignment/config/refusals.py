@@ -17,18 +17,31 @@ from alignment.config.registry import METHODS, option_names
 
 WORKING_OPTIMIZERS = words(
     "adamw_torch adamw_torch_fused adamw_8bit adamw_bnb_8bit paged_adamw_8bit paged_adamw_32bit deepspeed_cpu_adam "
-    "deepspeed_fused_adam sgd"
+    "deepspeed_fused_adam sgd rmsprop adafactor lion_8bit lion_32bit paged_lion_8bit paged_lion_32bit ademamix "
+    "ademamix_8bit paged_ademamix_8bit paged_ademamix_32bit rmsprop_bnb rmsprop_bnb_8bit rmsprop_bnb_32bit"
 )
+# The packages that transformers' other optimizers are made of.
+OTHER_OPTIMIZERS = {
+    **dict.fromkeys(words("adamw_torch_8bit adamw_torch_4bit"), "torchao"),
+    "adamw_torch_xla": "torch_xla",
+    "adamw_torch_npu_fused": "torch_npu",
+    "adamw_anyprecision": "torchdistx",
+    **dict.fromkeys(
+        words(
+            "galore_adamw galore_adamw_8bit galore_adafactor galore_adamw_layerwise galore_adamw_8bit_layerwise "
+            "galore_adafactor_layerwise"
+        ),
+        "galore_torch",
+    ),
+    **dict.fromkeys(words("lomo adalomo"), "lomo_optim"),
+    "grokadamw": "grokadamw",
+    **dict.fromkeys(words("schedule_free_radam schedule_free_adamw schedule_free_sgd"), "schedulefree"),
+    **dict.fromkeys(words("apollo_adamw apollo_adamw_layerwise"), "apollo_torch"),
+    "stable_adamw": "torch-optimi",
+}
 # transformers' OptimizerNames and DeepSpeed's own two; a test compares.
-KNOWN_OPTIMIZERS = WORKING_OPTIMIZERS + words(
-    "adamw_torch_xla adamw_torch_npu_fused adafactor adamw_anyprecision "
-    "adamw_torch_4bit adamw_torch_8bit ademamix adagrad ademamix_8bit lion_8bit lion_32bit "
-    "paged_ademamix_32bit paged_ademamix_8bit "
-    "paged_lion_32bit paged_lion_8bit rmsprop rmsprop_bnb rmsprop_bnb_8bit rmsprop_bnb_32bit galore_adamw "
-    "galore_adamw_8bit galore_adafactor galore_adamw_layerwise galore_adamw_8bit_layerwise "
-    "galore_adafactor_layerwise lomo adalomo grokadamw schedule_free_radam schedule_free_adamw "
-    "schedule_free_sgd apollo_adamw apollo_adamw_layerwise stable_adamw"
-)
+# torch's Adagrad makes its states before DeepSpeed divides the weights, and finds none at its first step.
+KNOWN_OPTIMIZERS = (*WORKING_OPTIMIZERS, *OTHER_OPTIMIZERS, "adagrad")
 
 
 @dataclass(frozen=True)
@@ -112,6 +125,14 @@ def refuse_not_yet(options: Any) -> None:
                     f"{setting(name, value)}: no such optimizer{close}; set one of {', '.join(WORKING_OPTIMIZERS)}"
                 )
             instead += " sgd" if "sgd" in value else " adamw_8bit" if "bit" in value else " adamw_torch"
+            if value == "adagrad":
+                raise OptionError(
+                    f"{setting(name, value)}: DeepSpeed loses its states, so it is not supported yet; set rmsprop"
+                )
+            raise OptionError(
+                f"{setting(name, value)}: it is made of the package {OTHER_OPTIMIZERS[value]}, which is not "
+                f"supported yet; {instead}"
+            )
         raise OptionError(f"{setting(name, value)}: {entry.reason}; {instead}")
 
 

@@ -1,4 +1,4 @@
-"""Optimizers by name (torch's, bitsandbytes' 8-bit ones, DeepSpeed's compiled ones) and transformers' schedules."""
+"""Optimizers by name (torch's, bitsandbytes', DeepSpeed's compiled ones, Adafactor) and transformers' schedules."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _TORCH = "adamw_torch"  # what takes the place of a DeepSpeed optimizer that cannot be compiled
 _MOST_32_BITS = 2**31 - 1
+_SLOWEST = 0.9999  # decay of AdEMAMix's slow average, as transformers has it
 _PADDING = 2**20  # elements by which ZeRO may lengthen a group so that it divides evenly
 # The names that transformers' Trainer exempts from weight decay.
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -44,14 +45,14 @@ class OptimizerKind:
     Attributes:
         home: module and class.
         arguments: fixed keyword arguments.
-        adam: takes betas and eps.
+        reads: which of ``adam_beta1`` and ``adam_beta2`` (``betas``) and ``adam_epsilon`` (``eps``) it takes.
         builder: DeepSpeed's name of the op that it needs compiled; None for a ready one.
         ignored: arguments that the class takes and does nothing with.
     """
 
     home: tuple[str, str]
     arguments: dict[str, Any]
-    adam: bool = True
+    reads: tuple[str, ...] = ("betas", "eps")
     builder: str | None = None
     ignored: tuple[str, ...] = ()
 
@@ -61,13 +62,29 @@ class OptimizerKind:
         made: Callable[..., Optimizer] = getattr(importlib.import_module(module), name)
         return made
 
+    def own(self, options: AlignmentConfig, further: dict[str, Any]) -> dict[str, Any]:
+        """The arguments that follow from the options; those of ``further`` that it makes others of are taken out."""
+        found: dict[str, Any] = {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_epsilon}
+        found = {name: value for name, value in found.items() if name in self.reads}
+        if self.home[1] == "AdEMAMix":  # transformers' names for the decays of its three averages
+            first, second = found["betas"]
+            third = further.pop("beta3", _SLOWEST)
+            found["betas"] = (further.pop("beta1", first), further.pop("beta2", second), third)
+        return found
+
 
 # torch's fused kernel needs no temporary copy of the weights, and on a CPU is as fast as DeepSpeed's compiled one.
 _FUSED = OptimizerKind(("torch.optim", "AdamW"), {"fused": True})
 
 
-def _bitsandbytes(**arguments: Any) -> OptimizerKind:
-    return OptimizerKind(("bitsandbytes.optim", "AdamW"), arguments, ignored=("amsgrad",))
+def _bitsandbytes(name: str = "AdamW", **arguments: Any) -> OptimizerKind:
+    adam = name == "AdamW"
+    reads = {"Lion": ("betas",), "RMSprop": ()}.get(name, ("betas", "eps"))
+    return OptimizerKind(("bitsandbytes.optim", name), arguments, reads, ignored=("amsgrad",) if adam else ())
+
+
+def _torch(name: str) -> OptimizerKind:
+    return OptimizerKind(("torch.optim", name), {}, reads=())
 
 
 _ADAM_8BIT = _bitsandbytes(optim_bits=8)
@@ -78,13 +95,29 @@ KINDS: dict[str, OptimizerKind] = {
     "adamw_bnb_8bit": _ADAM_8BIT,
     "paged_adamw_8bit": _bitsandbytes(optim_bits=8, is_paged=True),
     "paged_adamw_32bit": _bitsandbytes(optim_bits=32, is_paged=True),
+    "lion_8bit": _bitsandbytes("Lion", optim_bits=8),
+    "lion_32bit": _bitsandbytes("Lion", optim_bits=32),
+    "paged_lion_8bit": _bitsandbytes("Lion", optim_bits=8, is_paged=True),
+    "paged_lion_32bit": _bitsandbytes("Lion", optim_bits=32, is_paged=True),
+    "ademamix": _bitsandbytes("AdEMAMix", optim_bits=32),
+    "ademamix_8bit": _bitsandbytes("AdEMAMix", optim_bits=8),
+    "paged_ademamix_8bit": _bitsandbytes("AdEMAMix", optim_bits=8, is_paged=True),
+    "paged_ademamix_32bit": _bitsandbytes("AdEMAMix", optim_bits=32, is_paged=True),
+    "rmsprop_bnb": _bitsandbytes("RMSprop", optim_bits=32),
+    "rmsprop_bnb_8bit": _bitsandbytes("RMSprop", optim_bits=8),
+    "rmsprop_bnb_32bit": _bitsandbytes("RMSprop", optim_bits=32),
     "deepspeed_cpu_adam": OptimizerKind(
         ("deepspeed.ops.adam", "DeepSpeedCPUAdam"), {"adamw_mode": True}, builder="CPUAdamBuilder"
     ),
     "deepspeed_fused_adam": OptimizerKind(
         ("deepspeed.ops.adam", "FusedAdam"), {"adam_w_mode": True}, builder="FusedAdamBuilder"
     ),
-    "sgd": OptimizerKind(("torch.optim", "SGD"), {}, adam=False),
+    "sgd": _torch("SGD"),
+    "rmsprop": _torch("RMSprop"),
+    # With the rate of the schedule, as transformers' Trainer makes it.
+    "adafactor": OptimizerKind(
+        ("transformers", "Adafactor"), {"scale_parameter": False, "relative_step": False}, reads=()
+    ),
 }
 
 
@@ -193,11 +226,11 @@ def build_optimizer(model: nn.Module, options: AlignmentConfig) -> Optimizer:
             raise OptionError(
                 f"optim_args: {options.optim_args!r}: {options.optim} does nothing with {name}; remove it"
             )
-    own = {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_epsilon} if kind.adam else {}
+    own = kind.own(options, extra)
     try:
         with abandoned_locks_removed():
             return kind.load()(groups, lr=options.learning_rate, **(kind.arguments | own | extra))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, NotImplementedError) as error:
         raise OptionError(
             f"optim_args: {options.optim_args!r} does not suit optim {options.optim!r}: {error}"
         ) from error

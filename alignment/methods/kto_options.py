@@ -35,6 +35,10 @@ class KTOConfig(ReferenceOptions, SequenceOptions, KTOCompatibility, AlignmentCo
             "https://arxiv.org/abs/2408.06266",
         ),
     }
+    TRL_DEFAULTS: ClassVar[Mapping[str, str]] = {
+        **AlignmentConfig.TRL_DEFAULTS,
+        "train_sampling_strategy": "sequential",
+    }
 
     loss_type: str = option("kto", "Loss: `kto` or `apo_zero_unpaired`.", choices=KTO_LOSS_TYPES)
     beta: float = option(0.1, "Strength of the pull towards the reference.")

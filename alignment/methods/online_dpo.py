@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -14,6 +15,7 @@ from alignment.data.windows import WindowCounts
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.online_dpo_options import OnlineDPOConfig
 from alignment.objectives.dpo import dpo_loss
+from alignment.online.arguments import listed
 from alignment.online.pairs import RankedBatch
 from alignment.online.ranking import REASONS
 from alignment.online.resources import Function, OnlineResources
@@ -143,6 +145,24 @@ class OnlineDPOTrainer(AlignmentTrainer):
         reward_funcs, judge, tokenizers = (given.pop(name, None) for name in named)
         self._given = (reward_model, reward_funcs, judge, tokenizers)
         super().__init__(model, ref_model, **given)
+
+    @property
+    def reward_funcs(self) -> list[Function]:
+        """Where rewards come from, in order: models and functions; none where a judge ranks."""
+        model, functions, judge, _ = self._given
+        if judge is not None or self.args.judge is not None:
+            return []
+        model = self.args.reward_model_path if model is None else model
+        return [
+            *([] if model is None else [model]),
+            *listed(self.args.reward_funcs if functions is None else functions),
+        ]
+
+    @property
+    def reward_weights(self) -> Tensor:
+        """(N,) fp32, what each of :attr:`reward_funcs` counts."""
+        weights = self.args.reward_weights or [1.0] * len(self.reward_funcs)
+        return torch.tensor(weights, dtype=torch.float32)
 
     def _resources(self) -> Resources:
         stage = self.engine_plan.policy["zero_optimization"]["stage"]

@@ -33,6 +33,7 @@ class OnlineDPOConfig(OnlineOptions, OnlineDPOCompatibility):
             "https://arxiv.org/abs/2310.12036",
         ),
     }
+    TRL_DEFAULTS: ClassVar[Mapping[str, str]] = {**OnlineOptions.TRL_DEFAULTS, "ds3_gather_for_generation": "true"}
 
     learning_rate: float = option(5e-7, "Peak learning rate.")
     loss_type: str = option("sigmoid", "Loss: `sigmoid` or `ipo`.", choices=ONLINE_DPO_LOSS_TYPES)

@@ -28,6 +28,7 @@ class RewardConfig(TokenizerOptions, SequenceOptions, RewardCompatibility, Align
     PAPERS: ClassVar[Mapping[str, Paper]] = {
         "": Paper("Rank Analysis of Incomplete Block Designs", "https://doi.org/10.2307/2334029"),
     }
+    TRL_DEFAULTS: ClassVar[Mapping[str, str]] = {**AlignmentConfig.TRL_DEFAULTS, "learning_rate": "0.0001"}
 
     learning_rate: float = option(1e-5, "Peak learning rate.")
     max_prompt_length: int | None = option(None, "Longest prompt, in tokens; unset: only `max_length` counts.")

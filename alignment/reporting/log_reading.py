@@ -48,7 +48,9 @@ class LogReader:
         self.unreadable = self.size = 0
         self._anchor, self._rest = b"", b""
         self._recent: deque[bytes] = deque(maxlen=_RECENT)  # of the newest attempt
-        self._last = self._evaluation = self._totals = b""
+        self._evaluations: deque[bytes] = deque(maxlen=_RECENT)  # since the last training entry
+        self._trained_since = False  # the newest evaluation
+        self._last = self._totals = b""
 
     def read(self) -> None:
         """Read what is new.
@@ -89,8 +91,12 @@ class LogReader:
             self._totals = line
         elif b'"num_tokens":' in line:
             self._recent.append(line)
+            self._trained_since = True
         else:
-            self._evaluation = line
+            if self._trained_since:
+                self._evaluations.clear()
+            self._evaluations.append(line)
+            self._trained_since = False
 
     def _take_event(self, event: Record) -> None:
         if event.get("event") in ("start", "resume"):
@@ -105,8 +111,8 @@ class LogReader:
 
     @property
     def evaluation(self) -> Record:
-        """The newest evaluation."""
-        return _parsed(self._evaluation)
+        """The newest evaluation: of every set, each of which has a line of its own."""
+        return {name: value for line in self._evaluations for name, value in _parsed(line).items()}
 
     @property
     def ended(self) -> Record | None:

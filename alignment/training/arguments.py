@@ -168,7 +168,7 @@ def check_data_source(args: AlignmentConfig | None, train_dataset: Any) -> None:
     if args is None or train_dataset is None or isinstance(train_dataset, (NamedSplit, NamedMixture)):
         return
     for name in ("dataset_name", "dataset_mixture"):
-        if getattr(args, name) is not None:
+        if getattr(args, name, None) is not None:  # plain TrainingArguments have neither
             raise OptionError(f"{setting(name, getattr(args, name))}: train_dataset was given as well; leave one out")
 
 

@@ -149,11 +149,14 @@ class RunEngines:
 
     @property
     def waits_for_model(self) -> bool:
-        """Whether the policy, as it is trained, is there only once engines are built."""
-        adapters = self.plan.adapters
-        live = self.plan.source.live is not None
+        """Whether the policy, as it is trained, is there only once engines are built.
+
+        A live model of another dtype is one that they convert; one that was trained stays as they left it.
+        """
+        adapters, model = self.plan.adapters, self.plan.source.live
+        live = model is not None and (self.trained or model.dtype == self.plan.compute)
         if adapters is not None and not self.trained:
-            live = adapters.live is not None
+            live = live and adapters.live is not None
         return self.models is None and not live
 
     @property

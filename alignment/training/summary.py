@@ -12,6 +12,7 @@ from alignment.training.context import RunContext
 from alignment.training.run_engines import RunEngines
 
 REPORT, CURVES = "report.md", "report.png"
+_BOOKKEEPING = ("step", "epoch", "num_tokens")  # of an entry of the log
 
 
 def write_report(context: RunContext, engines: RunEngines, *, show: bool) -> None:
@@ -78,14 +79,18 @@ def _facts(context: RunContext, engines: RunEngines, tokens: int, largest_gib: f
 
 
 def _evaluation(context: RunContext) -> dict[str, float]:
-    """The evaluation of the weights that the run ends with."""
-    best = context.args.load_best_model_at_end
-    return _last(context, "eval_", context.state.best_global_step if best else None)
+    """The evaluation of the weights that the run ends with: of every set, each of which is an entry of its own."""
+    step = context.state.best_global_step if context.args.load_best_model_at_end else None
+    entries = [e for e in context.state.log_history if any(name.startswith("eval_") for name in e)]
+    if step is None and entries:
+        step = entries[-1]["step"]
+    found = {name: value for entry in entries if entry["step"] == step for name, value in entry.items()}
+    return {name: value for name, value in found.items() if name not in _BOOKKEEPING}
 
 
-def _last(context: RunContext, sign: str, step: int | None = None) -> dict[str, float]:
-    """The log's newest entry (of ``step``) with a name that begins with ``sign``, without its bookkeeping."""
+def _last(context: RunContext, sign: str) -> dict[str, float]:
+    """The log's newest entry with a name that begins with ``sign``, without its bookkeeping."""
     for entry in reversed(context.state.log_history):
-        if step in (None, entry["step"]) and any(name.startswith(sign) for name in entry):
-            return {name: value for name, value in entry.items() if name not in ("step", "epoch", "num_tokens")}
+        if any(name.startswith(sign) for name in entry):
+            return {name: value for name, value in entry.items() if name not in _BOOKKEEPING}
     return {}

@@ -76,6 +76,9 @@ def test_a_kto_run_as_scripts_look_at_it(policy: str, tmp_path: Path) -> None:
     records = [record for record in trainer.state.log_history if any(name.startswith("eval_") for name in record)]
     assert len(records) == 2 and "eval_b_loss" not in records[0] and {"eval_a_loss", "eval_b_loss"} <= set(metrics)
     assert trainer.evaluate("b")["eval_b_loss"] == metrics["eval_b_loss"]
+    trainer.write_report(show=False)
+    report = (trainer.output_dir / "report.md").read_text()
+    assert "a_loss" in report and "b_loss" in report
     middle, rates = copied(trainer), [r["learning_rate"] for r in trainer.state.log_history if "learning_rate" in r]
     result = trainer.train()
     assert result.global_step == 2 and trainer.engines.models is built
@@ -117,15 +120,17 @@ def test_reading_the_model_changes_no_number(policy: str, tmp_path: Path) -> Non
 
 
 def test_a_reward_model_predicts_the_rewards_of_each_row(tmp_path: Path) -> None:
+    """A live model in bf16 is read as it is trained, in fp32, also before there is an engine."""
     model = make_classifier(tmp_path / "model")
+    live, plain = (AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.bfloat16) for _ in range(2))
     rows = paired_rows(7)
-    trainer = RewardTrainer(model, RewardConfig(**options(tmp_path, max_steps=1)), train_dataset=rows)
+    trainer = RewardTrainer(live, RewardConfig(**options(tmp_path, max_steps=1)), train_dataset=rows)
+    assert trainer.model is live and all(value.dtype == torch.float32 for value in copied(trainer).values())
     predicted = trainer.predict(rows)
     assert predicted.predictions.shape == (7, 2) and predicted.label_ids.tolist() == [0] * 7
     better = predicted.predictions[:, 0] > predicted.predictions[:, 1]
     assert predicted.metrics["test_rewards/accuracies"] == pytest.approx(better.mean())
-    plain = AutoModelForSequenceClassification.from_pretrained(model)
-    shown = trainer.train_dataset
+    plain, shown = plain.float(), trainer.train_dataset
     for number in range(7):
         for column, name in enumerate(("chosen_ids", "rejected_ids")):
             with torch.no_grad():

@@ -16,7 +16,7 @@ from alignment import ModelConfig, ScriptArguments
 from alignment.cli.coming_from_trl import page
 from alignment.config.compatibility.model_kwargs import loading_keywords
 from alignment.config.compatibility.names import older_names, value_here
-from alignment.config.compatibility.theirs import OF_TRL, OTHER_DEFAULTS, TRAINING_ARGUMENTS
+from alignment.config.compatibility.theirs import OF_TRL, TRAINING_ARGUMENTS
 from alignment.config.compatibility.verdicts import judged_names
 from alignment.config.errors import OptionError
 from alignment.config.registry import METHODS, option_names
@@ -98,7 +98,7 @@ def test_every_option_of_trl_is_accounted_for(method: str) -> None:
         value = value[0] if isinstance(value, list) else value
         if value is not None and (present or None) != (value or None):
             differing.add(name)
-    assert differing == {name for name, methods in OTHER_DEFAULTS.items() if method in methods}
+    assert differing == set(cls.TRL_DEFAULTS)
     assert options.output_dir == "out"
 
 

@@ -154,15 +154,19 @@ def test_a_running_run(tmp_path: Path) -> None:
         write_lock(tmp_path, owner_of(process.pid, job="77"))
         values = {"phase": "train", "attempt": 3, "stalled": 2, "restarts": 1, "time": now()}
         write_status(tmp_path, state="running", pid=process.pid, **values)
-        evaluation = {"eval_loss": 0.7, "step": 30, "epoch": 0.3, "time": at(30)}
+        older, *sets = [
+            {"eval_loss": 0.9, "step": 25},
+            {"eval_a_loss": 0.7, "step": 30},
+            {"eval_b_loss": 0.8, "step": 30},
+        ]
         resume = {"event": "resume", "attempt": 2, "step": 20, "time": at(19)}
         entries = [entry(step, 2 * step, 50 * step) for step in range(21, 41)]
-        write_log(tmp_path, [start(), resume, *entries[:10], evaluation, *entries[10:]])
+        write_log(tmp_path, [start(), resume, *entries[:5], older, *entries[5:10], *sets, *entries[10:]])
         found = view(tmp_path)
         assert (found.state, found.lives, found.over) == ("running", True, False)
         assert (found.step, found.total_steps, found.eta_seconds) == (40, 100, pytest.approx(120))
         assert (found.metrics, found.metrics_step) == ({"loss": 1 / 40}, 40)
-        assert (found.evaluation, found.evaluation_step) == ({"eval_loss": 0.7}, 30)
+        assert (found.evaluation, found.evaluation_step) == ({"eval_a_loss": 0.7, "eval_b_loss": 0.8}, 30)
         said = text(tmp_path).splitlines()
     assert said == [
         f"kto: {tmp_path}",
@@ -170,7 +174,7 @@ def test_a_running_run(tmp_path: Path) -> None:
         "  step        40 of 100 (40 %), about 2 min 00 s left",
         "  speed       0.5 steps/s, 25 tokens/s",
         "  metrics     step 40: loss 0.025",
-        "  evaluation  step 30: eval_loss 0.7",
+        "  evaluation  step 30: eval_a_loss 0.7, eval_b_loss 0.8",
         "  attempt     3, 2 in a row without a newer checkpoint, requeued 1 time(s); resumed after step 20",
         f"  updated     {values['time'].replace('T', ' ').replace('Z', ' UTC')}",
     ]

@@ -17,7 +17,6 @@ _VALUES: dict[str, dict[Any, Any]] = {
     # Sequences are counted without their padding.
     "include_num_input_tokens_seen": {"no": False, "non_padding": True, "all": True},
     "optim": {"adamw_hf": "adamw_torch", "adamw_apex_fused": "adamw_torch_fused"},
-    "loss_type": {"kto_pair": "kto"},
     "fsdp": {(): None, False: None},
     "debug": {(): ""},
 }

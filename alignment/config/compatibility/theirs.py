@@ -1,4 +1,4 @@
-"""Which options of TRL 0.12 to 1.16 and of ``TrainingArguments`` are options here, and where the defaults differ."""
+"""Which options of TRL 0.12 to 1.16 and of ``TrainingArguments`` are options here."""
 
 from __future__ import annotations
 
@@ -30,11 +30,3 @@ OF_TRL = words(
     use_transformers_paged
     """
 )
-# Option -> method -> TRL's default, where it is another one than here.
-OTHER_DEFAULTS: dict[str, dict[str, str]] = {
-    "optim": dict.fromkeys(("kto", "cpo", "online_dpo", "dpo", "reward", "sft"), "adamw_torch_fused"),
-    "train_sampling_strategy": {"kto": "sequential"},
-    "ds3_gather_for_generation": {"online_dpo": "true"},
-    "truncation_mode": {"sft": "keep_start"},
-    "learning_rate": {"reward": "0.0001"},
-}

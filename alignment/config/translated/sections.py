@@ -24,14 +24,20 @@ _OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "fusedadam": ("deepspeed_fused_adam",),
     "cpuadam": ("deepspeed_cpu_adam",),
     "sgd": ("sgd",),
+    "rmsprop": ("rmsprop",),
+    "lion": words("lion_32bit paged_lion_32bit"),
 }
 _SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear"}
 _NEAREST = {
-    "lion": "optim: adamw_torch",
     "warmupcosinelr": 'lr_scheduler_type: cosine_with_min_lr with lr_scheduler_kwargs: {"min_lr_rate": 0.0001}',
 }
 _MOVED = {"lr": "learning_rate", "weight_decay": "weight_decay"}  # parameters of every optimizer
-_ARGUMENTS = {"sgd": words("momentum dampening nesterov"), "adam": words("amsgrad"), "adamw": words("amsgrad")}
+_ARGUMENTS = {
+    "sgd": words("momentum dampening nesterov"),
+    "rmsprop": words("alpha eps momentum centered"),
+    "adam": words("amsgrad"),
+    "adamw": words("amsgrad"),
+}
 # Parameters that change nothing with these values; None: with any.
 _NEUTRAL: dict[str, bool | None] = {
     "torch_adam": None, "fused": None, "foreach": None, "set_grad_none": None, "bias_correction": True,
@@ -106,7 +112,7 @@ def _unknown_type(place: str, kind: str, known: tuple[str, ...]) -> OptionError:
 def _translate_optimizer(options: Any, kind: str, parameters: dict[str, Any], place: str) -> None:
     known = kind.lower()
     if known not in _OPTIMIZERS:
-        raise _unknown_type(place, kind, ("AdamW", "Adam", "SGD"))
+        raise _unknown_type(place, kind, ("AdamW", "Adam", "Lion", "RMSprop", "SGD"))
     same = _OPTIMIZERS[known]
     if options.optim not in same:
         if options.optim != default_of(options, "optim"):
@@ -128,12 +134,12 @@ def _missing(place: str, key: str, option: str) -> OptionError:
 
 def _translate_parameter(options: Any, kind: str, key: str, value: Any, place: str) -> None:
     """One parameter of the optimizer; adam_w_mode is checked when all of them are known."""
-    adam = kind != "sgd"
+    adam = kind not in ("sgd", "rmsprop", "lion")
     if key in _MOVED:
         _take(options, _MOVED[key], place, value)
     elif adam and key == "eps":
         _take(options, "adam_epsilon", place, value)
-    elif adam and key == "betas":
+    elif (adam or kind == "lion") and key == "betas":
         if value == AUTO:
             return
         if not isinstance(value, (list, tuple)) or len(value) != 2:

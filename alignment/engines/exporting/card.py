@@ -100,14 +100,23 @@ class Run:
         return found if isinstance(found, int) else None
 
     def metrics(self, sign: str) -> dict[str, Any]:
-        """The newest logged entry, up to the step, with a name that begins with ``sign``; without bookkeeping."""
+        """The newest logged entry, up to the step, with a name that begins with ``sign``; without bookkeeping.
+
+        Of several of one step, such as those of several evaluation sets, what all of them say.
+        """
         history = self.state.get("log_history")
         entries = [one for one in (history if isinstance(history, list) else self._log) if isinstance(one, dict)]
+        found: dict[str, Any] = {}
+        newest: Any = None
         for entry in reversed(entries):
             late = self.step is not None and isinstance(entry.get("step"), int) and entry["step"] > self.step
-            if not late and "event" not in entry and any(str(name).startswith(sign) for name in entry):
-                return {str(name): value for name, value in entry.items() if name not in _BOOKKEEPING}
-        return {}
+            if late or "event" in entry or not any(str(name).startswith(sign) for name in entry):
+                continue
+            if found and entry.get("step") != newest:
+                break
+            newest = entry.get("step")
+            found = {**{str(name): value for name, value in entry.items() if name not in _BOOKKEEPING}, **found}
+        return found
 
 
 def recorded_base(source: Path, manifest: Manifest | None) -> str | None:

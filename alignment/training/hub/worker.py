@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _BUSY = {408, 409, 425, 429, 500, 502, 503, 504}  # of HTTP: what a later attempt may not meet
+_OFFLINE = "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, so nothing can be uploaded; unset it"
 
 
 class Refused(Exception):
@@ -50,8 +51,11 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def ready(api: Any, request: Mapping[str, Any]) -> str:
     """Make sure that there is a repository that may be written, with the branch; return it with its owner."""
+    from huggingface_hub import constants
     from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
 
+    if constants.HF_HUB_OFFLINE:
+        raise Refused(_OFFLINE)
     try:
         user = api.whoami()
     except LocalTokenNotFoundError:
@@ -106,7 +110,7 @@ def _told(error: BaseException, status: int | None, repo: str, endpoint: str) ->
     if isinstance(error, Refused):
         return str(error)
     if _is_offline(error):
-        return "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, so nothing can be uploaded; unset it"
+        return _OFFLINE
     if status == 401:
         return f"{endpoint} does not accept the token (HTTP 401); run `hf auth login`, or set hub_token"
     if status == 403:
