@@ -20,11 +20,13 @@ from transformers.utils import logging as transformers_logging
 
 from alignment.config.errors import OutputError
 from alignment.internals.deepspeed_zero3 import is_partitioned, whole_bytes
+from alignment.internals.transformers import tokenizer_options
 from alignment.models.adapters.record import TRAINING_BASE, Adapters, adapter_tensors, adapter_weights
 from alignment.models.source import ModelSource
 
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "adapter_model*")
 _BESIDE_WEIGHTS = ("config.json", "generation_config.json", "adapter_config.json", TRAINING_BASE)
+_OF_MODELS = ("dtype", "torch_dtype", "quantization_config", "device_map")  # keywords of from_pretrained
 
 
 def gathered_state_dict(model: PreTrainedModel, keep: bool, only: Collection[str] | None = None) -> dict[str, Tensor]:
@@ -123,6 +125,17 @@ def _adapter_names(model: PreTrainedModel, adapters: Adapters) -> dict[str, str]
     return names
 
 
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write the tokenizer without keywords of the model's that it was loaded with, as in TRL's scripts.
+
+    It keeps them, and they cannot be written as JSON.
+    """
+    given = tokenizer_options(tokenizer)
+    for name in _OF_MODELS:
+        given.pop(name, None)
+    tokenizer.save_pretrained(folder)
+
+
 def _write(folder: Path, tokenizer: Any, save: Callable[[Path], None]) -> None:
     """Let ``save`` fill a hidden folder, add the tokenizer, and move all of it into ``folder``."""
     partial = folder / ".partial" if folder.exists() else folder.parent / f".{folder.name}.partial"
@@ -132,7 +145,7 @@ def _write(folder: Path, tokenizer: Any, save: Callable[[Path], None]) -> None:
         with no_progress_bar():
             save(partial)
         if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
+            _save_tokenizer(tokenizer, partial)
         share_with_others(partial)
         move_into(partial, folder)
     except (OSError, SafetensorError) as error:

@@ -24,6 +24,13 @@ def given_once(name: str, given: Any, option: Any) -> Any:
     return option if given is None else given
 
 
+def is_of(given: Any, path: Any) -> bool:
+    """Whether a reward model is that of a path: TRL's scripts load the one of their option, and hand over both."""
+    return isinstance(path, str) and path == (
+        given if isinstance(given, str) else getattr(given, "name_or_path", None)
+    )
+
+
 def given_judge(given: Any, option: Any) -> Any:
     """The judge that the constructor was given, or the one that the option names; None for neither.
 

@@ -27,6 +27,7 @@ from alignment.online.arguments import (
     given_judge,
     given_once,
     is_classifier,
+    is_of,
     listed,
     loaded,
     tokenizer_of_each,
@@ -95,7 +96,8 @@ class OnlineResources(Resources):
                 f"{setting('ds3_gather_for_generation', options.ds3_gather_for_generation)}: has no effect at ZeRO "
                 f"stage {stage}, where every rank has the whole policy; leave it out"
             )
-        reward_model = given_once("reward_model", reward_model, options.reward_model_path)
+        path = None if is_of(reward_model, options.reward_model_path) else options.reward_model_path
+        reward_model = given_once("reward_model", reward_model, path)
         functions = listed(given_once("reward_funcs", reward_funcs, options.reward_funcs))
         judge = given_judge(judge, options.judge)
         self.classifiers: list[ClassifierReward] = []
@@ -107,7 +109,7 @@ class OnlineResources(Resources):
             raise OptionError(
                 f"reward_model: {reward_model!r} is no path and no model; give a function as reward_funcs"
             )
-        also = any(one is reward_model or (isinstance(one, str) and one == reward_model) for one in functions)
+        also = any(one is reward_model or is_of(one, reward_model) for one in functions)
         given = [*([] if reward_model is None or also else [reward_model]), *functions]  # the same model counts once
         if not given:
             raise OptionError(

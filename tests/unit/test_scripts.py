@@ -9,14 +9,17 @@ from typing import Any
 
 import datasets
 import pytest
+import torch
 from data_tokenizers import word_tokenizer
 from datasets import Dataset
 from helpers import tiny_config
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import alignment
 from alignment import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 from alignment.config.errors import OptionError
+from alignment.engines.saving import _write
+from alignment.online.arguments import is_of
 from alignment.training.arguments import with_quantization
 
 
@@ -253,3 +256,18 @@ def test_arguments_beside_options() -> None:
     assert (options.bf16, options.output_dir, options.use_peft, options.dataset_name) == (True, "o", False, None)
     assert model.trust_remote_code and options.trust_remote_code  # a script may read it from either
     assert parser.parse_args_and_config("--output_dir o --use_cpu --bf16 false".split())[1].bf16 is False
+
+
+def test_a_reward_model_that_a_script_loaded_from_its_option_is_known_again(tmp_path: Path) -> None:
+    fresh_model().save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert is_of(loaded, str(tmp_path)) and is_of(str(tmp_path), str(tmp_path))
+    assert not is_of(loaded, "another") and not is_of(len, str(tmp_path)) and not is_of(None, None)
+
+
+def test_a_tokenizer_that_was_loaded_with_the_models_keywords_is_written(tmp_path: Path) -> None:
+    word_tokenizer(WORDS).save_pretrained(tmp_path / "given")
+    keywords = {"dtype": torch.float32, "quantization_config": alignment.get_quantization_config(ModelConfig())}
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "given", padding_side="left", **keywords)
+    _write(tmp_path / "written", tokenizer, lambda folder: None)
+    assert AutoTokenizer.from_pretrained(tmp_path / "written").padding_side == "left"

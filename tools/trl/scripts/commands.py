@@ -124,7 +124,8 @@ def _further(found: list[Command], source: str) -> list[Command]:
     if "LogCompletionsCallback" in source:
         more.append(_changed(full, "completions", "--eval_strategy", "steps", "--eval_steps", "1"))
     if "PairRMJudge" in source:
-        more.append(_changed(full, "judge", "--judge", "pair_rm", without="--reward_model_path"))
+        judged = _changed(full, "", without="--missing_eos_penalty")
+        more.append(_changed(judged, "judge", "--judge", "pair_rm", without="--reward_model_path"))
     if "get_dataset" in source:
         name = full.arguments[full.arguments.index("--dataset_name") + 1]
         arguments = _changed(_changed(full, "", without="--packing"), "", without="--dataset_name").arguments

@@ -10,9 +10,10 @@ from tools.trl.scripts.runs import RAN, Result
 
 _HEAD = """# TRL's example scripts
 
-`python -m tools.trl.scripts CHECKOUT...` wrote this page on {date} with {versions}, on a CPU. It runs the example
-scripts of TRL's checkouts with nothing changed but the lines that import from `trl`, which import from `alignment`:
-{scripts} scripts, {ran} of {all} commands ran, {refused} were refused with the reason that is quoted.
+`python -m tools.trl.scripts CHECKOUT...` wrote this page on {date}, on a CPU, with
+{versions}. It runs the example scripts of TRL's checkouts with nothing
+changed but the lines that import from `trl`, which import from `alignment`: {scripts} scripts, {ran} of {all} commands
+ran, {refused} were refused with the reason that is quoted. A model without chat template is an error in TRL as well.
 
 *full*, *LoRA* and *QLoRA* are the commands of the script's docstring; what differs in them is named, and all are
 shortened: `--max_steps 2`, `--per_device_train_batch_size 2`, `--gradient_accumulation_steps 1`, and for Online DPO
