@@ -183,7 +183,7 @@ RECIPES = {
     "dpo": ("dpo", "sigmoid"),
     "online_dpo": ("online_dpo", "sigmoid"),
     "reward": ("reward", None),
-    "sft": ("sft", None),
+    "sft": ("sft", "nll"),
     "kto_lora_8b": ("kto", "kto"),
     "kto_qlora_8b": ("kto", "kto"),
     "kto_qlora_14b": ("kto", "kto"),
@@ -191,7 +191,7 @@ RECIPES = {
     "cpo_qlora_8b": ("cpo", "sigmoid"),
     "cpo_qlora_14b": ("cpo", "sigmoid"),
     "online_dpo_qlora_8b": ("online_dpo", "sigmoid"),
-    "sft_lora": ("sft", None),
+    "sft_lora": ("sft", "nll"),
     "kto_after_sft": ("kto", "kto"),
 }
 RATES = {"online_dpo": 5e-7, "reward": 1e-5, "sft": 2e-5}
