@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
-SECRETS = frozenset({"hub_token", "token", "use_auth_token", "api_key"})
+SECRETS = frozenset({"hub_token", "push_to_hub_token", "token", "use_auth_token", "api_key"})
 _LONGEST = 60
 _TYPES = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "an object"}
 
@@ -60,9 +60,17 @@ class Leaving(SystemExit):
     """This process is to end, whatever it is doing: no failure of the code that it passes through."""
 
 
+def without_secrets(name: str, value: Any) -> Any:
+    """A secret's name in the place of its value, also within mappings such as ``model_init_kwargs``."""
+    if name in SECRETS and value is not None and not isinstance(value, bool):
+        return f"<{name.upper()}>"
+    return {key: without_secrets(key, each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
 def setting(name: str, value: Any) -> str:
     """``name=value`` for a message: on one line, shortened, and without secrets."""
-    text = "<hidden>" if name in SECRETS else repr(value.value if isinstance(value, Enum) else value)
+    shown = without_secrets(name, value.value if isinstance(value, Enum) else value)
+    text = "<hidden>" if name in SECRETS else repr(shown)
     name = name if len(name) <= 100 else name[:97] + "…"
     return f"{name}={text if len(text) <= 100 else text[:97] + '…'}"
 

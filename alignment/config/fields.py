@@ -18,7 +18,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from alignment.config.errors import OptionError, did_you_mean, one_line, setting
 
@@ -177,7 +177,10 @@ def _read(hint: Any) -> Any:
 
 @functools.cache
 def _adapter(hint: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(hint)
+    try:
+        return TypeAdapter(hint)
+    except PydanticSchemaGenerationError:  # a class of a script, in a configuration derived from ours
+        return TypeAdapter(Any)
 
 
 def members(hint: Any) -> tuple[type, ...]:

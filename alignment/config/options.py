@@ -21,7 +21,7 @@ from alignment.config.compatibility.names import older_names, read_names, value_
 from alignment.config.compatibility.training_arguments import TransformersOptions
 from alignment.config.compatibility.verdicts import refuse_values, verdict_of
 from alignment.config.dtypes import planned
-from alignment.config.errors import SECRETS, OptionError
+from alignment.config.errors import OptionError, without_secrets
 from alignment.config.fields import SaveStrategy, convert_options, keeping_shared, option_fields
 from alignment.config.options_data import DataOptions
 from alignment.config.options_faults import FaultOptions
@@ -44,13 +44,6 @@ def _environment_int(name: str, default: int) -> int:
         raise OptionError(f"{name}={text!r}: the launcher's variable must be a whole number; unset it") from None
 
 
-def _without_secrets(name: str, value: Any) -> Any:
-    """A secret's name in the place of its value, also within mappings such as ``model_init_kwargs``."""
-    if name in SECRETS and value is not None and not isinstance(value, bool):
-        return f"<{name.upper()}>"
-    return {key: _without_secrets(key, each) for key, each in value.items()} if isinstance(value, dict) else value
-
-
 def _held(value: Any) -> Any:
     """A value that later changes of its lists and mappings leave alone; what these hold is not copied."""
     if isinstance(value, dict):
@@ -64,6 +57,8 @@ class _ByName(type):
     if not TYPE_CHECKING:
 
         def __call__(cls, *args: Any, **given: Any) -> Any:
+            if given.get("method") == cls.method:  # as to_dict() says it
+                del given["method"]
             refusals.check_names(cls, given)
             return super().__call__(*args, **read_names(cls, given))
 
@@ -146,6 +141,8 @@ class AlignmentConfig(
         for field in option_fields(self):
             setattr(self, field.name, value_here(field.name, getattr(self, field.name)))
         convert_options(self)
+        if "LOCAL_RANK" in os.environ:  # as transformers does: scripts let local_rank 0 write
+            self.local_rank = self.local_process_index
         if self.output_dir is None:
             self.output_dir = _OUTPUT_DIR
         accelerate.translate(self)
@@ -231,21 +228,14 @@ class AlignmentConfig(
         """Whether these options give float16."""
         return dtypes.compute_dtype(self) == "float16"
 
-    def get_process_log_level(self) -> int:
-        """What ``log_level`` says, and on ranks but the first ``log_level_replica``, as a level of ``logging``."""
-        from transformers.utils import logging
-
-        level = self.log_level if self.process_index == 0 else self.log_level_replica
-        return logging.get_verbosity() if level == "passive" else logging.log_levels[level]
-
     def to_dict(self) -> dict[str, Any]:
         """All options as plain values, with ``method`` first; a secret is replaced by its name."""
         values: dict[str, Any] = {"method": name_of(self)}
         for field in option_fields(self):
             value = getattr(self, field.name)
-            if verdict_of(field) is not None and value == field.default:
-                continue  # of another library, without effect, and not set
-            values[field.name] = _without_secrets(field.name, value.value if isinstance(value, Enum) else value)
+            if field.name == "local_rank" or (verdict_of(field) is not None and value == field.default):
+                continue  # of another library, without effect, and not set; or the process's own
+            values[field.name] = without_secrets(field.name, value.value if isinstance(value, Enum) else value)
         return values
 
     def to_sanitized_dict(self) -> dict[str, Any]:

@@ -35,13 +35,13 @@ class ModelOptions:
         None, "Folder or hub name of the model to train (the command line needs it)."
     )
     model_init_kwargs: Keywords = option(
-        None, "Further keyword arguments for `from_pretrained` of the policy (JSON on the command line)."
+        None, "Further keyword arguments for `from_pretrained` of the policy (JSON on the command line).", shown=False
     )
     trust_remote_code: Shared[bool] = option(False, "Run Python code that comes with the model or tokenizer.")
     attn_implementation: Shared[str | None] = option(None, "Attention kernel: `sdpa`, `eager`, `flash_attention_2` …")
     ref_model_name_or_path: str | None = option(None, "Reference model; unset: the policy as it was given.")
     ref_model_init_kwargs: Keywords = option(
-        None, "Further keyword arguments for `from_pretrained` of the reference; unset: the policy's."
+        None, "Further keyword arguments for `from_pretrained` of the reference; unset: the policy's.", shown=False
     )
     ref_placement: str | None = option(
         None,

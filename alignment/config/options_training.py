@@ -135,10 +135,15 @@ class SavingOptions:
         False, "Upload the model to the Hugging Face hub, at the end and as `hub_strategy` says."
     )
     hub_model_id: str | None = option(
-        None, "Repository to upload to, `owner/name` or a name of your own; unset: the name of the output folder."
+        None,
+        "Repository to upload to, `owner/name` or a name of your own; unset: the name of the output folder.",
+        older=("push_to_hub_model_id",),
     )
     hub_token: str | None = option(
-        None, "Token for the hub, never logged or saved; unset: that of `hf auth login`.", shown=False
+        None,
+        "Token for the hub, never logged or saved; unset: that of `hf auth login`.",
+        older=("push_to_hub_token",),
+        shown=False,
     )
     hub_private_repo: bool | None = option(
         None, "Make the repository private where it is not there yet; unset: as its owner's default is."

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from transformers import DefaultFlowCallback, EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
-from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
+from transformers.integrations import (
+    TensorBoardCallback,
+    get_available_reporting_integrations,
+    get_reporting_integration_callbacks,
+)
 
 from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
@@ -94,6 +99,9 @@ class Events:
             reporting = [kind() for kind in reporting_callbacks(args.report_to)]
         except (RuntimeError, ImportError) as error:
             raise OptionError(f"report_to={args.report_to!r}: {error}") from error
+        for callback in reporting:
+            if isinstance(callback, TensorBoardCallback) and args.logging_dir is not None:
+                callback.logging_dir = os.path.expanduser(args.logging_dir)
         everyone = [DefaultFlowCallback(), *reporting, *callbacks]
         self.handler = callback_handler(everyone, processing_class)
 

@@ -130,7 +130,7 @@ def test_wrong_type(name: str, given: Any, said: str) -> None:
         (KTOConfig, {"warmup_steps": -0.5}, ["warmup_steps=-0.5", "at least 0"]),
         (KTOConfig, {"save_strategy": "best"}, ["save_strategy='best'", "set eval_strategy"]),
         (KTOConfig, {"eval_delay": -1}, ["eval_delay=-1.0", "at least 0"]),
-        (KTOConfig, {"save_total_limit": 0}, ["save_total_limit=0", "at least 1"]),
+        (KTOConfig, {"save_total_limit": -2}, ["save_total_limit=-2", "at least 1"]),
         (KTOConfig, {"max_prompt_length": 0}, ["max_prompt_length=0", "at least 1"]),
         (KTOConfig, {"max_completion_length": 0}, ["max_completion_length=0", "at least 1"]),
         (KTOConfig, {"max_length": 1}, ["max_length=1", "at least 2"]),

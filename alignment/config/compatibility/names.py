@@ -14,6 +14,8 @@ _VALUES: dict[str, dict[Any, Any]] = {
     "report_to": {None: "none"},
     "gradient_checkpointing": {None: False},  # so does TrainingArguments
     "top_k": {None: 0, -1: 0},
+    "save_total_limit": {0: None, -1: None},  # no limit
+    "max_grad_norm": {None: 0.0},
     # Sequences are counted without their padding.
     "include_num_input_tokens_seen": {"no": False, "non_padding": True, "all": True},
     "optim": {"adamw_hf": "adamw_torch", "adamw_apex_fused": "adamw_torch_fused"},
@@ -68,6 +70,6 @@ def value_here(name: str, value: Any) -> Any:
     if known is None or not isinstance(key, (str, int, tuple, type(None))):
         return value
     for each, here in known.items():
-        if each == key and type(each) is type(key):
+        if (each == key and type(each) is type(key)) or (type(each) is int and key == str(each)):
             return here
     return value

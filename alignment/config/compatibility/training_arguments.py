@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from alignment.config.compatibility.verdicts import accepted, only
-from alignment.config.fields import Keywords, OptionalTexts, TextOrTruth
+from alignment.config.fields import Keywords, OptionalTexts, TextOrTruth, words
 
 _ENGINE = "The engine is DeepSpeed, which sums gradients itself; no result depends on it."
 _LOADER = "It is a matter of speed alone: batches are planned for the whole step and collated in order."
@@ -19,6 +19,7 @@ _TRACKIO_INSTEAD = "set report_to to one of the others, such as tensorboard"
 _NO_METRICS = "compute_metrics is not supported, so nothing could be included for it"
 _COMPILE = "torch.compile is not supported"
 _LEAVE = "leave it out"
+_LOG_LEVELS = words("passive detail debug info warning error critical")
 
 
 def _alone(options: Any) -> bool:
@@ -87,7 +88,7 @@ class DeviceArguments:
     debug: OptionalTexts = only(
         "", None, reason="there is no debugger of overflows", instead="set on_bad_step, which says what to do at one"
     )
-    local_rank: int = accepted(-1, "The launcher says it in the environment.")
+    local_rank: int = accepted(-1, "The launcher says it in the environment; what scripts read here is that.")
 
 
 @dataclass(kw_only=True)
@@ -129,9 +130,11 @@ class ReportArguments:
     TITLE: ClassVar[str] = "Logging, evaluation, saving"
 
     log_level: str = accepted(
-        "passive", "What `get_process_log_level()` returns; the run's own lines are those of the first rank."
+        "passive",
+        "What `get_process_log_level()` returns; the run's own lines are those of the first rank.",
+        choices=_LOG_LEVELS,
     )
-    log_level_replica: str = accepted("warning", "The same for ranks but the first.")
+    log_level_replica: str = accepted("warning", "The same for ranks but the first.", choices=_LOG_LEVELS)
     log_on_each_node: bool = accepted(True, "The first rank logs, into `log.jsonl` and the integrations.")
     logging_nan_inf_filter: bool = accepted(
         True, "A loss that is not finite never reaches the log: `on_bad_step` says what becomes of its step."
@@ -162,9 +165,7 @@ class FormerArguments:
 
     TITLE: ClassVar[str] = "Of earlier releases of transformers"
 
-    logging_dir: str | None = accepted(
-        None, "The log lies in `output_dir`; TENSORBOARD_LOGGING_DIR in the environment says where tensorboard's goes."
-    )
+    logging_dir: str | None = accepted(None, "Where tensorboard's log goes; this project's own lies in `output_dir`.")
     save_safetensors: bool = only(True, reason="weights are written as safetensors alone", instead=_LEAVE)
     group_by_length: bool = only(
         False, reason="the order of the rows is that of the seed", instead="set max_tokens_per_batch"

@@ -42,11 +42,18 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other) and (numbers or type(one) is type(other))
 
 
-def accepted(default: Any, reason: str) -> Any:
-    """A field of which every value is accepted: ``reason`` is a sentence that says why none changes anything."""
+def accepted(default: Any, reason: str, *, choices: tuple[str, ...] | None = None) -> Any:
+    """A field of which every value is accepted: ``reason`` is a sentence that says why none changes anything.
+
+    Args:
+        default: its value where none is given.
+        reason: the sentence.
+        choices: the values that there are of a text; None: any.
+    """
     verdict = Verdict(reason)
     verdict.values, verdict.reason, verdict.instead, verdict.condition = None, reason, "", None
-    return dataclasses.field(default=default, metadata={"help": verdict})
+    listed = {} if choices is None else {"choices": choices}
+    return dataclasses.field(default=default, metadata={"help": verdict, **listed})
 
 
 def only(default: Any, *further: Any, reason: str, instead: str, when: Condition | None = None) -> Any:
