@@ -144,6 +144,8 @@ def test_arguments_by_position_in_the_orders_of_trls_releases() -> None:
     cpo = (None, options, collator, data, rows, tokenizer)
     assert in_place(options, collator, data, rows, tokenizer, None) == cpo
     assert in_place(options, None, data, rows, tokenizer, collator) == cpo
+    for made in (lambda: rows, rows.copy):  # data, not a collator: nothing is missing to call it
+        assert in_place(None, options, made, rows, None, None) == (None, options, None, made, rows, None)
     assert in_place(transformers.TrainingArguments.__new__(transformers.TrainingArguments), *[None] * 5)[0] is None
     for twice in ((options, options, None, None, None, None), (options, collator, None, None, None, collator)):
         with pytest.raises(TypeError, match="got multiple values for argument '(args|data_collator)'"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,8 +17,17 @@ def are_options(value: Any) -> bool:
 
 
 def is_collator(value: Any) -> bool:
-    """Whether an argument is a data collator: something callable that is neither data nor a tokenizer."""
-    return callable(value) and not hasattr(value, "where") and not _is_data(value)
+    """Whether an argument is a data collator: to be called with rows, and neither data nor a tokenizer."""
+    return callable(value) and not _makes_rows(value) and not _is_data(value)
+
+
+def _makes_rows(value: Any) -> bool:
+    """Whether rows come of calling it, as data may be given: without arguments, or as a source that says where."""
+    try:
+        inspect.signature(value).bind()
+    except (TypeError, ValueError):  # it needs arguments, or does not say which
+        return hasattr(value, "where")
+    return True
 
 
 def _is_data(value: Any) -> bool:
