@@ -188,21 +188,14 @@ class RowTokenizer:
 
     def render(self, messages: list[Message], source: Source, **options: bool) -> str:
         """The template's text. A content that is null is left out, or empty for a template that fails without one."""
-        first, *others = self.spellings(messages)
-        try:
-            return self._applied(first, source, options)
-        except DataError:
-            if not others:
-                raise
-            return self._applied(others[0], source, options)
-
-    @staticmethod
-    def spellings(messages: list[Message]) -> list[list[Any]]:
-        """Messages as a template is given them, the one to try first before the other."""
         if all(message["content"] is not None for message in messages):
-            return [messages]
-        without = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        return [without, [{**message, "content": message["content"] or ""} for message in messages]]
+            return self._applied(messages, source, options)
+        try:
+            without = [{key: value for key, value in message.items() if value is not None} for message in messages]
+            return self._applied(without, source, options)
+        except DataError:
+            filled = [{**message, "content": message["content"] or ""} for message in messages]
+            return self._applied(filled, source, options)
 
     def _applied(self, messages: list[Message], source: Source, options: Mapping[str, bool]) -> str:
         try:

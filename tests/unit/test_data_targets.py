@@ -195,23 +195,6 @@ def test_marks_of_a_template_are_taken_at_their_word(tmp_path: Path) -> None:
     assert tokenizer.decode(row["completion_ids"]) == "ab.</s>" and row["scored"] == [True, False, False]
 
 
-def test_marks_are_those_of_messages_without_content_as_well(tmp_path: Path) -> None:
-    template = "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-    template += "{% endgeneration %}{% else %}{{ m.content }}{% endif %}.{% endfor %}"
-    tokenizer = char_tokenizer(template=template)
-    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    messages = [
-        {"role": "user", "content": "ab"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "c"},
-        {"role": "assistant", "content": "de"},
-    ]
-    rules = RowRules(assistant_only=True)
-    row = made([{"messages": messages}], tmp_path, tokenizer=tokenizer, rules=rules).dataset[0]
-    assert tokenizer.decode(row["prompt_ids"]) == "user:ab.assistant:.tool:c.assistant:"
-    assert tokenizer.decode(row["completion_ids"]) == "de.</s>" and row["scored"] == [True, True, False, False]
-
-
 def test_a_reward_model_puts_nothing_before_answers(tmp_path: Path) -> None:
     row = made([{"prompt": "", "chosen": "a", "rejected": "b"}], tmp_path, "preference_margin").dataset[0]
     assert row["prompt_ids"] == [] and char_tokenizer().decode(row["chosen_ids"]) == "a</s>"

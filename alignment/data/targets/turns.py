@@ -42,25 +42,19 @@ def _plain(template: Any) -> str:
 
 
 def _marked(tokenizer: RowTokenizer, source: Source, messages: list[Any], ids: list[int]) -> list[bool]:
-    failed: Exception | None = None
-    for spelled in tokenizer.spellings(messages):
-        try:
-            rendered = tokenizer.tokenizer.apply_chat_template(
-                spelled, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **source.template
-            )
-        except Exception as error:  # a template is a user's program, and slow tokenizers know no places of tokens
-            failed = error
-            continue
-        whole, mask = list(rendered["input_ids"]), [bool(value) for value in rendered["assistant_masks"]]
-        shared = common_length(whole, [ids])
-        if shared == min(len(whole), len(ids)):
-            # What is not the template's is an end-of-sequence token, behind an answer that the template does not end.
-            return [*mask[:shared], *[bool(shared and mask[shared - 1])] * (len(ids) - shared)]
-    why = "it writes other tokens where it marks them" if failed is None else one_line(failed)
-    raise DataError(
-        f"{source.place}: the assistant's tokens cannot be marked by the chat template of {tokenizer.name}: {why}; "
-        "use a fast tokenizer, or leave assistant_only_loss out"
-    ) from failed
+    try:
+        rendered = tokenizer.tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **source.template
+        )
+    except Exception as error:  # a template is a user's program, and slow tokenizers know no places of tokens
+        raise DataError(
+            f"{source.place}: the assistant's tokens cannot be marked by the chat template of {tokenizer.name}: "
+            f"{one_line(error)}; use a fast tokenizer, or leave assistant_only_loss out"
+        ) from error
+    mask = [bool(value) for value in rendered["assistant_masks"]]
+    shared = common_length(list(rendered["input_ids"]), [ids])
+    # What is not the template's is an end-of-sequence token, put behind an answer that the template does not end.
+    return [*mask[:shared], *[bool(shared and mask[shared - 1])] * (len(ids) - shared)]
 
 
 def _found(tokenizer: RowTokenizer, source: Source, messages: list[Any], ids: list[int]) -> list[bool]:
