@@ -72,7 +72,7 @@ class _Round:
     def __init__(self) -> None:
         self.ended = threading.Event()
         self._lock, self._resume = threading.Lock(), 0.0
-        self._answered, self._given_up = False, False
+        self._answered, self._given_up, self._left = False, False, False
 
     def keep_pause(self) -> None:
         """Wait until the endpoint may be asked."""
@@ -92,10 +92,15 @@ class _Round:
         """A question has had all its retries."""
         self._given_up = True
 
+    def leave(self) -> None:
+        """Nobody waits for answers any more."""
+        self._left = True
+        self.ended.set()
+
     @property
     def hopeless(self) -> bool:
-        """Whether a question was given up before any was answered: the others would fare no better."""
-        return self._given_up and not self._answered
+        """Whether to ask nothing more: a question was given up before any was answered, or nobody waits."""
+        return self._left or (self._given_up and not self._answered)
 
 
 class ModelJudge(BasePairwiseJudge):
@@ -236,7 +241,7 @@ class ModelJudge(BasePairwiseJudge):
                     if REQUESTS.reason is not None:  # a run that was asked to stop has little time left
                         together.ended.set()
             except BaseException:  # Ctrl-C: nothing may run on behind the caller's back
-                together.ended.set()
+                together.leave()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
             return [future.result() for future in futures]

@@ -14,7 +14,7 @@ from helpers import make_model, options, tiny_config
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM, OPTConfig
 from transformers.activations import ACT2FN
 
-from alignment import KTOConfig, KTOTrainer
+from alignment import KTOConfig, KTOTrainer, OnlineDPOConfig
 from alignment.config.errors import AlignmentError, ModelError, OptionError
 from alignment.engines.scoring import checked
 from alignment.internals.liger import kernels_by_type
@@ -277,6 +277,11 @@ def test_a_run_goes_on_with_the_kernels_that_it_began_with() -> None:
     compared = compared_options(KTOConfig("out", use_liger_kernel=True, liger_kernel_config={"rope": False}))
     assert compared["use_liger_kernel"] is True and compared["liger_kernel_config"] == {"rope": False}
     assert "use_liger_loss" not in compared
+
+
+def test_the_length_of_answers_at_evaluation_may_change() -> None:
+    assert "max_new_tokens" not in compared_options(KTOConfig("out", max_new_tokens=7))
+    assert compared_options(OnlineDPOConfig("out", max_new_tokens=7))["max_new_tokens"] == 7
 
 
 def test_refusals_are_errors_of_one_line() -> None:

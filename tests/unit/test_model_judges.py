@@ -16,6 +16,8 @@ from judge_server import Answer, sequence, serving
 from alignment.config.errors import OptionError, RewardError
 from alignment.config.registry import METHODS
 from alignment.online.arguments import given_judge
+from alignment.rewards import asking
+from alignment.rewards.asking import Busy
 from alignment.rewards.endpoint import EndpointJudge, OpenAIPairwiseJudge, retry_after
 from alignment.rewards.hub_judges import HfPairwiseJudge, PairRMJudge
 from alignment.rewards.judges import Judge
@@ -141,6 +143,25 @@ def test_an_answer_that_drips_in_is_given_up() -> None:
         pytest.raises(RewardError, match="no whole answer within"),
     ):
         judge(server.url, concurrency=2, timeout=0.2, retries=0).judge(["p"], [["a", "b"]])
+
+
+def test_nothing_is_asked_again_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Hanging(EndpointJudge):
+        def ask(self, text: str) -> str | None:
+            calls.append(text)
+            raise Busy("not now")
+
+    def interrupted() -> None:
+        if calls:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(asking, "_LOOK_S", 0.01)
+    monkeypatch.setattr(asking.ACTIVITY, "progress", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        asked(Hanging("m", "http://localhost:1/v1", pause=30, retries=3, concurrency=1), 2)
+    assert len(calls) == 1
 
 
 def test_a_refusal_and_nonsense_are_no_verdicts_and_not_asked_again(capsys: pytest.CaptureFixture[str]) -> None:

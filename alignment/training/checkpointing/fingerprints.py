@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from alignment.config.compatibility.verdicts import judged_names
 from alignment.config.fields import words
 from alignment.config.options import AlignmentConfig
+from alignment.config.options_data import SequenceOptions
 from alignment.data.prepare import describe_tokenizer
 from alignment.internals.deepspeed_zero3 import is_partitioned
 from alignment.models.adapters.record import Adapters
@@ -98,6 +99,8 @@ def identity(fingerprint: str | None) -> str | None:
 def compared_options(args: AlignmentConfig) -> dict[str, Any]:
     """The options that have to be the same for a run to go on."""
     left_out = MAY_CHANGE | judged_names(args)
+    if isinstance(args, SequenceOptions):  # of answers at evaluation; Online DPO trains on what it bounds
+        left_out |= {"max_new_tokens"}
     compared = {name: value for name, value in args.to_dict().items() if name not in left_out}
     as_read: dict[str, Any] = json.loads(json.dumps(compared, default=str))  # as a manifest will give them back
     return as_read
