@@ -62,7 +62,7 @@ from alignment.training.method import AnyMethod
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import Identity, RunState
 from alignment.training.surface.again import begin_again
-from alignment.training.surface.overrides import check_overrides
+from alignment.training.surface.overrides import check_attributes, check_overrides
 from alignment.training.surface.positional import in_place
 from alignment.training.surface.records import TrainerRecords
 from alignment.training.surface.trainer_surface import TrainerSurface
@@ -305,6 +305,7 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
             LastCheckpointError: all is done, but for the last checkpoint.
             RunStopped: a signal or the file ``STOP`` asked the run to stop, and its state has been saved.
         """
+        check_attributes(self)
         if self.train_data is None or self.sampler is None:
             named = " (dataset_name is read by the command; pass load_dataset(...) in Python)"
             said = named if self.args.dataset_name or self.args.dataset_mixture else ""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import TrainerState
 
-from alignment import CPOConfig, KTOConfig, OnlineDPOConfig
+from alignment import CPOConfig, CPOTrainer, KTOConfig, OnlineDPOConfig
 from alignment.config.errors import OptionError
 from alignment.training.callbacks import Events
+from alignment.training.surface.overrides import check_attributes
 
 
 class Unknown:
@@ -89,3 +91,21 @@ def test_logging_dir_is_tensorboard_s(tmp_path: Path, monkeypatch: pytest.Monkey
     events("on_train_begin")
     events("on_train_end")
     assert list((tmp_path / "log").glob("events*")) and not (tmp_path / "other").exists()
+
+
+def test_a_method_given_to_a_trainer_is_refused() -> None:
+    trainer = object.__new__(CPOTrainer)
+    check_attributes(trainer)
+    vars(trainer)["compute_loss"] = lambda *_: 0
+    with pytest.raises(OptionError, match=r"trainer\.compute_loss: .* override its losses\(\)"):
+        trainer.train()
+
+
+def test_log_takes_what_transformers_method_takes() -> None:
+    """``super().log(logs, start_time)`` is how subclasses end theirs."""
+    trainer: Any = object.__new__(CPOTrainer)
+    trainer.state, trainer.args, trainer.sampler = TrainerState(), SimpleNamespace(disable_tqdm=False), None
+    trainer.events = lambda *_, **__: None
+    trainer.log({"loss": 1.0}, 12.5)
+    trainer.log(logs={"loss": 2.0}, start_time=None)
+    assert [entry["loss"] for entry in trainer.state.log_history] == [1.0, 2.0]

@@ -124,6 +124,16 @@ def check_overrides(trainer: type, base: type) -> None:
         )
 
 
+def check_attributes(trainer: object) -> None:
+    """Refuse a trainer that was given such a method after it was made, as ``trainer.compute_loss = own``.
+
+    Raises:
+        OptionError: naming it, and what takes its place here.
+    """
+    for name in vars(trainer).keys() & NEVER_CALLED.keys():
+        raise OptionError(f"trainer.{name}: nothing here calls it, so it would be ignored; {NEVER_CALLED[name]}")
+
+
 def _overridden(trainer: type, base: type) -> Iterator[tuple[type, str]]:
     for kind in trainer.__mro__:
         if kind in base.__mro__:

@@ -62,9 +62,15 @@ class TrainerRecords:
         if text is not None and rank() == 0:
             print(text, flush=True)
 
-    def log(self, record: Mapping[str, float]) -> None:
-        """Add a record to ``state.log_history`` and to ``log.jsonl``, and tell the callbacks."""
-        entry = strict({**record, "step": self.state.global_step})
+    def log(self, logs: Mapping[str, float], start_time: float | None = None) -> None:
+        """Add a record to ``state.log_history`` and to ``log.jsonl``, and tell the callbacks.
+
+        Args:
+            logs: the record.
+            start_time: of no effect, for subclasses that hand on what transformers' method takes: records that have
+                a speed have it already.
+        """
+        entry = strict({**logs, "step": self.state.global_step})
         if self.state.epoch is not None:
             entry.setdefault("epoch", self.state.epoch)
         self.events("on_log", logs={name: value for name, value in entry.items() if name != "step"})
