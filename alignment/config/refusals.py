@@ -40,7 +40,7 @@ OTHER_OPTIMIZERS = {
     "stable_adamw": "torch-optimi",
 }
 # transformers' OptimizerNames and DeepSpeed's own two; a test compares.
-# torch's Adagrad makes its states before DeepSpeed divides the weights, and finds none at its first step.
+# torch's Adagrad makes its states when it is made: ZeRO makes it anew over the divided weights, all in one group.
 KNOWN_OPTIMIZERS = (*WORKING_OPTIMIZERS, *OTHER_OPTIMIZERS, "adagrad")
 
 
@@ -127,7 +127,8 @@ def refuse_not_yet(options: Any) -> None:
             instead += " sgd" if "sgd" in value else " adamw_8bit" if "bit" in value else " adamw_torch"
             if value == "adagrad":
                 raise OptionError(
-                    f"{setting(name, value)}: DeepSpeed loses its states, so it is not supported yet; set rmsprop"
+                    f"{setting(name, value)}: ZeRO makes it anew without its groups of parameters, and biases and "
+                    "norms have one of their own, so it is not supported yet; set rmsprop"
                 )
             raise OptionError(
                 f"{setting(name, value)}: it is made of the package {OTHER_OPTIMIZERS[value]}, which is not "

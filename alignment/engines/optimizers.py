@@ -19,6 +19,7 @@ from transformers import get_scheduler
 from alignment.config.dtypes import planned, uses_cuda
 from alignment.config.errors import OptionError
 from alignment.config.fields import parse_optim_args
+from alignment.config.translated.sections import has_optimizer
 from alignment.engines.compile_lock import abandoned_locks_removed
 from alignment.internals.bitsandbytes import counts_in_32_bits
 from alignment.internals.deepspeed import is_prebuilt
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _TORCH = "adamw_torch"  # what takes the place of a DeepSpeed optimizer that cannot be compiled
 _MOST_32_BITS = 2**31 - 1
 _SLOWEST = 0.9999  # decay of AdEMAMix's slow average, as transformers has it
+_BLOCK = 256  # numbers in 8 bits that share one in 32 which scales them
 _PADDING = 2**20  # elements by which ZeRO may lengthen a group so that it divides evenly
 # The names that transformers' Trainer exempts from weight decay.
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -48,6 +50,9 @@ class OptimizerKind:
         reads: which of ``adam_beta1`` and ``adam_beta2`` (``betas``) and ``adam_epsilon`` (``eps``) it takes.
         builder: DeepSpeed's name of the op that it needs compiled; None for a ready one.
         ignored: arguments that the class takes and does nothing with.
+        states: numbers that it keeps per parameter, in 32 bits or in its ``optim_bits``.
+        further: arguments that have it keep one more each.
+        scratch: 32-bit copies of what it steps on that it makes while it does.
     """
 
     home: tuple[str, str]
@@ -55,6 +60,9 @@ class OptimizerKind:
     reads: tuple[str, ...] = ("betas", "eps")
     builder: str | None = None
     ignored: tuple[str, ...] = ()
+    states: int = 2
+    further: tuple[str, ...] = ()
+    scratch: int = 0
 
     def load(self) -> Callable[..., Optimizer]:
         """The class; importing it compiles nothing yet."""
@@ -74,17 +82,19 @@ class OptimizerKind:
 
 
 # torch's fused kernel needs no temporary copy of the weights, and on a CPU is as fast as DeepSpeed's compiled one.
-_FUSED = OptimizerKind(("torch.optim", "AdamW"), {"fused": True})
+_FUSED = OptimizerKind(("torch.optim", "AdamW"), {"fused": True}, further=("amsgrad",))
 
 
 def _bitsandbytes(name: str = "AdamW", **arguments: Any) -> OptimizerKind:
     adam = name == "AdamW"
     reads = {"Lion": ("betas",), "RMSprop": ()}.get(name, ("betas", "eps"))
-    return OptimizerKind(("bitsandbytes.optim", name), arguments, reads, ignored=("amsgrad",) if adam else ())
+    states = {"Lion": 1, "RMSprop": 1, "AdEMAMix": 3}.get(name, 2)
+    ignored = ("amsgrad",) if adam else ()
+    return OptimizerKind(("bitsandbytes.optim", name), arguments, reads, ignored=ignored, states=states)
 
 
-def _torch(name: str) -> OptimizerKind:
-    return OptimizerKind(("torch.optim", name), {}, reads=())
+def _torch(name: str, states: int, *further: str, scratch: int) -> OptimizerKind:
+    return OptimizerKind(("torch.optim", name), {}, reads=(), states=states, further=further, scratch=scratch)
 
 
 _ADAM_8BIT = _bitsandbytes(optim_bits=8)
@@ -112,13 +122,26 @@ KINDS: dict[str, OptimizerKind] = {
     "deepspeed_fused_adam": OptimizerKind(
         ("deepspeed.ops.adam", "FusedAdam"), {"adam_w_mode": True}, builder="FusedAdamBuilder"
     ),
-    "sgd": _torch("SGD"),
-    "rmsprop": _torch("RMSprop"),
+    "sgd": _torch("SGD", 0, "momentum", scratch=1),
+    "rmsprop": _torch("RMSprop", 1, "momentum", "centered", scratch=2),
     # With the rate of the schedule, as transformers' Trainer makes it.
     "adafactor": OptimizerKind(
-        ("transformers", "Adafactor"), {"scale_parameter": False, "relative_step": False}, reads=()
+        ("transformers", "Adafactor"),
+        {"scale_parameter": False, "relative_step": False},
+        reads=(),
+        states=0,  # rows and columns of matrices
+        further=("beta1",),
     ),
 }
+
+
+def step_bytes(options: AlignmentConfig) -> float:
+    """Bytes per trained parameter of the optimizer's states, and of its own copies while it steps; 8 of AdamW."""
+    kind, _ = optimizer_kind(options)
+    given = parse_optim_args(options.optim_args)
+    states = kind.states + sum(bool(given.get(name)) for name in kind.further)
+    each = 1 + 4 / _BLOCK if kind.arguments.get("optim_bits") == 8 else 4
+    return states * each + 4 * kind.scratch
 
 
 def missing_to_compile(builder: str, *, cuda: bool) -> str | None:
@@ -151,19 +174,22 @@ def optimizer_kind(options: AlignmentConfig) -> tuple[OptimizerKind, str | None]
     )
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, most: int | None = None) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module, weight_decay: float, most: int | None = None, *, all_decayed: bool = False
+) -> list[dict[str, Any]]:
     """Trainable parameters in two groups: decayed, and biases and norms, which are not.
 
     Args:
         model: whole or divided by ZeRO-3.
         weight_decay: of the first group.
+        all_decayed: the second group decays as well.
         most: elements of a group, which is divided into several where it has more, the same at every ZeRO stage.
     """
     decayed = set(parameter_names_outside(model, [nn.LayerNorm], _NO_DECAY))
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups = [
         ([p for name, p in named if name in decayed], weight_decay),
-        ([p for name, p in named if name not in decayed], 0.0),
+        ([p for name, p in named if name not in decayed], weight_decay if all_decayed else 0.0),
     ]
     return [
         {"params": part, "weight_decay": decay}
@@ -218,7 +244,7 @@ def build_optimizer(model: nn.Module, options: AlignmentConfig) -> Optimizer:
         raise OptionError(f"optim_args: {options.optim_args!r} has weight_decay; set the option weight_decay instead")
     kind, _ = optimizer_kind(options)
     most = _MOST_32_BITS - _PADDING if kind.home[0].startswith("bitsandbytes") else None
-    groups = parameter_groups(model, options.weight_decay, most)
+    groups = parameter_groups(model, options.weight_decay, most, all_decayed=has_optimizer(options.deepspeed))
     if not groups:
         raise OptionError("model: no parameter requires a gradient, so there is nothing to train")
     for name in kind.ignored:

@@ -19,6 +19,7 @@ from alignment.config.options_data import HasLengths
 from alignment.config.options_online import OnlineOptions
 from alignment.engines.collectives import device, largest_numbers
 from alignment.engines.memory.devices import total_bytes
+from alignment.engines.optimizers import step_bytes
 from alignment.models.adapters.skeleton import skeleton
 from alignment.models.architectures import inner_width
 from alignment.models.leaves import decoder_layers, whole_parameters
@@ -30,9 +31,9 @@ _LEFT, _LEFT_BY_ROLLOUTS = 0.3, 0.4  # of a card: fragments and the unforeseen; 
 _CONTEXT = 10**9  # bytes that CUDA, its libraries and NCCL take
 _HEAD_TILES = 3  # of the head at a time, at most
 _LIVE_LAYERS = 3  # of a partitioned model that are whole at a time, see stage3_max_live_parameters
-# Bytes per trained parameter beside the weight itself in the step of AdamW, gradients among them: fp32 masters, both
-# moments, a flattened copy in fp32. Without ZeRO weights in fp32 are their own masters.
-_STEP, _STEP_OF_OWN_MASTERS = 20, 16
+# Bytes per trained parameter beside the weight itself and the optimizer's states in a step, gradients among them: fp32
+# masters, a flattened copy in fp32. Without ZeRO weights in fp32 are their own masters.
+_STEP, _STEP_OF_OWN_MASTERS = 12, 8
 _GATHERED = 0.8  # of a card that the weights gathered for a rollout may take
 _LONGEST = 4096  # tokens of a sequence where nothing limits it
 
@@ -152,19 +153,19 @@ def use_of_policy(
         if isinstance(options, OnlineOptions) and options.ds3_gather_for_generation is not False:
             gathered = weights
         weights = _live(policy, itemsize) + (0 if at.weights_offloaded else weights / ranks)
-    return Use(weights + _step(own, dtypes, at), _work(options, policy, itemsize), gathered)
+    return Use(weights + _step(own, dtypes, at, step_bytes(options)), _work(options, policy, itemsize), gathered)
 
 
-def _step(trained: int, dtypes: DtypePlan, at: Situation) -> float:
+def _step(trained: int, dtypes: DtypePlan, at: Situation, states: float) -> float:
     """States, and gradients however little may be kept of them, with what the optimizer's step takes besides."""
     gradients = least_bytes(trained, dtypes, at)
     if at.offloaded:
         return gradients
     if at.stage == 0:
-        return (_STEP_OF_OWN_MASTERS if dtypes.compute == "float32" else _STEP) * trained
+        return (states + (_STEP_OF_OWN_MASTERS if dtypes.compute == "float32" else _STEP)) * trained
     share = trained / at.ranks
     # At stage 1 whole gradients are there beside the partition that the step works on.
-    return _STEP * share + (gradients if at.stage == 1 and at.ranks > 1 else 0)
+    return (_STEP + states) * share + (gradients if at.stage == 1 and at.ranks > 1 else 0)
 
 
 def bytes_of(model: Census, itemsize: int, bits: int | None) -> float:

@@ -214,15 +214,21 @@ def balancing_coefficient(options: AlignmentConfig, config: PretrainedConfig) ->
     """The weight of the balancing loss, or None for a model without one or a weight of 0.
 
     Raises:
-        OptionError: the option is set, but the model does not output router logits.
+        OptionError: the option is set, but the model is a mixture of experts that does not output router logits.
+            Of a dense model it asks nothing.
     """
     text = config.get_text_config()
-    asked = options.router_aux_loss_coef
-    if not getattr(text, "output_router_logits", False):
-        if asked:
+    asked, puts_out = options.router_aux_loss_coef, getattr(text, "output_router_logits", None)
+    if not puts_out:
+        if asked and puts_out is not None:
             raise OptionError(
                 f"router_aux_loss_coef={asked}: the model's configuration has output_router_logits off; "
                 'set model_init_kwargs: {"output_router_logits": true}, or leave router_aux_loss_coef unset'
+            )
+        if asked and getattr(text, "num_experts_per_tok", None):
+            raise OptionError(
+                f"router_aux_loss_coef={asked}: {type(text).__name__} has experts and no output_router_logits, so "
+                "there is nothing to balance them by; leave router_aux_loss_coef unset"
             )
         return None
     coefficient = asked if asked is not None else getattr(text, "router_aux_loss_coef", None)

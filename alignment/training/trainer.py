@@ -14,6 +14,7 @@ from transformers.trainer_utils import TrainOutput
 
 from alignment.config.errors import LastCheckpointError, OptionError, setting
 from alignment.config.options import AlignmentConfig
+from alignment.config.translated import accelerate, sections
 from alignment.data.prepare import check_vocabulary
 from alignment.data.windows import WindowSampler
 from alignment.engines.collectives import barrier, device, on_first_rank
@@ -230,6 +231,8 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         )
         check_alike(self.engine_plan)
         self.tell(self.engine_plan.dtypes.note)
+        for note in (*accelerate.notes(self.args), *sections.notes(self.args)):
+            self.tell(note)
         adapters = self.engine_plan.adapters
         if adapters is not None:
             self.method.trains_adapters = True

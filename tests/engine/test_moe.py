@@ -10,13 +10,14 @@ import pytest
 import torch
 from helpers import STAGES, make_model, paired_rows, unpaired_rows
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GraniteMoeConfig, Qwen2MoeConfig
+from transformers import AutoModelForCausalLM, GraniteMoeConfig, MixtralConfig, PreTrainedConfig, Qwen2MoeConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer
 from alignment.config.errors import OptionError
 from alignment.data.batching import MicroBatches
 from alignment.models.scorer import CompletionScorer, balancing_loss
+from alignment.training.arguments import balancing_coefficient
 from alignment.training.trainer import AlignmentTrainer
 
 ROWS, RATE = 6, 0.01
@@ -159,11 +160,19 @@ def test_the_weight_comes_from_the_configuration_unless_given(path: str, tmp_pat
     assert 0.0005 * log["aux_loss"] > 1e-6 * log["loss"], "the difference is more than rounding"
 
 
-def test_a_model_without_router_logits_is_refused(tmp_path: Path) -> None:
-    dense = make_model(tmp_path / "dense", "tied")
+def test_experts_without_router_logits_are_refused() -> None:
+    options = CPOConfig("out", router_aux_loss_coef=0.1)
     with pytest.raises(OptionError, match=r"^router_aux_loss_coef=0\.1: .* output_router_logits off; set model_init"):
-        make_trainer(dense, tmp_path / "out", router_aux_loss_coef=0.1)
-    trainer = make_trainer(dense, tmp_path / "out")  # unset: nothing to refuse
+        balancing_coefficient(options, MixtralConfig())
+    with pytest.raises(OptionError, match=r"^router_aux_loss_coef=0\.1: PreTrainedConfig has experts and no output"):
+        balancing_coefficient(options, PreTrainedConfig(num_experts_per_tok=2))
+    assert balancing_coefficient(options, MixtralConfig(output_router_logits=True)) == 0.1
+    assert balancing_coefficient(CPOConfig("out"), MixtralConfig()) is None
+
+
+def test_a_dense_model_has_nothing_to_balance(tmp_path: Path) -> None:
+    dense = make_model(tmp_path / "dense", "tied")
+    trainer = make_trainer(dense, tmp_path / "out", router_aux_loss_coef=0.001)  # the default of TRL's newest
     assert trainer.aux_coefficient is None
     trainer = make_trainer(dense, tmp_path / "out", router_aux_loss_coef=0.0)
     assert trainer.aux_coefficient is None and not trainer.aux_loss_enabled

@@ -11,6 +11,7 @@ import pytest
 from alignment.config.deepspeed import load_deepspeed_config, policy_config
 from alignment.config.dtypes import plan_dtypes
 from alignment.config.errors import OptionError
+from alignment.config.translated.accelerate import notes
 from alignment.methods.cpo_options import CPOConfig
 
 LAUNCHED = {"ACCELERATE_CONFIG_DS_FIELDS": "zero_stage", "ACCELERATE_USE_DEEPSPEED": "true"}
@@ -35,6 +36,10 @@ def test_the_engine_is_the_one_that_accelerate_was_told(monkeypatch: pytest.Monk
     before = found.to_dict()
     found.__post_init__()
     assert found.to_dict() == before
+    said = f"accelerate launch: {STAGE}='{stage}'"
+    assert notes(found)[0].startswith(said) and notes(found)[0].endswith(
+        f"taken as deepspeed='ZeRO-{stage}', bf16=True"
+    )
 
 
 def test_its_file_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -51,7 +56,7 @@ def test_variables_that_libraries_set_mean_nothing(monkeypatch: pytest.MonkeyPat
     found = options(
         monkeypatch, {"ACCELERATE_USE_DEEPSPEED": "true", STAGE: "3", "ACCELERATE_MIXED_PRECISION": "fp16"}
     )
-    assert found.deepspeed is None and found.fp16 is None
+    assert found.deepspeed is None and found.fp16 is None and notes(found) == []
 
 
 def test_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from deepspeed.runtime.lr_schedules import WarmupDecayLR, WarmupLR
 
 from alignment.config.deepspeed import LoadedConfig
 from alignment.config.errors import OptionError
-from alignment.config.translated.sections import check_translated, without_sections
-from alignment.engines.optimizers import build_scheduler
+from alignment.config.translated.sections import check_translated, notes, without_sections
+from alignment.engines.optimizers import build_optimizer, build_scheduler
 from alignment.methods.cpo_options import CPOConfig
 
 ADAMW = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
@@ -133,3 +133,19 @@ def test_rates_are_those_of_deepspeed(kind: str, theirs: type, warmup_type: str)
         reference.step()
         assert schedule.get_last_lr() == pytest.approx(reference.get_last_lr(), rel=1e-12)
         schedule.step()
+
+
+@pytest.mark.parametrize(("base", "decays"), [(optimizer("SGD", weight_decay=0.1), [0.1, 0.1]), (None, [0.1, 0.0])])
+def test_a_section_decays_biases_and_norms_too(base: dict[str, Any] | None, decays: list[float]) -> None:
+    options = CPOConfig("out", optim="sgd", weight_decay=0.1, deepspeed=base)
+    made = build_optimizer(torch.nn.Linear(2, 2), options)
+    assert [group["weight_decay"] for group in made.param_groups] == decays
+
+
+def test_the_start_says_what_they_mean() -> None:
+    base = optimizer("SGD", lr=0.5) | {"scheduler": scheduler("WarmupLR", warmup_num_steps=3)["scheduler"]}
+    assert notes(CPOConfig("out")) == []
+    first, second = notes(CPOConfig("out", deepspeed=base))
+    assert first.startswith("DeepSpeed mapping: optimizer SGD is taken as optim='sgd', learning_rate=0.5, ")
+    assert "scheduler WarmupLR is taken as lr_scheduler_type='constant_with_warmup'" in second
+    assert "warmup_steps=3" in second

@@ -64,6 +64,26 @@ def translate(options: Any) -> None:
         _take_engine(options)
 
 
+def notes(options: Any) -> list[str]:
+    """A line for the start of a run on what of the launcher's settings was followed, and in which options."""
+    if not launched():
+        return []
+    told = {name: os.environ[name] for name in (_FILE, *_PATHS) if os.environ.get(name, "none").lower() != "none"}
+    told = {name: value for name, value in told.items() if value not in ("auto", "")} if _is_true(_DEEPSPEED) else {}
+    if os.environ.get(_PRECISION, "no").lower() != "no":
+        told[_PRECISION] = os.environ[_PRECISION]
+    if _is_true(_CPU):
+        told[_CPU] = os.environ[_CPU]
+    if not told:
+        return []
+    means = {name: getattr(options, name) for name in ("deepspeed", "fp16", "bf16", "use_cpu")}
+    if isinstance(options.deepspeed, dict):
+        means["deepspeed"] = f"ZeRO-{value_at(options.deepspeed, _STAGE)}"
+    followed = ", ".join(setting(name, value) for name, value in told.items())
+    options_so = ", ".join(setting(name, value) for name, value in means.items() if value not in (None, False))
+    return [f"accelerate launch: {followed} taken as {options_so or 'the options say'}"]
+
+
 def _is_true(name: str) -> bool:
     return os.environ.get(name, "").strip().lower() in ("1", "true", "yes")
 

@@ -43,6 +43,10 @@ _NEUTRAL: dict[str, bool | None] = {
     "torch_adam": None, "fused": None, "foreach": None, "set_grad_none": None, "bias_correction": True,
     "amsgrad": False, "fp32_optimizer_states": True,
 }  # fmt: skip
+_SPOKEN_OF = {
+    "optimizer": ("optim", "learning_rate", "weight_decay", "optim_args"),
+    "scheduler": ("lr_scheduler_type", "learning_rate", "warmup_steps", "warmup_ratio", "lr_scheduler_kwargs"),
+}
 _LEAST_WARMUP = 2  # DeepSpeed makes a shorter one as long as this
 
 
@@ -71,6 +75,23 @@ def check_translated(options: Any, config: dict[str, Any], where: str) -> None:
                 f"{where}: its sections {' and '.join(SECTIONS)} ask for {setting(name, value)}, and the options say "
                 f"{setting(name, getattr(options, name))}; give deepspeed when the options are made"
             )
+
+
+def has_optimizer(deepspeed: Any) -> bool:
+    """Whether the option ``deepspeed`` has the section ``optimizer``, which decays biases and norms like all weights:
+    the Trainer of transformers hands it every trainable parameter in one group."""
+    return deepspeed is not None and load_deepspeed_config(deepspeed, "").get("optimizer") is not None
+
+
+def notes(options: Any) -> list[str]:
+    """A line for the start of a run on what each section of ``options.deepspeed`` means in options."""
+    config = {} if options.deepspeed is None else load_deepspeed_config(options.deepspeed, "")
+    found = []
+    for name, spoken_of in _SPOKEN_OF.items():
+        if config.get(name) is not None:
+            means = ", ".join(setting(option, getattr(options, option)) for option in spoken_of)
+            found.append(f"{source_of(config)}: {name} {config[name]['type']} is taken as {means}")
+    return found
 
 
 def without_sections(config: LoadedConfig) -> LoadedConfig:
