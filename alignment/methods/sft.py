@@ -64,7 +64,8 @@ class SFTMethod(Method[CompletionBatch]):
         window.sums.add("entropy", output.entropy.sum(), tokens)
         window.sums.add("mean_token_accuracy", output.top1.sum(), tokens)
         rows = -output.scores.detach()
-        if output.token_logps is not None:
+        if self.options.loss_type == "dft":
+            assert output.token_logps is not None
             losses = dft(output.token_logps)
             total = losses.sum()
             rows = torch.zeros_like(rows).index_add(0, batch.completions.segments.to(rows.device), losses.detach())

@@ -224,4 +224,6 @@ def test_who_installed_the_wheel_has_the_recipes(wheel: Path, tmp_path: Path) ->
     recipes = sorted(path.stem for path in (ROOT / "launch" / "recipes").glob("*.yaml"))
     assert f"({', '.join(recipes)})" in done.stdout
     wrong = subprocess.run([*command, "kto"], env=env, cwd=tmp_path, text=True, capture_output=True, check=False)
-    assert (wrong.returncode, wrong.stderr.count("\n")) == (1, 1) and wrong.stderr.startswith("error: output_dir=None")
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (1, 1) and wrong.stderr.startswith(
+        "error: dataset_name=None"
+    )

@@ -344,8 +344,9 @@ def test_models_that_cannot_be_exported(made: tuple[Path, Named], base: str, tmp
 
     quantised = {"quant_method": "bitsandbytes", **FOUR_BITS}
     assert "its weights are quantised" in refused(but(state, quantization_config=quantised), out)
-    assert "num_labels=2" in refused(
-        but(state, architectures=["LlamaForSequenceClassification"], id2label={"0": "a", "1": "b"}), out
+    labels = {str(number): "abc"[number] for number in range(3)}
+    assert "num_labels=3" in refused(
+        but(state, architectures=["LlamaForSequenceClassification"], id2label=labels), out
     )
     assert "encoder-decoder" in refused(but(state, model_type="t5"), out)
     name = "model.layers.0.self_attn.q_proj.weight"

@@ -221,7 +221,9 @@ def test_code_of_a_model_runs_only_with_trust_remote_code(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": own, "vocab_size": 9}))
     make_model(tmp_path / "weights")
     (tmp_path / "weights" / "model.safetensors").rename(tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match="code of its own, which is not run; set trust_remote_code: true"):
+    with pytest.raises(
+        ModelError, match="custom code, Python files of its own, which is not run; set trust_remote_code: true"
+    ):
         read_config(str(tmp_path), key="model_name_or_path", trust_remote_code=False, init_kwargs={})
     config = read_config(str(tmp_path), key="model_name_or_path", trust_remote_code=True, init_kwargs={})
     assert type(config).__name__ == "OwnConfig" and config.vocab_size == 9
