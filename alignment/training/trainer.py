@@ -63,7 +63,7 @@ from alignment.training.method import AnyMethod
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import Identity, RunState
 from alignment.training.surface.again import begin_again
-from alignment.training.surface.overrides import check_attributes, check_overrides
+from alignment.training.surface.overrides import check_attributes, check_overrides, check_saving
 from alignment.training.surface.positional import in_place
 from alignment.training.surface.records import TrainerRecords
 from alignment.training.surface.trainer_surface import TrainerSurface
@@ -128,6 +128,7 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         model, args = model_and_options(type(self).__name__, self.config_class, model, args)
         args = with_quantization(args, model, quantization_config)
         self.args = with_adapter_names(args, model_adapter_name, ref_adapter_name)
+        check_saving(type(self), AlignmentTrainer, saves=self.args.save_strategy != "no")
         init_distributed(self.args.use_cpu)
         self.retries = Retries(self.args.retries, self.args.retry_pause)
         ACTIVITY.limits = limits_of(self.args)

@@ -12,7 +12,7 @@ import torch
 import transformers
 from datasets import Dataset
 
-from alignment import CPOConfig, KTOTrainer, OnlineDPOConfig, RewardTrainer, SFTTrainer
+from alignment import CPOConfig, KTOConfig, KTOTrainer, OnlineDPOConfig, RewardTrainer, SFTTrainer
 from alignment.config.errors import OptionError
 from alignment.data.shown.rows import (
     Collator,
@@ -22,7 +22,7 @@ from alignment.data.shown.rows import (
     as_stored,
 )
 from alignment.training.arguments import check_collator
-from alignment.training.surface.overrides import NEVER_CALLED, check_overrides
+from alignment.training.surface.overrides import NEVER_CALLED, check_overrides, check_saving
 from alignment.training.surface.positional import in_place, online_arguments
 from alignment.training.surface.trainer_surface import TrainerSurface
 from alignment.training.trainer import AlignmentTrainer
@@ -122,6 +122,17 @@ def test_a_subclass_may_override_what_is_called_and_add_its_own() -> None:
     check_overrides(RewardTrainer, AlignmentTrainer)
     with pytest.raises(OptionError, match=r"Own.compute_loss: .*its losses\(\), see docs/methods.md"):
         type("Own", (KTOTrainer,), {"compute_loss": lambda self: None})()
+
+
+def test_a_save_model_of_its_own_is_refused_where_checkpoints_would_be_written_without_it() -> None:
+    owner = type("Own", (KTOTrainer,), {"save_model": lambda self, folder: None})
+    for trainer in (owner, type("Derived", (owner,), {})):
+        check_saving(trainer, AlignmentTrainer, saves=False)
+        with pytest.raises(OptionError, match=r"^Own.save_model: checkpoints are written without it.*on_save"):
+            check_saving(trainer, AlignmentTrainer, saves=True)
+    check_saving(KTOTrainer, AlignmentTrainer, saves=True)
+    with pytest.raises(OptionError, match=r"^Own.save_model"):
+        owner("model", args=KTOConfig("out", save_strategy="best", eval_strategy="epoch"))
 
 
 def test_every_method_of_transformers_trainer_works_here_or_is_refused_in_a_subclass() -> None:

@@ -17,7 +17,7 @@ _ROWS = "map the dataset before passing it, or set column_map"
 _ORDER = "windows are planned over all ranks; set data_seed or max_tokens_per_batch, or order the dataset"
 _MODEL = "pass the model itself, or set model_init_kwargs and deepspeed"
 _CALLBACK = "use a TrainerCallback"
-_SAVING = "use a TrainerCallback with on_save, or override save_model, which writes what you ask for"
+_SAVING = "use a TrainerCallback with on_save"
 _METRICS = "override log(), which every record goes through, or use a TrainerCallback with on_log"
 _GENERATION = "set the options of generation, or implement a RolloutBackend"
 _REWARDS = "pass reward_funcs or a judge"
@@ -121,6 +121,25 @@ def check_overrides(trainer: type, base: type) -> None:
     for kind, name in _overridden(trainer, base):
         raise OptionError(
             f"{kind.__name__}.{name}: nothing here calls it, so it would be ignored; {NEVER_CALLED[name]}"
+        )
+
+
+def check_saving(trainer: type, base: type, saves: bool) -> None:
+    """Refuse a trainer whose class overrides ``save_model`` where checkpoints are written, which do not go through it.
+
+    Args:
+        trainer: the class of the trainer that is made.
+        base: everything from here up is the package's own.
+        saves: whether the run writes checkpoints.
+
+    Raises:
+        OptionError: it does, and the class overrides it.
+    """
+    owners = [kind for kind in trainer.__mro__ if kind not in base.__mro__ and "save_model" in vars(kind)]
+    if saves and owners:
+        raise OptionError(
+            f"{owners[0].__name__}.save_model: checkpoints are written without it, so they would not have what it "
+            f"adds; {_SAVING}, or set save_strategy: no and call it yourself"
         )
 
 
