@@ -149,3 +149,16 @@ def test_the_start_says_what_they_mean() -> None:
     assert first.startswith("DeepSpeed mapping: optimizer SGD is taken as optim='sgd', learning_rate=0.5, ")
     assert "scheduler WarmupLR is taken as lr_scheduler_type='constant_with_warmup'" in second
     assert "warmup_steps=3" in second
+
+
+def test_deepspeed_itself_is_given_neither_section() -> None:
+    """Of an optimizer that it is given as well it would leave the schedule to its own."""
+    from helpers import tiny_config
+
+    from alignment.models.source import ModelSource
+    from alignment.planning.engines import plan_engines
+
+    options = CPOConfig("out", deepspeed={**optimizer("AdamW", **ADAMW), **scheduler("WarmupLR")}, use_cpu=True)
+    plan = plan_engines(options, ModelSource("model", None, tiny_config("tied"), {}), None)
+    assert plan.policy["zero_optimization"]["stage"] == 2
+    assert {"optimizer", "scheduler"}.isdisjoint(plan.policy)
