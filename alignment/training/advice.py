@@ -6,9 +6,12 @@ Pure: options and counts in, sentences out. What is *wrong* is refused where the
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from alignment.config.options import AlignmentConfig
-from alignment.data.report import DataReport
+from alignment.data.messages import CUT_ALIKE
+from alignment.data.report import NOT_DRAWN, DataReport
+from alignment.data.truncation import NO_ROOM
 
 # (desirable weight × rows) : (undesirable weight × rows), after https://arxiv.org/abs/2402.01306, section 4.2.
 LEAST_RATIO, MOST_RATIO = 1.0, 4 / 3
@@ -17,7 +20,27 @@ LEAST_RATE, MOST_RATE = 5e-7, 5e-6
 # Regret" (2025), https://thinkingmachines.ai/blog/lora/.
 ADAPTER_RATES = 10.0
 LEAST_WINDOW = 16
+MOST_LOST = 0.05  # of the rows: dropped, or with answers that are cut
 _EDGE = 1e-9  # relative: 4/3 written as a decimal is inside
+
+
+def about_rows(report: DataReport) -> list[str]:
+    """Whether many rows are left out, or have answers that are cut and so never end."""
+    found = []
+    lost = {reason: count for reason, count in report.dropped.items() if reason != NOT_DRAWN}
+    count = sum(lost.values())
+    if count > MOST_LOST * report.rows_in:
+        short = lost.keys() & {NO_ROOM, CUT_ALIKE}
+        remedy = "raise max_length, or lower max_prompt_length" if short else "look at these rows"
+        found.append(
+            f"{count} of {report.rows_in} rows are dropped ({replace(report, dropped=lost).drops()}); {remedy}"
+        )
+    if report.completions_cut > MOST_LOST * report.rows_out:
+        found.append(
+            f"{report.completions_cut} of {report.rows_out} rows have answers that are cut: nothing is learned "
+            "of how these end; raise max_length, or lower max_prompt_length"
+        )
+    return found
 
 
 def about_labels(

@@ -27,6 +27,7 @@ from alignment.models.adapters.record import unwrapped
 from alignment.planning.engines import check_alike, plan_engines
 from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.log import JsonlLog
+from alignment.training.advice import about_rows
 from alignment.training.arguments import (
     balancing_coefficient,
     check_collator,
@@ -263,7 +264,8 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
             self.sampler = window_sampler(self.train_data, self.method, args)
             if not any(self.optimizers):
                 self.tell(check_optimization(args, total_steps(args, self.sampler)))
-            self.advice = self.method.advice(self.train_data.report, self.sampler.window)
+            report = self.train_data.report
+            self.advice = [*about_rows(report), *self.method.advice(report, self.sampler.window)]
             for sentence in () if args.dry_run else self.advice:
                 self.tell(f"advice: {sentence}")
         self.eval_data = {

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from alignment.config.registry import METHODS
-from alignment.data.report import DataReport
+from alignment.data.report import NOT_DRAWN, DataReport
+from alignment.data.truncation import NO_ROOM
 from alignment.methods.cpo_options import CPOConfig
 from alignment.methods.kto_options import KTOConfig
 from alignment.methods.sft_options import SFTConfig
+from alignment.training.advice import about_rows
 
 
 def said(report: tuple[int, int] = (50, 50), window: int = 16, cls: Any = KTOConfig, **options: Any) -> str:
@@ -111,3 +113,13 @@ def test_pairs_have_no_labels_and_sft_no_advice() -> None:
 
 def test_everything_at_once() -> None:
     assert len(said((10, 100), window=4, learning_rate=1e-4).splitlines()) == 3
+
+
+def test_many_rows_that_are_lost() -> None:
+    assert about_rows(DataReport(100, 95, {NO_ROOM: 5}, completions_cut=4)) == []
+    assert about_rows(DataReport(100, 10, {NOT_DRAWN: 90})) == []
+    dropped, cut = about_rows(DataReport(300, 100, {NO_ROOM: 167, NOT_DRAWN: 33}, completions_cut=6))
+    assert dropped == f"167 of 300 rows are dropped (167 × {NO_ROOM}); raise max_length, or lower max_prompt_length"
+    assert cut.startswith("6 of 100 rows have answers that are cut: nothing is learned of how these end; raise")
+    (empty,) = about_rows(DataReport(10, 9, {"the completion is empty": 1}))
+    assert empty == "1 of 10 rows are dropped (1 × the completion is empty); look at these rows"
