@@ -21,7 +21,7 @@ from alignment.internals.deepspeed_state import whole_shape
 # Of a device: the most that may stay on it while activations come and go, with and without checkpointing.
 _SHARE = {True: 3 / 4, False: 1 / 2}
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_STATES = 12  # bytes of master and both moments
+_MASTER, _ADAMW = 4, 8  # bytes per parameter; the second of both moments
 _GIB = 2**30
 
 
@@ -52,6 +52,7 @@ class Situation:
         offloaded: the optimizer is in host memory.
         weights_offloaded: so are the weights.
         checkpointing: activations are computed again in the backward pass.
+        states: bytes per trained parameter of the optimizer's states.
     """
 
     stage: int
@@ -60,6 +61,7 @@ class Situation:
     offloaded: bool = False
     weights_offloaded: bool = False
     checkpointing: bool = True
+    states: float = _ADAMW
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def _candidates(sizes: Sizes, dtypes: DtypePlan, at: Situation) -> Iterator[Grad
 def _resident(sizes: Sizes, at: Situation) -> float:
     """Bytes that stay on a device beside gradients."""
     weights = 0 if at.weights_offloaded else sizes.weights / (at.ranks if at.stage == 3 else 1)
-    states = 0 if at.offloaded else _STATES * sizes.trained / at.ranks
+    states = 0 if at.offloaded else (_MASTER + at.states) * sizes.trained / at.ranks
     return weights + states + sizes.others
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from alignment.engines.checkpoints.engine_state import EngineState, ScheduleStat
 from alignment.engines.checkpoints.frozen import FrozenTensors
 from alignment.engines.collectives import device
 from alignment.engines.launch_env import world_size
-from alignment.engines.optimizers import build_optimizer, build_scheduler, check_counts
+from alignment.engines.optimizers import build_optimizer, build_scheduler, check_counts, step_bytes
 from alignment.engines.saving import (
     load_adapters,
     load_weights,
@@ -300,6 +301,8 @@ class RunEngines:
         parts = 1 if args.max_tokens_per_batch is None else args.per_device_train_batch_size
         most = parts * args.gradient_accumulation_steps
         at = situation_of(plan.policy, world_size(), most, bool(args.gradient_checkpointing))
+        if not any(self.optimizers):
+            at = replace(at, states=step_bytes(args))
         made = plan_gradients(sizes_of(scorer, others), plan.dtypes, at)
         if made is not None:
             plan.policy["data_types"]["grad_accum_dtype"] = SHORT[made.accumulate]

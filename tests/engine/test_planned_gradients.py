@@ -57,3 +57,21 @@ def test_a_window_that_is_cut_by_tokens_has_several_micro_batches(
     with contextlib.closing(trainer), pytest.raises(Planned):
         trainer.train()
     assert found == [most]
+
+
+def test_the_optimizer_s_own_states_are_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three fp32 numbers for each weight of AdEMAMix, two of AdamW."""
+    found = []
+
+    def planned(sizes: Any, dtypes: Any, at: Any) -> Any:
+        found.append(at.states)
+        raise Planned
+
+    monkeypatch.setattr(run_engines, "plan_gradients", planned)
+    model = make_model(tmp_path / "model")
+    for optim in ("adamw_torch", "ademamix"):
+        args = KTOConfig(**options(tmp_path / optim, ref_placement="replica", max_steps=1, optim=optim))
+        trainer = KTOTrainer(model=model, args=args, train_dataset=unpaired_rows(16))
+        with contextlib.closing(trainer), pytest.raises(Planned):
+            trainer.train()
+    assert found == [8, 12]
