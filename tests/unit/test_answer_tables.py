@@ -28,9 +28,10 @@ def data(prompts: list[list[int]], key: str = "k") -> Any:
 
 
 def test_the_first_different_prompts() -> None:
-    rows = data([[1, 2], [], [1, 2], [3], [4]])
-    assert first_prompts(rows, 2) == [(1, 2), (3,)] and first_prompts(rows, None) == [(1, 2), (3,), (4,)]
+    rows = data([[1, 2], [], [1, 2], [1, 3], [1, 4]])
+    assert first_prompts(rows, 2) == [(1, 2), (1, 3)] and first_prompts(rows, None) == [(1, 2), (1, 3), (1, 4)]
     assert first_prompts(data([[], []]), 2) == []
+    assert first_prompts(data([[0], [0]]), 2) == [], "a text's first token alone asks for nothing"
 
 
 def test_prompts_leave_room_for_an_answer() -> None:

@@ -47,12 +47,15 @@ def speaker_of(reference: Reference | None) -> Speaker | None:
 
 
 def first_prompts(data: PreparedData, count: int | None) -> list[TokenIds]:
-    """The first ``count`` different prompts of a dataset, or all; rows without a prompt have none."""
+    """The first ``count`` different prompts of a dataset, or all.
+
+    Rows that are learned whole have none: before them stands at most the token that begins every text.
+    """
     found: dict[TokenIds, None] = {}
     for row in data.dataset.select_columns(["prompt_ids"]):
         if count is not None and len(found) == count:
             break
-        if row["prompt_ids"]:
+        if len(row["prompt_ids"]) > 1:
             found.setdefault(tuple(row["prompt_ids"]))
     return list(found)
 
