@@ -92,7 +92,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         run_state=SimpleNamespace(parts={}, register=lambda name, part: part),
     )
     options = SimpleNamespace(num_completions_to_log=2, max_new_tokens=9)
-    rows = data([[1, 2], [4], [5]])
+    rows = data([[1, 2], [1, 3], [1, 4]])
     return SimpleNamespace(
         context=context,
         made=lambda in_run=True: EvaluationAnswers(context, options, lambda: in_run),  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def test_the_file_of_an_earlier_run_is_left_alone(run: Any) -> None:
 
 
 def test_an_evaluation_that_was_left_in_its_midst_writes_no_table_twice(run: Any) -> None:
-    first, second = run.rows, data([[7]], "second")
+    first, second = run.rows, data([[1, 6]], "second")
     made = run.made()
     made(run.models("policy"), first, "eval_a")
     with pytest.raises(Cut):
