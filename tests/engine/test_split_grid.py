@@ -26,6 +26,11 @@ QUANTISED = 0.05
 _SAMPLED = "test_the_update_is_that_of_the_plainest_run"
 
 
+def marked(case: Combination) -> Any:
+    """An optimizer in host memory is part of test-ci."""
+    return pytest.param(case, marks=pytest.mark.ci if "offload" in case["engine"][0] else ())
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
@@ -83,7 +88,7 @@ def found(
     return outcomes(selected_cases(request, _SAMPLED), models, tmp_path_factory.mktemp("sampled"), ranks)
 
 
-@pytest.mark.parametrize("case", sampled(), ids=name_of)
+@pytest.mark.parametrize("case", [marked(case) for case in sampled()], ids=name_of)
 def test_the_update_is_that_of_the_plainest_run(case: Combination, found: Results) -> None:
     check(case, found)
 
