@@ -77,9 +77,15 @@ class KTOMethod(Method[UnpairedBatch]):
         return batch.joint, RowIds(dataset, batch.rows, batch.partners)
 
     def before_training(self, window: Window[UnpairedBatch]) -> _Known:
-        logps = window.reference_logps(lambda batch: self.reference_sequences(batch, window.dataset))
-        matched = [part[: len(batch.rows)] for batch, part in zip(window.batches, logps)]
-        mismatched = [part[len(batch.rows) :] for batch, part in zip(window.batches, logps)]
+        rows: list[int] = []  # of each micro-batch; to go through them for that would be a pass more
+
+        def sequences(batch: UnpairedBatch) -> tuple[Batch, RowIds]:
+            rows.append(len(batch.rows))
+            return self.reference_sequences(batch, window.dataset)
+
+        logps = window.reference_logps(sequences)
+        matched = [part[:count] for count, part in zip(rows, logps)]
+        mismatched = [part[count:] for count, part in zip(rows, logps)]
         ratios = torch.zeros(2, dtype=torch.float64, device=window.sums.values.device)
         if window.counts.partnered:
             policy = window.models.policy

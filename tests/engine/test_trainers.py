@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
@@ -17,12 +18,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 import alignment.methods.cpo
 import alignment.methods.kto
-from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer
+from alignment import CPOConfig, CPOTrainer, DPOTrainer, KTOConfig, KTOTrainer
 from alignment.config.errors import OptionError, OutputError, TrainingError
 from alignment.data.batching import Batch, MicroBatches, UnpairedBatch, collate
 from alignment.engines.scoring import ScoringEngine
 from alignment.models.tasks import CAUSAL_LM
 from alignment.references.engine import EngineReference
+from alignment.reporting.progress import Progress
 from alignment.training import data as data_setup
 from alignment.training.run_engines import build_engine
 from alignment.training.trainer import AlignmentTrainer
@@ -573,3 +575,23 @@ def test_data_that_is_named_twice(paths: dict[str, str], tmp_path: Path) -> None
         trainer = CPOTrainer(model=paths["policy"], args=args)
         with pytest.raises(OptionError, match="dataset_name is read by the command"):
             trainer.train()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("cls", [KTOTrainer, DPOTrainer])
+def test_the_bar_of_an_evaluation_ends_full(
+    cls: type[Any], paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[tuple[int, int]] = []
+    close = Progress.close
+
+    def closed(bar: Progress) -> None:
+        ends.append((bar._bar.n, bar._bar.total))
+        close(bar)
+
+    monkeypatch.setattr(Progress, "close", closed)
+    rows = unpaired_rows(8) if cls is KTOTrainer else paired_rows(8)
+    given = options(tmp_path, per_device_train_batch_size=2, disable_tqdm=False)
+    with contextlib.closing(cls(paths["policy"], args=cls.config_class(**given), eval_dataset=rows)) as trainer:
+        trainer.evaluate()
+    assert [done for done, _ in ends] == [total for _, total in ends] and ends[0][0] >= 8
