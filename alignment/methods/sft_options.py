@@ -39,7 +39,7 @@ class SFTConfig(TokenizerOptions, SequenceOptions, SFTCompatibility, AlignmentCo
 
     learning_rate: float = option(2e-5, "Peak learning rate.")
     max_prompt_length: int | None = option(None, "Longest prompt, in tokens; unset: only `max_length` counts.")
-    loss_type: str = option(
+    loss_type: str | None = option(
         "nll",
         "Loss: `nll`, or `dft`, where each token's is weighted by its probability. `chunked_nll` is another name of "
         "`nll`, which never holds the logits of all tokens.",
@@ -60,6 +60,7 @@ class SFTConfig(TokenizerOptions, SequenceOptions, SFTCompatibility, AlignmentCo
 
     def resolve(self) -> None:
         """Check the lengths; there is no reference model."""
+        self.loss_type = self.loss_type or "nll"  # TRL 1.6 has none as its default
         checks.check_lengths(self, rows_per_unit=1)
         checks.refuse_reference(self, "SFT")
         for key, value in (self.dataset_kwargs or {}).items():

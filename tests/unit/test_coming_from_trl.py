@@ -259,3 +259,7 @@ def test_plain_training_arguments_are_taken_over() -> None:
     refusing = TrainingArguments("out", use_cpu=True, neftune_noise_alpha=5.0)
     with pytest.raises(OptionError, match="^neftune_noise_alpha=5.0: noise on embeddings"):
         model_and_options("KTOTrainer", KTOConfig, "m", refusing)
+
+
+def test_a_loss_of_sft_may_be_unset() -> None:
+    assert SFTConfig("out", loss_type=None).loss_type == SFTConfig("out").loss_type == "nll"
