@@ -26,6 +26,7 @@ from alignment.reporting.status_file import RunStatus, read_status
 from alignment.training import trainer as trainers
 from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.interruptions.faults import BadSteps, LossSpike
+from alignment.training.surface import records
 from alignment.training.trainer import AlignmentTrainer
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
@@ -221,13 +222,13 @@ def test_a_signal_after_the_last_step_changes_nothing(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the report, in what the run ends with, and in what a callback does at its end."""
-    written = trainers.write_report
+    written = records.write_report
 
     def interrupted(*args: Any, **kwargs: Any) -> None:
         terminate()
         written(*args, **kwargs)
 
-    monkeypatch.setattr(trainers, "write_report", interrupted)
+    monkeypatch.setattr(records, "write_report", interrupted)
     trainer = make("KTO", models, tmp_path, **RUN)
     trainer.add_callback(Asks("on_train_end", 6, terminate))
     trainer.train()
