@@ -96,12 +96,6 @@ CONTENTS = [
     rows("half a pair", '{"prompt": "a", "chosen": "b"}\n' * 2, "CPO needs", method="cpo"),
     rows("answer a list of strings", '{"chosen": ["b"], "rejected": "c"}\n', "chosen[0] is 'b'", method="cpo"),
     rows("nothing for SFT", '{"foo": 1}\n', "SFT needs prompt and completion", "foo", method="sft"),
-    rows(
-        "no answer at the end",
-        '{"messages": [{"role": "user", "content": "a"}]}\n',
-        "the last of its messages has role 'user'",
-        method="sft",
-    ),
 ]
 
 ROWS = [*TEXTS, *CONTENTS]
