@@ -101,6 +101,7 @@ def start_trainer(job: Job) -> SFTTrainer:
     )
     set_seed(job.settings.seed)
     args = SFTConfig(
+        completion_only_loss=True,  # the requests are given, not written
         **_shared(job),
         **_WHOLE_PROMPTS,
         per_device_train_batch_size=start.batch,
