@@ -182,8 +182,8 @@ def parameter_groups(
     Args:
         model: whole or divided by ZeRO-3.
         weight_decay: of the first group.
-        all_decayed: the second group decays as well.
         most: elements of a group, which is divided into several where it has more, the same at every ZeRO stage.
+        all_decayed: the second group decays as well.
     """
     decayed = set(parameter_names_outside(model, [nn.LayerNorm], _NO_DECAY))
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -281,20 +281,13 @@ def check_optimization(options: AlignmentConfig, steps: int) -> str | None:
     return optimizer_kind(options)[1]
 
 
-def warmup_length(options: AlignmentConfig, steps: int) -> int:
-    """Steps of the warm-up in a run of ``steps``; a share of them is rounded up, as transformers does."""
-    if options.warmup_steps >= 1:
-        return int(options.warmup_steps)
-    return math.ceil(steps * (options.warmup_steps or options.warmup_ratio))
-
-
 def build_scheduler(optimizer: Optimizer, options: AlignmentConfig, steps: int) -> LRScheduler:
     """transformers' schedule over ``steps`` optimizer steps.
 
     Raises:
         OptionError: ``lr_scheduler_kwargs`` does not suit the schedule.
     """
-    warmup = warmup_length(options, steps)
+    warmup = options.get_warmup_steps(steps)
     arguments = dict(options.lr_scheduler_kwargs or {})
     by_logarithm = arguments.get("warmup_type") == "log"  # transformers has no such shape
     if by_logarithm:

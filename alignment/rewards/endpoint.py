@@ -21,7 +21,6 @@ from alignment.config.errors import OptionError, RewardError, listing, setting
 from alignment.rewards.asking import Broken, Busy, ModelJudge, NoAnswer, check_number
 
 _OPENAI = "https://api.openai.com/v1"
-_BUSY = (408, 409, 425, 429)  # and every 5xx
 _LARGEST = 1 << 20  # bytes of an answer
 _SAID = 200  # characters of an error's text that are repeated
 
@@ -173,7 +172,7 @@ class EndpointJudge(ModelJudge):
             said = ""
         said = said.replace(key, "<hidden>") if key else said
         text = f"HTTP {status}{f' ({said})' if said else ''}"
-        if status in _BUSY or status >= 500:
+        if is_busy(status):
             return Busy(text, retry_after(error.headers.get("Retry-After")))
         if status == 404 or status < 400:
             return Broken(f"{text}; check base_url and model", status)
@@ -254,6 +253,11 @@ def _said(content: bytes) -> str:
     error = error.get("message") if isinstance(error, dict) else error
     text = " ".join(error.split()) if isinstance(error, str) else ""
     return text if len(text) <= _SAID else f"{text[: _SAID - 1]}…"
+
+
+def is_busy(status: int) -> bool:
+    """Whether an HTTP status means that the server may answer later."""
+    return status in (408, 409, 425, 429) or status >= 500
 
 
 def retry_after(value: str | None) -> float | None:

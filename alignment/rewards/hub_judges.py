@@ -13,10 +13,8 @@ from alignment.engines.collectives import device
 from alignment.engines.watch.retries import is_transient
 from alignment.reporting.completions import as_text
 from alignment.rewards.asking import Broken, Busy, ModelJudge, NoAnswer, check_number
-from alignment.rewards.endpoint import retry_after
+from alignment.rewards.endpoint import is_busy, retry_after
 from alignment.rewards.pairwise import BasePairwiseJudge
-
-_BUSY = (408, 409, 425, 429)  # and every 5xx
 
 
 class HfPairwiseJudge(ModelJudge):
@@ -80,7 +78,7 @@ def _refusal(error: Exception) -> NoAnswer:
             return Busy(said)
         unreadable = isinstance(error, (ValueError, TypeError, AttributeError, IndexError, KeyError))
         return Busy(f"its answer cannot be read ({type(error).__name__})") if unreadable else Broken(said)
-    if status in _BUSY or status >= 500:
+    if is_busy(status):
         return Busy(f"HTTP {status}", retry_after(response.headers.get("retry-after")))
     if status in (401, 402, 403):
         return Broken(f"HTTP {status}; pass a token that may use inference, or run `hf auth login`", status)

@@ -87,9 +87,11 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
             ``model`` trains those that it has.
         model_adapter_name: as the option.
         ref_adapter_name: as the option.
+        data_collator: TRL's or transformers', where it only pads, which changes nothing here; others are refused.
         quantization_config: how bitsandbytes keeps the weights of a ``model`` that is given by name; as
             ``quantization_config`` among ``model_init_kwargs``.
-        **unsupported: TRL's further arguments (collators …); each is refused by name.
+        **unsupported: further arguments of TRL's and transformers' trainers, such as ``compute_metrics`` and
+            ``model_init``; each is refused by name.
 
     Raises:
         AlignmentError: anything about options, model, tokenizer, data or folder that can be known before loading.
@@ -211,7 +213,7 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         self.folder.release()
 
     def end(self) -> None:
-        """As :meth:`close`, by transformers' name."""
+        """As :meth:`close`, by the name that TRL's scripts call."""
         self.close()
 
     def _prepare_models(

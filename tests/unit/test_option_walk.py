@@ -46,7 +46,10 @@ PROBES: dict[str, Any] = {
     "deepspeed": {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 7}},
     "ref_deepspeed": "ref_sharded",
     "precompute_ref_log_probs": True,  # another name of a placement
+    "warmup_ratio": 0.1,
+    "warmup_steps": 7,
 }
+APART = ("fp16", "ref_placement", "warmup_ratio")  # each excludes another of the probes
 WITH_REFERENCE = ("kto", "dpo", "online_dpo")
 # Read by transformers' DefaultFlowCallback and TrainerState; test_callbacks.py and test_intervals.py show the effect.
 READ_BY_TRANSFORMERS = {
@@ -102,7 +105,7 @@ def golden_text() -> str:
 
 
 def produced(options: AlignmentConfig) -> tuple[Any, ...]:
-    """What the configuration makes of options: dtype plan, DeepSpeed JSON and placement, and its properties."""
+    """What options become: dtype plan, DeepSpeed JSON and placement, steps of warm-up, and properties."""
     from helpers import tiny_config
 
     from alignment.models.source import ModelSource
@@ -110,7 +113,8 @@ def produced(options: AlignmentConfig) -> tuple[Any, ...]:
 
     model = ModelSource("model", None, tiny_config("tied"), {})
     plan = plan_engines(options, model, model if options.method in WITH_REFERENCE else None)
-    return plan, options.eval_batch_size, options.resolved_bf16, options.resolved_fp16
+    warmup = options.get_warmup_steps(100)
+    return plan, warmup, options.eval_batch_size, options.resolved_bf16, options.resolved_fp16
 
 
 def another_value(field: dataclasses.Field[Any], hint: Any) -> Any:
@@ -178,8 +182,8 @@ def test_options_that_act_through_the_configuration_change_what_it_produces(
 
 
 def test_the_values_arrive_where_deepspeed_reads_them() -> None:
-    options = KTOConfig("out", use_cpu=True, **{n: v for n, v in PROBES.items() if n not in ("fp16", "ref_placement")})
-    plan, eval_batch_size, bf16, _ = produced(options)
+    options = KTOConfig("out", use_cpu=True, **{n: v for n, v in PROBES.items() if n not in APART})
+    plan, _, eval_batch_size, bf16, _ = produced(options)
     reference = plan.reference.frozen
     assert (plan.policy["gradient_clipping"], reference.ds_config["gradient_clipping"]) == (0.5, 0.0)
     assert plan.policy["train_micro_batch_size_per_gpu"] == 3

@@ -12,7 +12,7 @@ from torch import Tensor
 from alignment.data import transfer
 from alignment.data.batching import UnpairedBatch, collate
 from alignment.data.transfer import transferred
-from tools.waits.device import DEVICE, StandIn, on_host
+from tools.waits.device import DEVICE, HOST, StandIn, on_host
 
 TENSORS = [
     torch.arange(7),
@@ -77,6 +77,13 @@ def test_a_batch_moves_with_all_that_is_in_it_but_what_is_left() -> None:
     for name in ("input_ids", "positions", "targets", "segments", "lengths"):
         assert torch.equal(getattr(moved.matched, name), getattr(given.matched, name)), name
     assert replace(moved, labels=given.labels, matched=given.matched) == given
+
+
+def test_the_stand_in_leaves_tensors_without_data_where_they_are() -> None:
+    """transformers computes the rotary embedding's frequencies only for a model that it saw on the meta device."""
+    with StandIn():
+        found = [torch.empty(2, device="meta").device, torch.empty(2, device="cpu:0").device, torch.empty(2).device]
+    assert found == [torch.device("meta"), DEVICE, HOST]
 
 
 @pytest.mark.parametrize("move", ["to", "tensor"])

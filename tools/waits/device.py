@@ -123,7 +123,9 @@ class StandIn(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         if name == "__get__" and attribute == "device":
-            return HOST if on_host(args[0]) else func(*args, **kwargs) and DEVICE
+            if (real := func(*args, **kwargs)).type != "cpu":
+                return real  # meta: what transformers has still to fill
+            return HOST if on_host(args[0]) else DEVICE
         if name == "__set__" and attribute == "data":
             setattr(args[0], _SIDE, on_host(args[1]))
             return func(*args, **kwargs)

@@ -10,12 +10,12 @@ from typing import ClassVar
 from alignment.config.compatibility.verdicts import accepted, only
 from alignment.config.fields import ListOrKeywords, OptionalTexts
 
-_PADDING = "Padding is masked: no result depends on its width or its token."
-_MARKED = "Completions are marked by position, so there is no pad label; no result depends on it."
+_PADDING = "Padding is masked; its width and token have no effect on results."
+_MARKED = "Completions are marked by position, so no label is padded."
 _DECODER = "encoder-decoder models are not supported"
-_SYNC = "Without `sync_ref_model`, which is refused, it has no effect."
-_DIVERGENCE = "log-ratios are those of the reverse KL"
-_VLLM = "Without `use_vllm`, which is refused, it has no effect."
+_SYNC = "Applies to `sync_ref_model` only, which is refused."
+_DIVERGENCE = "only the reverse KL divergence is supported"
+_VLLM = "Applies to `use_vllm` only, which is refused."
 _LEAVE = "leave it out"
 
 
@@ -28,7 +28,7 @@ class PaddingOptions:
     label_pad_token_id: int = accepted(-100, _MARKED)
     padding_value: int | None = accepted(None, _PADDING)
     is_encoder_decoder: bool | None = only(None, False, reason=_DECODER, instead="use a causal language model")
-    base_model_attribute_name: str = accepted("model", "The head is found in every model that is supported.")
+    base_model_attribute_name: str = accepted("model", "The head of a supported model is found without it.")
 
 
 @dataclass(kw_only=True)
@@ -67,29 +67,29 @@ class DPOCompatibility(PaddingOptions, WidthOptions, SyncOptions):
     TITLE: ClassVar[str] = "Of TRL"
 
     pad_token: str | None = accepted(None, _PADDING)
-    padding_free: bool = accepted(
-        False, "A matter of speed: no loss depends on padding, and `max_tokens_per_batch` cuts it."
-    )
-    use_logits_to_keep: bool = accepted(False, "Log-probs are computed at the positions of completions alone.")
-    force_use_ref_model: bool = accepted(False, "A reference that is given is used, beside adapters as well.")
+    padding_free: bool = accepted(False, "Affects speed only; `max_tokens_per_batch` reduces padding.")
+    use_logits_to_keep: bool = accepted(False, "Log-probs are always computed at completion positions only.")
+    force_use_ref_model: bool = accepted(False, "A given reference model is always used, with adapters too.")
     loss_weights: list[float] | None = only(
-        None, [1.0], reason="a sum of several losses is not supported", instead="set one loss_type"
+        None, [1.0], reason="combining several losses is not supported", instead="set one loss_type"
     )
-    ld_alpha: float | None = only(None, 1.0, reason="log-probs are not weighted by length", instead=_LEAVE)
+    ld_alpha: float | None = only(None, 1.0, reason="length desensitization (LD-DPO) is not supported", instead=_LEAVE)
     f_divergence_type: str = only("reverse_kl", reason=_DIVERGENCE, instead=_LEAVE)
-    f_alpha_divergence_coef: float = accepted(0.5, "It is of the alpha divergence; log-ratios are the reverse KL's.")
-    use_weighting: bool = only(False, reason="pairs are not weighted by their likelihood", instead=_LEAVE)
-    discopop_tau: float = accepted(0.05, "It is of the loss discopop, which is refused.")
-    reference_free: bool = only(False, reason="DPO needs a reference", instead="set method cpo, which has none")
+    f_alpha_divergence_coef: float = accepted(0.5, "Applies to the alpha divergence only, which is refused.")
+    use_weighting: bool = only(False, reason="weighting of pairs (WPO) is not supported", instead=_LEAVE)
+    discopop_tau: float = accepted(0.05, "Applies to the discopop loss only, which is refused.")
+    reference_free: bool = only(False, reason="DPO needs a reference model", instead="set method: cpo, which has none")
     rpo_alpha: float | None = only(
         None,
-        reason="the likelihood of the chosen answers is a term of cpo",
-        instead="set method cpo and cpo_alpha",
+        reason="an NLL term on chosen answers is part of CPO",
+        instead="set method: cpo and cpo_alpha",
     )
     max_target_length: int | None = only(
         None, reason=_DECODER, instead="use a causal language model and max_completion_length"
     )
-    tools: ListOrKeywords = only(None, [], reason="tools differ by row", instead="give the data a column tools")
+    tools: ListOrKeywords = only(
+        None, [], reason="tools are read from each row", instead="add a tools column to the data"
+    )
 
 
 @dataclass(kw_only=True)
@@ -103,20 +103,18 @@ class SFTCompatibility(WidthOptions):
 
     TITLE: ClassVar[str] = "Of TRL"
 
-    dataset_batch_size: int | None = accepted(1000, "How many rows are tokenised at a time changes none of them.")
-    num_of_sequences: int = accepted(1024, "It is of packing, and of a data set without known lengths.")
-    chars_per_token: float = accepted(3.6, "It is of packing, and of a data set without known lengths.")
+    dataset_batch_size: int | None = accepted(1000, "Affects speed only.")
+    num_of_sequences: int = accepted(1024, "Applies to packing only, which is refused.")
+    chars_per_token: float = accepted(3.6, "Applies to packing only, which is refused.")
     shuffle_dataset: bool = accepted(
-        False, "Every epoch has an order of its own, by the seed, unless `train_sampling_strategy` says otherwise."
+        False, "Every epoch is shuffled by the seed; set `train_sampling_strategy` to change that."
     )
     packing: bool = only(False, reason="packing is not supported yet", instead="set max_tokens_per_batch")
-    packing_strategy: str = accepted("bfd", "It is of packing.")
+    packing_strategy: str = accepted("bfd", "Applies to packing only, which is refused.")
     eval_packing: bool | None = only(
         None, False, reason="packing is not supported yet", instead="set max_tokens_per_batch"
     )
-    padding_free: bool = accepted(
-        False, "A matter of speed: no loss depends on padding, and `max_tokens_per_batch` cuts it."
-    )
+    padding_free: bool = accepted(False, "Affects speed only; `max_tokens_per_batch` reduces padding.")
 
 
 @dataclass(kw_only=True)
@@ -142,5 +140,5 @@ class OnlineDPOCompatibility(WidthOptions):
     vllm_tensor_parallel_size: int = accepted(1, _VLLM)
     vllm_enable_sleep_mode: bool = accepted(False, _VLLM)
     cache_implementation: OptionalTexts = only(
-        None, "dynamic", reason="the cache is the rollout's own", instead="set rollout_backend"
+        None, "dynamic", reason="the rollout manages its own cache", instead="set rollout_backend"
     )

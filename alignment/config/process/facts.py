@@ -6,13 +6,13 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-# transformers' names of levels; "passive" leaves the library's own level as it is.
-_LEVELS = {
+# transformers' names of levels, besides "passive", which leaves the library's own level as it is.
+LEVELS = {
     "detail": logging.DEBUG,
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -28,6 +28,8 @@ class ProcessFacts:
     if TYPE_CHECKING:
         warmup_steps: float
         warmup_ratio: float
+        log_level: str
+        log_level_replica: str
 
         @property
         def n_gpu(self) -> int: ...
@@ -66,16 +68,12 @@ class ProcessFacts:
         It is that of ``log_level``, of other ranks than the first that of ``log_level_replica``; where that is
         ``passive``, the level that transformers logs at.
         """
-        name = self._level("log_level", "passive") if self.should_log else self._level("log_level_replica", "warning")
-        if name in _LEVELS:
-            return _LEVELS[name]
+        name = self.log_level if self.should_log else self.log_level_replica
+        if name in LEVELS:
+            return LEVELS[name]
         from transformers.utils import logging as transformers_logging
 
         return int(transformers_logging.get_verbosity())
-
-    def _level(self, option: str, default: str) -> str:
-        value: Any = getattr(self, option, None)
-        return default if value is None else str(value)
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Steps of the warm-up in a run of so many; a share of them is rounded up, as transformers does."""
@@ -83,22 +81,28 @@ class ProcessFacts:
             return int(self.warmup_steps)
         return math.ceil(num_training_steps * (self.warmup_steps or self.warmup_ratio))
 
-    @contextlib.contextmanager
-    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+    def main_process_first(self, local: bool = True, desc: str = "work") -> contextlib.AbstractContextManager[None]:
         """One rank runs the body before the others do, such as to fill a cache that they read. Collective.
 
         Args:
             local: the first rank of each machine goes first; False: the first rank of all.
             desc: of no effect; names the work, for readers.
         """
-        from torch import distributed
+        return ahead_of_others((self.local_process_index if local else self.process_index) == 0)
 
-        first = (self.local_process_index if local else self.process_index) == 0
-        together = distributed.is_available() and distributed.is_initialized()
-        if together and not first:
-            distributed.barrier()
-        try:
-            yield
-        finally:
-            if together and first:
-                distributed.barrier()
+
+@contextlib.contextmanager
+def ahead_of_others(goes_first: bool) -> Iterator[None]:
+    """The body runs on ranks that go first, then on the others; at once where there is one process. Collective."""
+    import torch
+    from torch import distributed
+
+    together = distributed.is_available() and distributed.is_initialized()
+    device = [torch.cuda.current_device()] if together and distributed.get_backend() == "nccl" else None
+    if together and not goes_first:
+        distributed.barrier(device_ids=device)
+    try:
+        yield
+    finally:
+        if together and goes_first:
+            distributed.barrier(device_ids=device)

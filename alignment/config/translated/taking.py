@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from alignment.config.errors import OptionError, setting
-from alignment.config.fields import convert, hints
+from alignment.config.fields import convert, hints, option_fields
 
 AUTO = "auto"
 
 
 def default_of(options: Any, name: str) -> Any:
     """The default of an option."""
-    return next(field.default for field in dataclasses.fields(options) if field.name == name)
+    return next(field.default for field in option_fields(options) if field.name == name)
 
 
 def said(place: str, value: Any) -> str:

@@ -14,9 +14,9 @@ from datasets import Dataset
 from torch import Tensor
 
 from alignment.data.row_mapper import BOOKKEEPING
+from alignment.data.targets.tokenised import IGNORED
 from alignment.data.windows import RowTable, WindowPlan
 
-IGNORED = -100  # the label of a token that no loss is computed from
 _BOOKKEEPING = ("row", "prompt_key", *BOOKKEEPING)
 Columns = Mapping[str, list[Any]]
 

@@ -132,11 +132,10 @@ def shortened(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:half]} … {text[-half:]}"
 
 
-def answers_of(context: RunContext, in_run: Callable[[], bool]) -> EvaluationAnswers | None:
+def answers_of(context: RunContext, in_run: Callable[[], bool]) -> EvaluationAnswers:
     """The tables of a run that asks for them, as a part of its state; see :class:`EvaluationAnswers`."""
     options = context.args
-    if not isinstance(options, SequenceOptions) or not options.generate_during_eval:
-        return None
+    assert isinstance(options, SequenceOptions) and options.generate_during_eval
     if not context.eval_data:
         context.tell("generate_during_eval: there is no evaluation data, so nothing is sampled")
     return context.run_state.register("answers", EvaluationAnswers(context, options, in_run))

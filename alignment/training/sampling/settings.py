@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from transformers import GenerationConfig
@@ -46,16 +47,12 @@ def sampling_of(config: GenerationConfig, tokenizer: Any, max_new_tokens: int, *
     )
     if not (draw or config.do_sample):
         return plain
-    return Sampling(
-        max_new_tokens=plain.max_new_tokens,
-        eos_token_ids=plain.eos_token_ids,
-        pad_token_id=plain.pad_token_id,
-        repetition_penalty=plain.repetition_penalty,
+    return replace(
+        plain,
         temperature=config.temperature or 1.0,
         top_p=1.0 if config.top_p is None else config.top_p,
         top_k=config.top_k or 0,
         min_p=config.min_p,
-        extra=extra,
     )
 
 

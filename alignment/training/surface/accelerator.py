@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from alignment.config.process.facts import ahead_of_others
 from alignment.engines.collectives import barrier, device, gathered
 from alignment.engines.launch_env import local_rank, rank, world_size
 
@@ -90,25 +90,10 @@ class Accelerator:
         """As :meth:`gather`."""
         return self.gather(tensor)
 
-    @contextlib.contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self) -> contextlib.AbstractContextManager[None]:
         """The first rank runs the body before all others do. Collective."""
-        with _first(self.is_main_process):
-            yield
+        return ahead_of_others(self.is_main_process)
 
-    @contextlib.contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
+    def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
         """The first rank of each machine runs the body before its others do. Collective."""
-        with _first(self.is_local_main_process):
-            yield
-
-
-@contextlib.contextmanager
-def _first(goes_first: bool) -> Iterator[None]:
-    if not goes_first:
-        barrier()
-    try:
-        yield
-    finally:
-        if goes_first:
-            barrier()
+        return ahead_of_others(self.is_local_main_process)
