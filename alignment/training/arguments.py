@@ -172,6 +172,25 @@ def check_data_source(args: AlignmentConfig | None, train_dataset: Any) -> None:
             raise OptionError(f"{setting(name, getattr(args, name))}: train_dataset was given as well; leave one out")
 
 
+def check_rows_given(args: AlignmentConfig, train_dataset: Any, eval_dataset: Any) -> None:
+    """Refuse a trainer that could neither train nor evaluate.
+
+    Raises:
+        OptionError: it has no data of either kind.
+    """
+    if train_dataset is None and not named_datasets(eval_dataset):
+        raise OptionError(
+            f"`train_dataset` is required{data_of_commands(args)}; a trainer that only evaluates takes eval_dataset "
+            "alone"
+        )
+
+
+def data_of_commands(args: AlignmentConfig) -> str:
+    """Why an option that names data gives a trainer none; empty where no option does."""
+    named = args.dataset_name or args.dataset_mixture
+    return " (dataset_name is read by the command; pass load_dataset(...) in Python)" if named else ""
+
+
 def check_optimizers(optimizers: tuple[Any, Any], model: Any) -> None:
     """Refuse an optimizer without its model, and a schedule without its optimizer.
 

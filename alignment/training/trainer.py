@@ -33,6 +33,8 @@ from alignment.training.arguments import (
     check_collator,
     check_data_source,
     check_optimizers,
+    check_rows_given,
+    data_of_commands,
     load_tokenizer,
     model_and_options,
     model_sources,
@@ -77,7 +79,7 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         model: path, hub name or a live transformers model; None takes ``args.model_name_or_path``.
         ref_model: the same for the reference; None means the policy as it is given here.
         args: the options.
-        train_dataset: a ``datasets.Dataset`` or a list of rows; not needed for evaluation alone.
+        train_dataset: a ``datasets.Dataset`` or a list of rows; not needed beside an ``eval_dataset``.
         eval_dataset: the same, or a dict of several by name.
         processing_class: the tokenizer; None loads the model's.
         tokenizer: older name of ``processing_class``.
@@ -129,6 +131,7 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         check_data_source(args, train_dataset)
         callbacks = check_callbacks(callbacks)
         model, args = model_and_options(type(self).__name__, self.config_class, model, args)
+        check_rows_given(args, train_dataset, eval_dataset)
         args = with_quantization(args, model, quantization_config)
         self.args = with_adapter_names(args, model_adapter_name, ref_adapter_name)
         check_saving(type(self), AlignmentTrainer, saves=self.args.save_strategy != "no")
@@ -315,8 +318,7 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         """
         check_attributes(self)
         if self.train_data is None or self.sampler is None:
-            named = " (dataset_name is read by the command; pass load_dataset(...) in Python)"
-            said = named if self.args.dataset_name or self.args.dataset_mixture else ""
+            said = data_of_commands(self.args)
             raise OptionError(f"train_dataset: none was given{said}, so there is nothing to train on")
         asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         if self.engines.trained:
