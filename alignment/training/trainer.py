@@ -66,6 +66,7 @@ from alignment.training.method import AnyMethod
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import Identity, RunState
 from alignment.training.surface.again import begin_again
+from alignment.training.surface.later import take_over
 from alignment.training.surface.overrides import check_attributes, check_overrides, check_saving
 from alignment.training.surface.positional import in_place
 from alignment.training.surface.records import TrainerRecords
@@ -176,6 +177,7 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         handler.train_dataloader = self.get_train_dataloader() if self.train_data is not None else None
         handler.eval_dataloader = self.get_eval_dataloader() if self.eval_data else None
         self._at_first: Present | None = None  # where engines were built before train()
+        self._options = self.args.values()
         self.events("on_init_end")
 
     def _context(self) -> RunContext:
@@ -280,6 +282,10 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         for data in (self.train_data, *self.eval_data.values()):
             if data is not None:
                 self.resources.check_data(data)
+        self._check_evaluation()
+
+    def _check_evaluation(self) -> None:
+        args = self.args
         if self.eval_data:
             check_best_metric(args, self.metrics, self.eval_data)
         elif args.eval_strategy != "no" or args.eval_on_start:
@@ -317,6 +323,9 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
             RunStopped: a signal or the file ``STOP`` asked the run to stop, and its state has been saved.
         """
         check_attributes(self)
+        self._options = take_over(self.args, self._options, built=self.engines.ready)
+        check_saving(type(self), AlignmentTrainer, saves=self.args.save_strategy != "no")
+        self._check_evaluation()
         if self.train_data is None or self.sampler is None:
             said = data_of_commands(self.args)
             raise OptionError(f"train_dataset: none was given{said}, so there is nothing to train on")

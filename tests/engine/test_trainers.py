@@ -567,6 +567,16 @@ def test_the_older_name_of_the_tokenizer(paths: dict[str, str], tmp_path: Path) 
     assert trainer.processing_class is tokenizer
 
 
+def test_options_set_on_a_trainer_are_checked_when_it_trains(paths: dict[str, str], tmp_path: Path) -> None:
+    trainer = CPOTrainer(model=paths["policy"], args=CPOConfig(**options(tmp_path)), train_dataset=paired_rows(4))
+    trainer.args.learning_rate = "x"  # type: ignore[assignment]
+    with pytest.raises(OptionError, match="^learning_rate='x'.*a number"):
+        trainer.train()
+    trainer.args.learning_rate, trainer.args.eval_strategy = 0.1, "epoch"  # type: ignore[assignment]
+    with pytest.raises(OptionError, match="eval_strategy: epoch .* needs data to evaluate on"):
+        trainer.train()
+
+
 def test_data_that_is_named_twice(paths: dict[str, str], tmp_path: Path) -> None:
     """In Python an option that names data would do nothing: it is refused, or named where data is missing."""
     for more in ({"dataset_name": "nowhere.jsonl"}, {"dataset_mixture": {"nowhere.jsonl": 1}}):

@@ -22,6 +22,7 @@ from alignment.data.shown.rows import (
     as_stored,
 )
 from alignment.training.arguments import check_collator
+from alignment.training.surface.later import take_over
 from alignment.training.surface.overrides import NEVER_CALLED, check_overrides, check_saving
 from alignment.training.surface.positional import in_place, online_arguments
 from alignment.training.surface.trainer_surface import TrainerSurface
@@ -174,6 +175,27 @@ def test_arguments_by_position_of_online_dpo() -> None:
     for positional in ((len, None, None, options), (len, options, *[None] * 7)):
         with pytest.raises(TypeError, match="by (position|name)"):
             online_arguments(positional, "tokenizers")
+
+
+def test_options_that_are_set_after_the_trainer_was_made() -> None:
+    args = KTOConfig("out", logging_steps=4)
+    before = args.values()
+    assert take_over(args, before, built=True) == before
+    args.logging_steps, args.learning_rate, args.do_eval = "3", 1e-5, True  # type: ignore[assignment]
+    now = take_over(args, before, built=False)
+    assert (args.logging_steps, args.eval_steps, now["eval_steps"]) == (3, 3, 3)
+    assert take_over(args, now, built=True) == now
+    for name, value, built, said in (
+        ("learning_rate", 2e-5, True, "learning_rate=2e-05: learning_rate changed after .* when its engines were built"),
+        ("max_length", 8, False, "max_length=8: max_length changed after .* when it was made; set options before"),
+        ("learning_rate", "fast", False, "learning_rate='fast'.*a number"),
+    ):
+        settled, before = getattr(args, name), args.values()
+        setattr(args, name, value)
+        with pytest.raises(OptionError, match=said):
+            take_over(args, before, built=built)
+        setattr(args, name, settled)
+        args.check_again()
 
 
 def test_collators_that_only_pad_are_accepted() -> None:
