@@ -94,7 +94,7 @@ class MetricHistory:
         return result
 
     def rest(self, sums: bool = False) -> dict[str, float]:
-        """The means of what no log had asked for when the run ended; of nothing where its last step was to be logged."""
+        """The means of what no log had asked for when the run ended; of nothing where its last step was asked for."""
         return means(self._items or self._unasked, sums)
 
     def state_dict(self) -> dict[str, Any]:

@@ -186,8 +186,18 @@ def test_options_that_are_set_after_the_trainer_was_made() -> None:
     assert (args.logging_steps, args.eval_steps, now["eval_steps"]) == (3, 3, 3)
     assert take_over(args, now, built=True) == now
     for name, value, built, said in (
-        ("learning_rate", 2e-5, True, "learning_rate=2e-05: learning_rate changed after .* when its engines were built"),
-        ("max_length", 8, False, "max_length=8: max_length changed after .* when it was made; set options before"),
+        (
+            "learning_rate",
+            2e-5,
+            True,
+            "learning_rate=2e-05: learning_rate changed after .* when its engines were built",
+        ),
+        (
+            "max_length",
+            8,
+            False,
+            "max_length=8: max_length, max_prompt_length changed after .* when it was made; set options before",
+        ),
         ("learning_rate", "fast", False, "learning_rate='fast'.*a number"),
     ):
         settled, before = getattr(args, name), args.values()
