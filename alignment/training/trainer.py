@@ -68,7 +68,7 @@ from alignment.training.run_state import Identity, RunState
 from alignment.training.surface.again import begin_again
 from alignment.training.surface.later import take_over
 from alignment.training.surface.overrides import check_attributes, check_overrides, check_saving
-from alignment.training.surface.positional import in_place
+from alignment.training.surface.positional import Order, taking_positions
 from alignment.training.surface.records import TrainerRecords
 from alignment.training.surface.trainer_surface import TrainerSurface
 
@@ -102,7 +102,9 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
 
     config_class: ClassVar[type[AlignmentConfig]]
     method_class: ClassVar[type[AnyMethod]]
+    order: ClassVar[Order] = Order.PLAIN
 
+    @taking_positions
     def __init__(
         self,
         model: str | PreTrainedModel | None = None,
@@ -123,9 +125,6 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
     ) -> None:
         check_overrides(type(self), AlignmentTrainer)
         refuse_arguments(unsupported)
-        ref_model, args, data_collator, train_dataset, eval_dataset, processing_class = in_place(
-            ref_model, args, train_dataset, eval_dataset, processing_class, data_collator
-        )
         check_collator(data_collator, self.method_class.kind)
         self.given_data = (train_dataset, eval_dataset)
         model, adapted = unwrapped(model)
