@@ -6,6 +6,7 @@ The constructor has TRL's shape, so that a script written for TRL runs after cha
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +24,10 @@ from alignment.engines.launch_env import init_distributed, local_rank, rank, wor
 from alignment.engines.optimizers import check_optimization
 from alignment.engines.phases import Phases
 from alignment.engines.watch.retries import Retries
+from alignment.models.adapters.merged import merge_live
 from alignment.models.adapters.record import unwrapped
+from alignment.models.source import ModelSource
+from alignment.models.vocabulary import Vocabulary
 from alignment.planning.engines import check_alike, plan_engines
 from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.log import JsonlLog
@@ -42,6 +46,7 @@ from alignment.training.arguments import (
     refuse_arguments,
     with_adapter_names,
     with_quantization,
+    with_vocabulary,
 )
 from alignment.training.callbacks import Events, check_callbacks, check_early_stopping
 from alignment.training.checkpointing.best import BestModel, check_best_metric
@@ -87,7 +92,7 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         callbacks: transformers' ``TrainerCallback`` s, instances or classes.
         optimizers: own ``(optimizer, scheduler)`` over the parameters of a live ``model``, or Nones.
         peft_config: PEFT's configuration of adapters to train in place of the whole model. A live ``PeftModel`` as
-            ``model`` trains those that it has.
+            ``model`` trains those that it has; with ``peft_config`` they are merged into its base first, in place.
         model_adapter_name: as the option.
         ref_adapter_name: as the option.
         data_collator: TRL's or transformers', where it only pads, which changes nothing here; others are refused.
@@ -144,13 +149,10 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         self.folder = RunFolder(self.output_dir, self.args, self.tell)
         if train_dataset is not None:
             self.folder.check()
-        self._prepare_models(model, ref_model, optimizers, peft_config, adapted)
+        self._prepare_models(model, ref_model, optimizers, peft_config, adapted, (processing_class, tokenizer))
         repository = self._repository() if self.args.push_to_hub else None
         if self.engine_plan.works_in_host_memory(self.args):
             self.tell(share_cores())
-        self.processing_class = self._tokenizer(
-            load_tokenizer(processing_class, tokenizer, self.policy_source, self.args)
-        )
         for source in (self.policy_source, self.reference_source):
             check_vocabulary(self.processing_class, source.config.get_text_config().vocab_size, source.name)
         with ACTIVITY("data"):
@@ -227,12 +229,20 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         optimizers: tuple[Any, Any],
         peft_config: Any,
         adapted: Any,
+        tokenizers: tuple[Any, Any],
     ) -> None:
         check_optimizers(optimizers, model)
         self.optimizers, needed = optimizers, self.method.needs_reference
+        merged = adapted is not None and peft_config is not None
+        if merged:
+            (model, note), adapted = merge_live(adapted), None
+            self.tell(note)
         self.policy_source, self.reference_source = model_sources(
             model, ref_model, self.args, needed, self.method.task
         )
+        if merged:
+            self._replace_policy(replace(self.policy_source, merged=True))
+        self.processing_class = self._tokenizer(load_tokenizer(*tokenizers, self.policy_source, self.args))
         self.aux_coefficient = balancing_coefficient(self.args, self.policy_source.config)
         self.engine_plan = plan_engines(
             self.args, self.policy_source, self.reference_source if needed else None, peft_config, adapted
@@ -252,9 +262,22 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
                 self.tell(note)
         self.resources = self._resources()
 
+    def _replace_policy(self, source: ModelSource) -> None:
+        """Let the policy's model, and the reference's where it is the same one, be another."""
+        if self.reference_source is self.policy_source:
+            self.reference_source = source
+        self.policy_source = source
+
     def _tokenizer(self, tokenizer: Any) -> Any:
         """The tokenizer as the method's options want it: itself, or a copy."""
         return tokenizer
+
+    def _know(self, vocabulary: Vocabulary) -> None:
+        """Let the policy's model know what the tokenizer has become."""
+        if vocabulary:
+            source, note = with_vocabulary(self.policy_source, vocabulary, self.optimizers)
+            self._replace_policy(source)
+            self.tell(note)
 
     def _resources(self) -> Resources:
         """What the method needs in a run beside policy and reference."""
