@@ -250,6 +250,11 @@ def test_what_is_set_afterwards_is_checked_when_the_trainer_is_made() -> None:
         model_and_options("KTOTrainer", KTOConfig, "m", given)
 
 
+def test_how_to_checkpoint_may_be_said_where_nothing_is() -> None:
+    given = KTOConfig("out", gradient_checkpointing=False, gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert not given.gradient_checkpointing
+
+
 def test_plain_training_arguments_are_taken_over() -> None:
     plain = TrainingArguments("out", use_cpu=True, learning_rate=3e-4, warmup_steps=0.1, eval_strategy="epoch")
     _, options = model_and_options("KTOTrainer", KTOConfig, "m", plain)

@@ -53,6 +53,7 @@ def tried(
         _complete(config, linear, model, head)
         if classifier:
             config.modules_to_save = sorted({*(config.modules_to_save or ()), HEAD})
+    new_rows = _train_new_rows(config, model, source) if path is None else ()
     total = sum(parameter.numel() for parameter in model.parameters())
     experts = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
     try:
@@ -72,8 +73,30 @@ def tried(
     layers = tuple(name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
     adapters = Adapters(config, path=path, layers=layers, trained=trained, total=total + added)
     if source.live is not None:
-        adapters = replace(adapters, embeddings=has_grown(source))
-    return replace(adapters, notes=tuple(_notes(config, model, experts, quantization)))
+        adapters = replace(adapters, embeddings=has_grown(source) and not new_rows)
+    notes = [*_notes(config, model, experts, quantization)]
+    if new_rows:
+        notes.append(
+            f"chat_template_path: {' and '.join(new_rows)}: trained whole beside the adapters and saved, for "
+            "rows of new tokens would otherwise stay as they begin; a .jinja file writes such tokens as text"
+        )
+    return replace(adapters, notes=tuple(notes))
+
+
+def _train_new_rows(config: Any, model: PreTrainedModel, source: ModelSource) -> tuple[str, ...]:
+    """Let embeddings and head be trained whole where tokens are new to the model; return the names of what is.
+
+    Nothing where the configuration says itself which tokens it trains. What has an adapter is trained by that.
+    """
+    if not source.vocabulary.new or getattr(config, "trainable_token_indices", None):
+        return ()
+    ends = {id(end) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None}
+    names = [name.rpartition(".")[2] for name, module in model.named_modules() if id(module) in ends]
+    targets = config.target_modules
+    adapted = [] if isinstance(targets, str) else list(targets or ())
+    names = [name for name in names if name not in adapted]
+    config.modules_to_save = sorted({*(config.modules_to_save or ()), *names})
+    return tuple(names)
 
 
 def _complete(config: Any, linear: dict[str, str], model: nn.Module, head: str | None) -> None:
