@@ -48,12 +48,11 @@ def make(name: str, models: dict[str, str], folder: Path, **more: Any) -> Alignm
         num_train_epochs=2,
         lr_scheduler_type="linear",
         learning_rate=5e-3,
-        logging_steps=2,
         metric_for_best_model="loss",
         greater_is_better=True,  # so that evaluations get worse, and patience is used up
         disable_dropout=False,
         include_num_input_tokens_seen=True,
-        **{"eval_strategy": "steps", "eval_steps": 2, **more},
+        **{"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2, **more},
     )
     arguments: dict[str, Any] = {"callbacks": [EarlyStoppingCallback(early_stopping_patience=50)]}
     rows: Callable[..., list[dict[str, Any]]] = unpaired_rows if method in ("KTO", "SFT") else paired_rows

@@ -136,11 +136,6 @@ def check_shared(options: Any) -> None:
     _check_optimizer(options)
     _check_schedule(options)
     requested_dtype(options)
-    if options.gradient_checkpointing_kwargs and not options.gradient_checkpointing:
-        raise OptionError(
-            f"{setting('gradient_checkpointing_kwargs', options.gradient_checkpointing_kwargs)}: has no effect with "
-            f"gradient_checkpointing=False; leave one of them out"
-        )
     _check_checkpointing(options)
     check_adapters(options)
     check_mixture(options)

@@ -102,9 +102,9 @@ class AlignmentConfig(
 
     @keeping_shared
     def __post_init__(self) -> None:
-        vars(self)[_GIVEN] = self._values()
+        vars(self)[_GIVEN] = self.values()
         self._settle()
-        vars(self)[_SETTLED] = self._values()
+        vars(self)[_SETTLED] = self.values()
 
     if not TYPE_CHECKING:
 
@@ -115,7 +115,8 @@ class AlignmentConfig(
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             return getattr(self, here)
 
-    def _values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
+        """Every option by name, as it is now."""
         return {field.name: _held(getattr(self, field.name)) for field in option_fields(self)}
 
     def check_again(self) -> None:
@@ -124,7 +125,7 @@ class AlignmentConfig(
         Raises:
             OptionError: it cannot be used.
         """
-        settled, now = vars(self)[_SETTLED], self._values()
+        settled, now = vars(self)[_SETTLED], self.values()
         changed = {name: value for name, value in now.items() if value != settled[name]}
         older = {name: vars(self)[name] for name in older_names(type(self)) if name in vars(self)}
         if not changed and not older:

@@ -63,7 +63,9 @@ class MemoryOptions:
         True, "Recompute activations in backward instead of keeping them.", older=("activation_checkpointing",)
     )
     gradient_checkpointing_kwargs: Keywords = option(
-        None, "Arguments of torch's checkpoint function.", older=("activation_checkpointing_kwargs",)
+        None,
+        "Arguments of torch's checkpoint function, where `gradient_checkpointing` is on.",
+        older=("activation_checkpointing_kwargs",),
     )
     activation_offloading: bool = option(False, "Keep activations in host memory until backward.")
     auto_find_batch_size: bool = option(False, "Halve the micro-batch after running out of memory.")

@@ -40,9 +40,10 @@ def arranged(
     """
     there = dataset.column_names
     if dataset.format["type"] == "custom":
+        skipping = " (with skip_prepare_dataset too: trainer-ready rows are read once)"
         raise DataError(
-            f"{where}: Dataset.with_transform() makes new rows each time, and rows are tokenised once; apply it by "
-            "Dataset.map()"
+            f"{where}: Dataset.with_transform() makes new rows each time, and rows are tokenised once"
+            f"{skipping if kind == 'prompt_completion' else ''}; apply it by Dataset.map()"
         )
     _refuse_images(dataset, where)
     tokens = token_columns(kind, there)

@@ -102,6 +102,7 @@ def write_adapters(
             revision=source.init_kwargs.get("revision"),
             quantization=quantized,
             task=source.task,
+            merged=source.merged,
             dtype=str(next(iter(tensors.values())).dtype).removeprefix("torch."),
         )
 

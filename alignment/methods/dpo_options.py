@@ -74,7 +74,7 @@ class DPOConfig(ReferenceOptions, SequenceOptions, DPOCompatibility, AlignmentCo
         given = setting("loss_type", self.loss_type)
         if isinstance(self.loss_type, list):
             if len(self.loss_type) != 1:
-                raise OptionError(f"{given}: a sum of several losses is not supported; set one of them")
+                raise OptionError(f"{given}: combining several losses is not supported; set one of them")
             (self.loss_type,) = self.loss_type
         if self.loss_type in _ELSEWHERE:
             raise OptionError(f"{given}: not supported; set one of {', '.join(DPO_LOSS_TYPES)}")

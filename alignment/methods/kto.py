@@ -18,6 +18,7 @@ from alignment.references.base import RowIds
 from alignment.reporting.metrics import sides
 from alignment.training.advice import about_labels, about_learning_rate, about_window
 from alignment.training.method import Method, RowLosses, Window
+from alignment.training.surface.positional import Order
 from alignment.training.trainer import AlignmentTrainer
 
 
@@ -135,3 +136,4 @@ class KTOTrainer(AlignmentTrainer):
 
     config_class: ClassVar[type[KTOConfig]] = KTOConfig
     method_class = KTOMethod
+    order = Order.EITHER

@@ -23,7 +23,7 @@ from alignment.references.base import RowIds
 from alignment.reporting.metrics import REWARDS, add_rewards, add_sides, sides
 from alignment.training.context import Resources
 from alignment.training.method import Method, RowLosses, Window
-from alignment.training.surface.positional import online_arguments
+from alignment.training.surface.positional import Order, online_arguments
 from alignment.training.trainer import AlignmentTrainer
 
 
@@ -118,6 +118,7 @@ class OnlineDPOTrainer(AlignmentTrainer):
 
     config_class: ClassVar[type[OnlineDPOConfig]] = OnlineDPOConfig
     method_class = OnlineDPOMethod
+    order = Order.REFERENCE
     args: OnlineDPOConfig
     method: OnlineDPOMethod
 

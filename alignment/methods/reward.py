@@ -76,7 +76,11 @@ class RewardTrainer(AlignmentTrainer):
         return _Pad()
 
     def _tokenizer(self, tokenizer: Any) -> Any:
-        return with_options(tokenizer, self.args)
+        tokenizer, vocabulary = with_options(
+            tokenizer, self.args, self.policy_source.config.get_text_config().vocab_size
+        )
+        self._know(vocabulary)
+        return tokenizer
 
     def _prepare_models(self, *given: Any) -> None:
         super()._prepare_models(*given)

@@ -89,7 +89,11 @@ class SFTTrainer(AlignmentTrainer):
         super().__init__(*args, **kwargs)
 
     def _tokenizer(self, tokenizer: Any) -> Any:
-        return with_options(tokenizer, self.args)
+        tokenizer, vocabulary = with_options(
+            tokenizer, self.args, self.policy_source.config.get_text_config().vocab_size
+        )
+        self._know(vocabulary)
+        return tokenizer
 
     def _prepare(self, source: Any, limit: int | None, where: str) -> PreparedData:
         if self.formatting_func is not None:

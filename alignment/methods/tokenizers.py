@@ -8,29 +8,52 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from alignment.config.errors import ModelError, OptionError, listing, one_line, setting
+from alignment.config.errors import ModelError, OptionError, one_line, setting
 from alignment.config.options_data import TokenizerOptions
+from alignment.models.vocabulary import Vocabulary, fill_up, rounded_up, take_template
 
 _TEMPLATES = (".jinja", ".j2")
 
 
-def with_options(tokenizer: Any, options: Any) -> Any:
+def with_options(tokenizer: Any, options: Any, rows: int) -> tuple[Any, Vocabulary]:
     """A copy of the tokenizer with what is set of :class:`TokenizerOptions`; itself where nothing is.
+
+    A chat template of another tokenizer whose tokens it lacks comes with all tokens that were added to that one, and
+    with unused ones up to the rows that the embeddings will have.
+
+    Args:
+        tokenizer: the model's.
+        options: the run's.
+        rows: of the model's embeddings.
+
+    Returns:
+        The tokenizer, and what changes of the model.
 
     Raises:
         OptionError: a token that the tokenizer does not have.
-        ModelError: a chat template that cannot be read, or needs tokens that the tokenizer does not have.
+        ModelError: a chat template that cannot be read.
     """
     assert isinstance(options, TokenizerOptions)
     path = options.chat_template_path
     named = {"eos_token": options.eos_token, "pad_token": options.pad_token}
     given = {name: token for name, token in named.items() if token is not None}
     if not given and path is None:
-        return tokenizer
+        return tokenizer, Vocabulary()
     tokenizer = copy.deepcopy(tokenizer)
-    if path is not None:
-        tokenizer.chat_template, end = _template(path, tokenizer, options.trust_remote_code)  # type: ignore[attr-defined]
-        given = ({} if end is None else {"eos_token": end}) | given
+    end, new, grows = None, [], False
+    if path is not None and path.endswith(_TEMPLATES):
+        tokenizer.chat_template = _written(path)
+    elif path is not None:
+        source = _source(path, options.trust_remote_code)  # type: ignore[attr-defined]
+        end = source.eos_token
+        if _lacks(tokenizer, source):
+            new = take_template(tokenizer, source)
+        else:
+            tokenizer.chat_template = source.chat_template
+        grows = len(tokenizer) > rows
+        if grows:
+            new += fill_up(tokenizer, rounded_up(len(tokenizer)))
+    given = ({} if end is None else {"eos_token": end}) | given
     vocabulary = tokenizer.get_vocab()
     for name, token in given.items():
         if token not in vocabulary:
@@ -39,17 +62,26 @@ def with_options(tokenizer: Any, options: Any) -> Any:
                 "and model and save both"
             )
         setattr(tokenizer, name, token)
-    return tokenizer
+    return tokenizer, Vocabulary(
+        len(tokenizer) if grows else None,
+        tuple(tokenizer.convert_tokens_to_ids(new)),
+        tokenizer.eos_token_id if "eos_token" in given else None,
+    )
 
 
-def _template(path: str, tokenizer: Any, trust_remote_code: bool) -> tuple[str, str | None]:
-    """A chat template, and the token that ends its turns where another tokenizer says so."""
+def _written(path: str) -> str:
+    """The chat template of a Jinja file."""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(
+            f"{setting('chat_template_path', path)}: cannot be read: {one_line(error)}; set a Jinja file"
+        ) from error
+
+
+def _source(path: str, trust_remote_code: bool) -> Any:
+    """A tokenizer that has a chat template."""
     key = setting("chat_template_path", path)
-    if path.endswith(_TEMPLATES):
-        try:
-            return Path(path).expanduser().read_text(encoding="utf-8"), None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"{key}: cannot be read: {one_line(error)}; set a Jinja file") from error
     try:
         source = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # network, files and code of many kinds
@@ -58,14 +90,11 @@ def _template(path: str, tokenizer: Any, trust_remote_code: bool) -> tuple[str, 
         ) from error
     if not source.chat_template:
         raise ModelError(f"{key}: its tokenizer has no chat template; set another, or a .jinja file")
-    known = tokenizer.get_vocab()
+    return source
+
+
+def _lacks(tokenizer: Any, source: Any) -> bool:
+    """Whether the tokenizer has not all tokens that the template of another one writes, or that end its turns."""
     tokens = [token.content for token in source.added_tokens_decoder.values()]
-    written = [token for token in tokens if token in source.chat_template]
-    missing = sorted({*written, source.eos_token or ""} - {*known, ""})
-    if missing:
-        raise ModelError(
-            f"{key}: its template writes {listing(missing)}, which the model's tokenizer does not have as tokens; add "
-            "them to tokenizer and model (resize_token_embeddings) and save both, or set a .jinja file to write them "
-            "as text"
-        )
-    return source.chat_template, source.eos_token
+    needed = {token for token in tokens if token in source.get_chat_template()} | {source.eos_token or ""} - {""}
+    return bool(needed - set(tokenizer.get_vocab()))

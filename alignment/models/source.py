@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from alignment.models.kernels import liger_type, put_liger_kernels
 from alignment.models.loading import load_model
 from alignment.models.quantization import Quantization, prepare_quantized
 from alignment.models.tasks import CAUSAL_LM, Task
+from alignment.models.vocabulary import Vocabulary
 
 _LFS = b"version https://git-lfs"
 _FOR_TOKENIZERS = ("revision", "token", "cache_dir", "subfolder")
@@ -143,7 +145,9 @@ def check_positions(config: PretrainedConfig, max_length: int | None) -> None:
 class ModelSource:
     """A path or hub name, or a live object. ``config`` is known before it is loaded.
 
-    ``quantization`` is how its weights are kept; it is planned once the engine is known.
+    ``quantization`` is how its weights are kept; it is planned once the engine is known. ``merged``: adapters were
+    merged into the live model, which is thus no longer what its name says. ``vocabulary``: what a model that is loaded
+    gets of it, and a live one has got.
     """
 
     path: str | None
@@ -152,6 +156,8 @@ class ModelSource:
     init_kwargs: dict[str, Any]
     task: Task = CAUSAL_LM
     quantization: Quantization | None = None
+    merged: bool = False
+    vocabulary: Vocabulary = Vocabulary()
 
     @property
     def name(self) -> str:
@@ -189,7 +195,7 @@ class ModelSource:
             prepare_quantized(self.live, self.quantization)
             return self.live
         assert self.path is not None
-        return load_model(
+        model = load_model(
             self.path,
             dtype,
             ds_config=ds_config,
@@ -202,6 +208,17 @@ class ModelSource:
             device=device,
             tell=tell,
         )
+        self.vocabulary.put_on(model)
+        return model
+
+    def knowing(self, vocabulary: Vocabulary) -> ModelSource:
+        """The same model with another vocabulary: written into a live one, in place; others get it when loaded."""
+        if self.live is not None:
+            vocabulary.put_on(self.live)
+            return replace(self, vocabulary=vocabulary)
+        config = copy.deepcopy(self.config)
+        vocabulary.note_in(config)
+        return replace(self, config=config, vocabulary=vocabulary)
 
     def tokenizer(self, given: Any, key: str, trust_remote_code: bool) -> Any:
         """The tokenizer that was given by the argument ``key``, or the model's own.

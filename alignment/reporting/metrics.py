@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,13 +67,15 @@ def means(items: Mapping[str, tuple[float, float]], sums: bool = False) -> dict[
 
 
 class MetricHistory:
-    """Reduced sums and counts since the last log."""
+    """Reduced sums and counts since the last log, or since the last one that somebody had asked for."""
 
     def __init__(self) -> None:
         self._items: dict[str, tuple[float, float]] = {}
+        self._unasked: dict[str, tuple[float, float]] = {}
 
     def add(self, items: Mapping[str, tuple[float, float]]) -> None:
         """Add one window's reduced sums and counts."""
+        self._unasked = {}
         for name, (total, count) in items.items():
             before = self._items.get(name, (0.0, 0.0))
             self._items[name] = (before[0] + total, before[1] + count)
@@ -81,18 +83,35 @@ class MetricHistory:
     def __bool__(self) -> bool:
         return bool(self._items)
 
-    def pop(self, sums: bool = False) -> dict[str, float]:
-        """The means since the last call; with ``sums`` those of :func:`means` as well."""
-        result, self._items = means(self._items, sums), {}
+    def pop(self, sums: bool = False, *, asked: bool = True) -> dict[str, float]:
+        """The means since the last call; with ``sums`` those of :func:`means` as well.
+
+        Args:
+            sums: as there.
+            asked: whether the log was to have them now. What it gets only because the run ends is for :meth:`rest`.
+        """
+        result, self._unasked, self._items = means(self._items, sums), {} if asked else self._items, {}
         return result
+
+    def rest(self, sums: bool = False) -> dict[str, float]:
+        """The means of what no log had asked for when the run ended; of nothing where its last step was asked for."""
+        return means(self._items or self._unasked, sums)
 
     def state_dict(self) -> dict[str, Any]:
         """The running sums."""
-        return {"items": {name: list(pair) for name, pair in self._items.items()}}
+        return {"items": _as_lists(self._items), "unasked": _as_lists(self._unasked)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave."""
-        self._items = {name: (float(pair[0]), float(pair[1])) for name, pair in state["items"].items()}
+        self._items, self._unasked = _as_pairs(state["items"]), _as_pairs(state.get("unasked", {}))
+
+
+def _as_lists(items: Mapping[str, tuple[float, float]]) -> dict[str, list[float]]:
+    return {name: list(pair) for name, pair in items.items()}
+
+
+def _as_pairs(items: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
+    return {name: (float(pair[0]), float(pair[1])) for name, pair in items.items()}
 
 
 def sides(*names: str) -> tuple[str, ...]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import warnings
 from typing import Any
 
 from alignment.config.errors import ModelError, OptionError, setting
@@ -37,6 +35,8 @@ def setup_chat_format(
         OptionError: another format.
         ModelError: the tokenizer has a template already.
     """
+    from alignment.models.vocabulary import resize, rounded_up
+
     if tokenizer.chat_template is not None:
         raise ModelError(
             "tokenizer: it has a chat template already, and the model may know it; set tokenizer.chat_template = None "
@@ -53,7 +53,7 @@ def setup_chat_format(
         }
     )
     tokenizer.chat_template = _CHATML
-    _resize(model, len(tokenizer), resize_to_multiple_of)
+    resize(model, rounded_up(len(tokenizer), resize_to_multiple_of))
     for config in (model.config, model.generation_config):
         if config is not None:  # a classifier generates nothing
             config.bos_token_id = tokenizer.bos_token_id
@@ -81,30 +81,18 @@ def clone_chat_template(
     Raises:
         ModelError: the other tokenizer has no template.
     """
-    from transformers import AddedToken, AutoTokenizer
+    from transformers import AutoTokenizer
+
+    from alignment.models.vocabulary import fill_up, resize, rounded_up, take_template
 
     source = AutoTokenizer.from_pretrained(source_tokenizer_path)
     if not source.chat_template:
         raise ModelError(f"source_tokenizer_path: {source_tokenizer_path!r} has no chat template; name one that has")
-    vocabulary = tokenizer.get_vocab()
-    new = [token for token in source.added_tokens_decoder.values() if token.content not in vocabulary]
-    tokenizer.add_tokens(new)
-    tokenizer.chat_template = source.get_chat_template()
-    tokenizer.eos_token = source.eos_token
+    new = take_template(tokenizer, source)
     for config in (model.config, model.generation_config):
         if config is not None:  # a classifier generates nothing
             config.eos_token_id = tokenizer.eos_token_id
-    rows = _resize(model, len(tokenizer), resize_to_multiple_of)
-    vocabulary = tokenizer.get_vocab()
-    unused = (name for name in map("<extra_id_{}>".format, itertools.count()) if name not in vocabulary)
-    fill = [AddedToken(name) for name in itertools.islice(unused, max(0, rows - len(tokenizer)))]
-    tokenizer.add_tokens(fill)
-    if len(tokenizer) != rows:
-        warnings.warn(f"the tokenizer has {len(tokenizer)} tokens, the model {rows} embeddings", stacklevel=2)
-    return model, tokenizer, tokenizer.convert_tokens_to_ids([token.content for token in (*new, *fill)])
-
-
-def _resize(model: Any, tokens: int, multiple: int | None) -> int:
-    """Embeddings for so many tokens; the number of their rows."""
-    model.resize_token_embeddings(tokens, pad_to_multiple_of=multiple)
-    return int(model.get_input_embeddings().weight.shape[0])
+    rows = rounded_up(len(tokenizer), resize_to_multiple_of)
+    resize(model, rows)
+    new += fill_up(tokenizer, rows)
+    return model, tokenizer, tokenizer.convert_tokens_to_ids(new)

@@ -19,6 +19,7 @@ from alignment.data.formats import Kind
 from alignment.data.shown.rows import Collator
 from alignment.models.source import ModelSource, check_positions, model_source
 from alignment.models.tasks import CAUSAL_LM, Task
+from alignment.models.vocabulary import Vocabulary
 from alignment.training.data import NamedMixture, NamedSplit, limits_of
 
 _REFUSED = {
@@ -172,6 +173,25 @@ def check_data_source(args: AlignmentConfig | None, train_dataset: Any) -> None:
             raise OptionError(f"{setting(name, getattr(args, name))}: train_dataset was given as well; leave one out")
 
 
+def check_rows_given(args: AlignmentConfig, train_dataset: Any, eval_dataset: Any) -> None:
+    """Refuse a trainer that could neither train nor evaluate.
+
+    Raises:
+        OptionError: it has no data of either kind.
+    """
+    if train_dataset is None and not named_datasets(eval_dataset):
+        raise OptionError(
+            f"`train_dataset` is required{data_of_commands(args)}; a trainer that only evaluates takes eval_dataset "
+            "alone"
+        )
+
+
+def data_of_commands(args: AlignmentConfig) -> str:
+    """Why an option that names data gives a trainer none; empty where no option does."""
+    named = args.dataset_name or args.dataset_mixture
+    return " (dataset_name is read by the command; pass load_dataset(...) in Python)" if named else ""
+
+
 def check_optimizers(optimizers: tuple[Any, Any], model: Any) -> None:
     """Refuse an optimizer without its model, and a schedule without its optimizer.
 
@@ -199,6 +219,35 @@ def load_tokenizer(given: Any, older_name: Any, policy: ModelSource, options: Al
     if tokenizer is None and saved is not None and (Path(saved) / "tokenizer_config.json").is_file():
         policy = replace(policy, path=saved, live=None, init_kwargs={})  # with the chat template of their training
     return policy.tokenizer(tokenizer, "processing_class", options.trust_remote_code)
+
+
+def with_vocabulary(
+    source: ModelSource, vocabulary: Vocabulary, optimizers: tuple[Any, Any]
+) -> tuple[ModelSource, str | None]:
+    """The policy with the vocabulary that ``chat_template_path`` has given its tokenizer, and what to tell of it.
+
+    Raises:
+        OptionError: what a live model was made with would no longer fit it.
+    """
+    if vocabulary.rows is None and not vocabulary.new:
+        return source.knowing(vocabulary), None
+    if vocabulary.rows is not None and any(optimizers):
+        raise OptionError(
+            "chat_template_path: its tokens are new to the model, whose embeddings get further rows: optimizers was "
+            "made for those of before; leave it out, or clone_chat_template() before making it"
+        )
+    if getattr(source.live, "peft_config", None):
+        raise OptionError(
+            "chat_template_path: its tokens are new to the model, which has adapters already; clone_chat_template() "
+            "before making them, or set a .jinja file to write these tokens as text"
+        )
+    before = source.config.get_text_config().vocab_size
+    note = f"chat_template_path: the tokenizer of {source.name} gets {len(vocabulary.new)} new tokens"
+    if vocabulary.rows is not None:
+        note += (
+            f"; embeddings grow from {before} rows to {vocabulary.rows}, and new ones begin as the mean of the others"
+        )
+    return source.knowing(vocabulary), note
 
 
 def named_datasets(value: Any) -> dict[str, Any]:

@@ -262,7 +262,7 @@ class TrainingLoop:
         """
         ends = self._stops() and self.args.logging_strategy == Strategy.STEPS
         if self.decision.log or (ends and self.history):
-            self._log()
+            self._log(asked=self.decision.log)
             self.decision = self.events.decide()
         if self.decision.evaluate:
             if self.decision.leave is not None:
@@ -386,9 +386,9 @@ class TrainingLoop:
     def _say(self, text: str) -> None:
         (self.context.tell if self.args.disable_tqdm else self.progress.note)(text)
 
-    def _log(self) -> None:
+    def _log(self, *, asked: bool) -> None:
         record = {
-            **self.history.pop(self.context.method.logs_sums),
+            **self.history.pop(self.context.method.logs_sums, asked=asked),
             **self.totals.last,
             "num_tokens": self.totals.tokens,
         }
@@ -467,10 +467,16 @@ class TrainingLoop:
         metrics |= self._faults()
         if self.totals.reduced_windows:
             metrics[self.context.method.reduced_windows] = self.totals.reduced_windows
-        self.context.log(metrics)
+        self.context.log({**metrics, **self._rest()})
         self.context.log_file.write({"event": "end", "phases": self.context.phases.summary()})
         for finish in (self.context.log_file.finish, self._finish_tables):
             self.writer.finish(finish)
         self.events("on_train_end")
         self.writer.finish(lambda: self.writer.write_state(self.context.output_dir))
         return TrainOutput(steps, metrics["train_loss"], {**metrics, "epoch": self.state.epoch or 0.0})
+
+    def _rest(self) -> dict[str, float]:
+        """What TRL's summary of a run has of the steps after the last log: their metrics, but for the loss."""
+        rest = self.history.rest(self.context.method.logs_sums)
+        rest.pop("loss", None)  # it is in train_loss, and an entry with a loss is a step's
+        return {**rest, "num_tokens": self.totals.tokens} if rest else {}

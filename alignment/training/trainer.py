@@ -6,6 +6,7 @@ The constructor has TRL's shape, so that a script written for TRL runs after cha
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +24,10 @@ from alignment.engines.launch_env import init_distributed, local_rank, rank, wor
 from alignment.engines.optimizers import check_optimization
 from alignment.engines.phases import Phases
 from alignment.engines.watch.retries import Retries
+from alignment.models.adapters.merged import merge_live
 from alignment.models.adapters.record import unwrapped
+from alignment.models.source import ModelSource
+from alignment.models.vocabulary import Vocabulary
 from alignment.planning.engines import check_alike, plan_engines
 from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.log import JsonlLog
@@ -33,6 +37,8 @@ from alignment.training.arguments import (
     check_collator,
     check_data_source,
     check_optimizers,
+    check_rows_given,
+    data_of_commands,
     load_tokenizer,
     model_and_options,
     model_sources,
@@ -40,6 +46,7 @@ from alignment.training.arguments import (
     refuse_arguments,
     with_adapter_names,
     with_quantization,
+    with_vocabulary,
 )
 from alignment.training.callbacks import Events, check_callbacks, check_early_stopping
 from alignment.training.checkpointing.best import BestModel, check_best_metric
@@ -64,8 +71,9 @@ from alignment.training.method import AnyMethod
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import Identity, RunState
 from alignment.training.surface.again import begin_again
+from alignment.training.surface.later import take_over
 from alignment.training.surface.overrides import check_attributes, check_overrides, check_saving
-from alignment.training.surface.positional import in_place
+from alignment.training.surface.positional import Order, taking_positions
 from alignment.training.surface.records import TrainerRecords
 from alignment.training.surface.trainer_surface import TrainerSurface
 
@@ -77,14 +85,14 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         model: path, hub name or a live transformers model; None takes ``args.model_name_or_path``.
         ref_model: the same for the reference; None means the policy as it is given here.
         args: the options.
-        train_dataset: a ``datasets.Dataset`` or a list of rows; not needed for evaluation alone.
+        train_dataset: a ``datasets.Dataset`` or a list of rows; not needed beside an ``eval_dataset``.
         eval_dataset: the same, or a dict of several by name.
         processing_class: the tokenizer; None loads the model's.
         tokenizer: older name of ``processing_class``.
         callbacks: transformers' ``TrainerCallback`` s, instances or classes.
         optimizers: own ``(optimizer, scheduler)`` over the parameters of a live ``model``, or Nones.
         peft_config: PEFT's configuration of adapters to train in place of the whole model. A live ``PeftModel`` as
-            ``model`` trains those that it has.
+            ``model`` trains those that it has; with ``peft_config`` they are merged into its base first, in place.
         model_adapter_name: as the option.
         ref_adapter_name: as the option.
         data_collator: TRL's or transformers', where it only pads, which changes nothing here; others are refused.
@@ -99,7 +107,9 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
 
     config_class: ClassVar[type[AlignmentConfig]]
     method_class: ClassVar[type[AnyMethod]]
+    order: ClassVar[Order] = Order.PLAIN
 
+    @taking_positions
     def __init__(
         self,
         model: str | PreTrainedModel | None = None,
@@ -120,9 +130,6 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
     ) -> None:
         check_overrides(type(self), AlignmentTrainer)
         refuse_arguments(unsupported)
-        ref_model, args, data_collator, train_dataset, eval_dataset, processing_class = in_place(
-            ref_model, args, train_dataset, eval_dataset, processing_class, data_collator
-        )
         check_collator(data_collator, self.method_class.kind)
         self.given_data = (train_dataset, eval_dataset)
         model, adapted = unwrapped(model)
@@ -132,6 +139,7 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         args = with_quantization(args, model, quantization_config)
         self.args = with_adapter_names(args, model_adapter_name, ref_adapter_name)
         check_saving(type(self), AlignmentTrainer, saves=self.args.save_strategy != "no")
+        check_rows_given(self.args, train_dataset, eval_dataset)
         init_distributed(self.args.use_cpu)
         self.retries = Retries(self.args.retries, self.args.retry_pause)
         ACTIVITY.limits = limits_of(self.args)
@@ -141,13 +149,10 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         self.folder = RunFolder(self.output_dir, self.args, self.tell)
         if train_dataset is not None:
             self.folder.check()
-        self._prepare_models(model, ref_model, optimizers, peft_config, adapted)
+        self._prepare_models(model, ref_model, optimizers, peft_config, adapted, (processing_class, tokenizer))
         repository = self._repository() if self.args.push_to_hub else None
         if self.engine_plan.works_in_host_memory(self.args):
             self.tell(share_cores())
-        self.processing_class = self._tokenizer(
-            load_tokenizer(processing_class, tokenizer, self.policy_source, self.args)
-        )
         for source in (self.policy_source, self.reference_source):
             check_vocabulary(self.processing_class, source.config.get_text_config().vocab_size, source.name)
         with ACTIVITY("data"):
@@ -173,6 +178,7 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         handler.train_dataloader = self.get_train_dataloader() if self.train_data is not None else None
         handler.eval_dataloader = self.get_eval_dataloader() if self.eval_data else None
         self._at_first: Present | None = None  # where engines were built before train()
+        self._options = self.args.values()
         self.events("on_init_end")
 
     def _context(self) -> RunContext:
@@ -223,12 +229,20 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         optimizers: tuple[Any, Any],
         peft_config: Any,
         adapted: Any,
+        tokenizers: tuple[Any, Any],
     ) -> None:
         check_optimizers(optimizers, model)
         self.optimizers, needed = optimizers, self.method.needs_reference
+        merged = adapted is not None and peft_config is not None
+        if merged:
+            (model, note), adapted = merge_live(adapted), None
+            self.tell(note)
         self.policy_source, self.reference_source = model_sources(
             model, ref_model, self.args, needed, self.method.task
         )
+        if merged:
+            self._replace_policy(replace(self.policy_source, merged=True))
+        self.processing_class = self._tokenizer(load_tokenizer(*tokenizers, self.policy_source, self.args))
         self.aux_coefficient = balancing_coefficient(self.args, self.policy_source.config)
         self.engine_plan = plan_engines(
             self.args, self.policy_source, self.reference_source if needed else None, peft_config, adapted
@@ -248,9 +262,22 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
                 self.tell(note)
         self.resources = self._resources()
 
+    def _replace_policy(self, source: ModelSource) -> None:
+        """Let the policy's model, and the reference's where it is the same one, be another."""
+        if self.reference_source is self.policy_source:
+            self.reference_source = source
+        self.policy_source = source
+
     def _tokenizer(self, tokenizer: Any) -> Any:
         """The tokenizer as the method's options want it: itself, or a copy."""
         return tokenizer
+
+    def _know(self, vocabulary: Vocabulary) -> None:
+        """Let the policy's model know what the tokenizer has become."""
+        if vocabulary:
+            source, note = with_vocabulary(self.policy_source, vocabulary, self.optimizers)
+            self._replace_policy(source)
+            self.tell(note)
 
     def _resources(self) -> Resources:
         """What the method needs in a run beside policy and reference."""
@@ -277,6 +304,10 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         for data in (self.train_data, *self.eval_data.values()):
             if data is not None:
                 self.resources.check_data(data)
+        self._check_evaluation()
+
+    def _check_evaluation(self) -> None:
+        args = self.args
         if self.eval_data:
             check_best_metric(args, self.metrics, self.eval_data)
         elif args.eval_strategy != "no" or args.eval_on_start:
@@ -314,9 +345,11 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
             RunStopped: a signal or the file ``STOP`` asked the run to stop, and its state has been saved.
         """
         check_attributes(self)
+        self._options = take_over(self.args, self._options, built=self.engines.ready)
+        check_saving(type(self), AlignmentTrainer, saves=self.args.save_strategy != "no")
+        self._check_evaluation()
         if self.train_data is None or self.sampler is None:
-            named = " (dataset_name is read by the command; pass load_dataset(...) in Python)"
-            said = named if self.args.dataset_name or self.args.dataset_mixture else ""
+            said = data_of_commands(self.args)
             raise OptionError(f"train_dataset: none was given{said}, so there is nothing to train on")
         asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         if self.engines.trained:

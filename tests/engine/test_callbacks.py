@@ -102,6 +102,12 @@ def test_the_steps_that_are_logged(model: str, tmp_path: Path, first: bool, step
         for name in ("rewards/chosen", "logps/rejected"):
             count = entry[name.replace("rewards", "count").replace("logps", "count")]
             assert entry[f"{name}_sum"] == pytest.approx(entry[name] * count)
+    # The last one was not due: the summary says it again, as TRL's does, and is no step's entry for that.
+    summary, step_only = trainer.state.log_history[-1], ("loss", "grad_norm", "learning_rate")
+    assert {name: value for name, value in logged[-1].items() if name not in step_only}.items() <= summary.items()
+    assert "train_loss" in summary and not any(name in summary for name in step_only)
+    line = json.loads((trainer.output_dir / "log.jsonl").read_text().splitlines()[-2])  # before the event of the end
+    assert line.pop("time") and line == summary
 
 
 class Director(TrainerCallback):
@@ -122,6 +128,7 @@ def test_a_callback_can_save_evaluate_and_stop(model: str, tmp_path: Path) -> No
     output = trainer.train()
     trainer.close()
     assert output.global_step == 4
+    assert "rewards/chosen" not in trainer.state.log_history[-1], "all was logged when it was due"
     assert [p.name for p in Path(args.output_dir or "").glob("checkpoint-*")] == ["checkpoint-2"]
     assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [3]
 

@@ -119,17 +119,19 @@ def test_a_run_that_a_callback_ended_stays_ended(
     models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whether it was killed before or after it said so; and goes on where that is asked for."""
-    stopped = make("KTO", models, tmp_path / "stopped", **EVERY_STEP)
+    rare = EVERY_STEP | {"logging_steps": 3}  # the summary has what was not to be logged yet
+    stopped = make("KTO", models, tmp_path / "stopped", **rare)
     stopped.add_callback(Stop("should_training_stop"))
     stopped.train()
     stopped.close()
-    again = resumed("KTO", models, stopped.output_dir, tmp_path / "again", 2, **EVERY_STEP)
+    again = resumed("KTO", models, stopped.output_dir, tmp_path / "again", 2, **rare)
     assert again.state.global_step == 2 and logged(again) == logged(stopped)
+    assert "rewards/chosen" in logged(again)[-1] and "train_loss" in logged(again)[-1]
     assert "a callback ended this run at step 2 of 6" in capsys.readouterr().out
-    whole = make("KTO", models, tmp_path / "whole", **EVERY_STEP)
+    whole = make("KTO", models, tmp_path / "whole", **rare)
     whole.train()
     whole.close()
-    anyway = {**EVERY_STEP, "resume_anyway": True}
+    anyway = {**rare, "resume_anyway": True}
     further = resumed("KTO", models, stopped.output_dir, tmp_path / "further", 2, **anyway)
     assert logged(further)[-2:] == logged(whole)[-2:]
 

@@ -540,7 +540,8 @@ def test_a_schedule_needs_its_optimizer(paths: dict[str, str], tmp_path: Path) -
     schedule = torch.optim.lr_scheduler.ConstantLR(one, factor=1.0)
     for optimizers in ((None, schedule), (other, schedule)):
         with pytest.raises(OptionError, match="the schedule steps another optimizer"):
-            CPOTrainer(model=model, args=CPOConfig(**options(tmp_path)), optimizers=optimizers)
+            args = CPOConfig(**options(tmp_path))
+            CPOTrainer(model=model, args=args, optimizers=optimizers, train_dataset=paired_rows(4))
 
 
 def test_a_non_finite_evaluation_is_no_stop(
@@ -566,15 +567,35 @@ def test_the_older_name_of_the_tokenizer(paths: dict[str, str], tmp_path: Path) 
     assert trainer.processing_class is tokenizer
 
 
+def test_options_set_on_a_trainer_are_checked_when_it_trains(paths: dict[str, str], tmp_path: Path) -> None:
+    trainer = CPOTrainer(model=paths["policy"], args=CPOConfig(**options(tmp_path)), train_dataset=paired_rows(4))
+    trainer.args.learning_rate = "x"  # type: ignore[assignment]
+    with pytest.raises(OptionError, match="^learning_rate='x'.*a number"):
+        trainer.train()
+    trainer.args.learning_rate, trainer.args.eval_strategy = 0.1, "epoch"  # type: ignore[assignment]
+    with pytest.raises(OptionError, match="eval_strategy: epoch .* needs data to evaluate on"):
+        trainer.train()
+
+
 def test_data_that_is_named_twice(paths: dict[str, str], tmp_path: Path) -> None:
     """In Python an option that names data would do nothing: it is refused, or named where data is missing."""
     for more in ({"dataset_name": "nowhere.jsonl"}, {"dataset_mixture": {"nowhere.jsonl": 1}}):
         args = CPOConfig(**options(tmp_path, **more))
         with pytest.raises(OptionError, match=f"^{next(iter(more))}=.*train_dataset was given as well"):
             CPOTrainer(model=paths["policy"], args=args, train_dataset=paired_rows(4))
-        trainer = CPOTrainer(model=paths["policy"], args=args)
-        with pytest.raises(OptionError, match="dataset_name is read by the command"):
+        said = r"is read by the command; pass load_dataset\(...\) in Python\)"
+        with pytest.raises(OptionError, match=f"^`train_dataset` is required.*{said}; a trainer that only evaluates"):
+            CPOTrainer(model=paths["policy"], args=args)
+        trainer = CPOTrainer(model=paths["policy"], args=args, eval_dataset=paired_rows(4))
+        with pytest.raises(OptionError, match=f"{said}, so there is nothing to train on"):
             trainer.train()
+
+
+def test_a_trainer_needs_rows(tmp_path: Path) -> None:
+    """It says so before it looks for the model."""
+    for nothing in (None, {}):
+        with pytest.raises(OptionError, match="^`train_dataset` is required; a trainer that only evaluates takes"):
+            KTOTrainer(model=str(tmp_path / "nowhere"), args=KTOConfig(**options(tmp_path)), eval_dataset=nothing)
 
 
 @pytest.mark.ci

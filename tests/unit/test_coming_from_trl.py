@@ -109,13 +109,13 @@ def test_every_option_of_trl_is_accounted_for(method: str) -> None:
     [
         (KTOConfig, {"fsdp": "full_shard"}, "the engine is DeepSpeed; set deepspeed to zero3"),
         (KTOConfig, {"torch_compile": True}, "torch.compile is not supported"),
-        (KTOConfig, {"neftune_noise_alpha": 5.0}, "noise on embeddings is not supported"),
+        (KTOConfig, {"neftune_noise_alpha": 5.0}, "embedding noise (NEFTune) is not supported"),
         (KTOConfig, {"accelerator_config": {"split_batches": True}}, "neither split nor dispatched"),
-        (KTOConfig, {"bf16_full_eval": True, "use_cpu": True}, "evaluation computes as training does"),
+        (KTOConfig, {"bf16_full_eval": True, "use_cpu": True}, "evaluation uses the dtype of training"),
         (KTOConfig, {"is_encoder_decoder": True}, "use a causal language model"),
         (KTOConfig, {"train_sampling_strategy": "group_by_length"}, "not one of random, sequential"),
         (KTOConfig, {"train_sampling_strategy": "sequential", "stratify_labels": True}, "leave one out"),
-        (DPOConfig, {"ld_alpha": 0.5}, "log-probs are not weighted by length"),
+        (DPOConfig, {"ld_alpha": 0.5}, "length desensitization (LD-DPO) is not supported"),
         (DPOConfig, {"reference_free": True}, "DPO needs a reference"),
         (OnlineDPOConfig, {"use_vllm": True}, "set rollout_backend: continuous"),
         (OnlineDPOConfig, {"use_transformers_paged": True, "rollout_backend": "generate"}, "contradict each other"),
@@ -140,7 +140,7 @@ def test_what_asks_for_existing_behaviour_is_accepted() -> None:
 
 def test_means_over_one_device_are_means_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "count over all devices" in refused(KTOConfig, average_tokens_across_devices=False)
+    assert "taken over all devices" in refused(KTOConfig, average_tokens_across_devices=False)
 
 
 @pytest.mark.parametrize(
@@ -250,6 +250,11 @@ def test_what_is_set_afterwards_is_checked_when_the_trainer_is_made() -> None:
         model_and_options("KTOTrainer", KTOConfig, "m", given)
 
 
+def test_how_to_checkpoint_may_be_said_where_nothing_is() -> None:
+    given = KTOConfig("out", gradient_checkpointing=False, gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert not given.gradient_checkpointing
+
+
 def test_plain_training_arguments_are_taken_over() -> None:
     plain = TrainingArguments("out", use_cpu=True, learning_rate=3e-4, warmup_steps=0.1, eval_strategy="epoch")
     _, options = model_and_options("KTOTrainer", KTOConfig, "m", plain)
@@ -257,7 +262,7 @@ def test_plain_training_arguments_are_taken_over() -> None:
     assert (options.learning_rate, options.warmup_steps, options.eval_strategy) == (3e-4, 0.1, "epoch")
     assert (options.logging_steps, options.gradient_checkpointing) == (500, False), "theirs, as TRL takes them"
     refusing = TrainingArguments("out", use_cpu=True, neftune_noise_alpha=5.0)
-    with pytest.raises(OptionError, match="^neftune_noise_alpha=5.0: noise on embeddings"):
+    with pytest.raises(OptionError, match="^neftune_noise_alpha=5.0: embedding noise"):
         model_and_options("KTOTrainer", KTOConfig, "m", refusing)
 
 

@@ -138,6 +138,8 @@ def test_pictures_are_refused_and_empty_columns_are_not(tmp_path: Path) -> None:
     assert len(made(plain, tmp_path, "unpaired_preference").dataset) == 1
     with pytest.raises(DataError, match=r"with_transform\(\) makes new rows"):
         made(plain.with_transform(lambda batch: batch), tmp_path, "unpaired_preference")
+    with pytest.raises(DataError, match=r"with skip_prepare_dataset too.*Dataset\.map\(\)"):  # TRL's way out
+        made(plain.with_transform(lambda batch: batch), tmp_path, "prompt_completion")
 
 
 def test_means_are_those_of_the_tokens_that_are_learned(tmp_path: Path) -> None:

@@ -81,7 +81,29 @@ def test_history_goes_on_from_its_state() -> None:
     resumed.load_state_dict(json.loads(json.dumps(history.state_dict())))
     for one in (history, resumed):
         one.add({"loss": (4.0, 1), "rewards/chosen": (0.0, 1)})
-    assert history.pop() == resumed.pop() == {"loss": 2.5, "rewards/chosen": 1.5}
+    assert history.pop(asked=False) == resumed.pop() == {"loss": 2.5, "rewards/chosen": 1.5}
+    resumed.load_state_dict(json.loads(json.dumps(history.state_dict())))
+    assert resumed.rest() == history.rest() == {"loss": 2.5, "rewards/chosen": 1.5}
+    del (state := history.state_dict())["unasked"]  # as older checkpoints have it
+    resumed.load_state_dict(state)
+    assert resumed.rest() == {}
+
+
+def test_the_rest_is_what_no_log_had_asked_for() -> None:
+    history = MetricHistory()
+    pair = {"rewards/chosen": (6.0, 3), "rewards/rejected": (-8.0, 4)}
+    history.add(pair)
+    assert history.rest() == {"rewards/chosen": 2.0, "rewards/rejected": -2.0, "rewards/margins": 4.0}
+    assert history.rest(sums=True)["rewards/chosen_sum"] == 6.0
+    history.pop()
+    assert history.rest() == {}
+    history.add(pair)
+    history.pop(asked=False)
+    history.add({"rewards/chosen": (1.0, 1)})  # the run was to go on after all
+    assert history.rest() == {"rewards/chosen": 1.0}
+    history.pop(asked=False)
+    assert history.rest() == {"rewards/chosen": 1.0} and history.pop() == {}
+    assert history.rest() == {}
 
 
 def test_the_log_is_appended_to(tmp_path: Path) -> None:

@@ -12,7 +12,16 @@ import torch
 import transformers
 from datasets import Dataset
 
-from alignment import CPOConfig, KTOConfig, KTOTrainer, OnlineDPOConfig, RewardTrainer, SFTTrainer
+from alignment import (
+    CPOConfig,
+    CPOTrainer,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    OnlineDPOConfig,
+    RewardTrainer,
+    SFTTrainer,
+)
 from alignment.config.errors import OptionError
 from alignment.data.shown.rows import (
     Collator,
@@ -22,8 +31,9 @@ from alignment.data.shown.rows import (
     as_stored,
 )
 from alignment.training.arguments import check_collator
+from alignment.training.surface.later import take_over
 from alignment.training.surface.overrides import NEVER_CALLED, check_overrides, check_saving
-from alignment.training.surface.positional import in_place, online_arguments
+from alignment.training.surface.positional import Order, arguments, online_arguments
 from alignment.training.surface.trainer_surface import TrainerSurface
 from alignment.training.trainer import AlignmentTrainer
 
@@ -145,22 +155,79 @@ def test_every_method_of_transformers_trainer_works_here_or_is_refused_in_a_subc
     assert not missing, "transformers' Trainer has methods that the table does not know"
 
 
-def test_arguments_by_position_in_the_orders_of_trls_releases() -> None:
-    options, data, tokenizer, collator = CPOConfig("out"), Dataset.from_list([{"prompt": "a"}]), object(), Collator(0)
-    rows = [{"prompt": "b"}]
-    kto = ("ref", options, None, data, rows)
-    assert in_place("ref", options, data, rows, tokenizer, None) == (*kto, tokenizer)
-    assert in_place("ref", options, None, data, rows, None) == (*kto, None)
-    assert in_place("ref", options, collator, data, rows, None) == ("ref", options, collator, data, rows, None)
-    cpo = (None, options, collator, data, rows, tokenizer)
-    assert in_place(options, collator, data, rows, tokenizer, None) == cpo
-    assert in_place(options, None, data, rows, tokenizer, collator) == cpo
-    for made in (lambda: rows, rows.copy):  # data, not a collator: nothing is missing to call it
-        assert in_place(None, options, made, rows, None, None) == (None, options, None, made, rows, None)
-    assert in_place(transformers.TrainingArguments.__new__(transformers.TrainingArguments), *[None] * 5)[0] is None
-    for twice in ((options, options, None, None, None, None), (options, collator, None, None, None, collator)):
-        with pytest.raises(TypeError, match="got multiple values for argument '(args|data_collator)'"):
-            in_place(*twice)
+OPTIONS, DATA, ROWS = CPOConfig("out"), Dataset.from_list([{"prompt": "a"}]), [{"a": 1}]
+TOKENIZER, PADS, ALL = object(), Collator(0), ROWS.copy  # the last is a function that makes rows
+LORA = type("LoraConfig", (), {"peft_type": "LORA"})()
+HEARD, PAIR = [object()], (object(), None)  # callbacks and optimizers
+NAMED = {"args": OPTIONS, "train_dataset": DATA, "eval_dataset": ROWS, "processing_class": TOKENIZER}
+LATER = {"callbacks": HEARD, "optimizers": PAIR, "peft_config": LORA}
+PADDED = {"data_collator": PADS, **NAMED}
+
+
+@pytest.mark.parametrize(
+    ("order", "positional", "named"),
+    [
+        # CPO; SFT and reward models of 0.20 and later; those of main, with quantization_config before peft_config
+        ("PLAIN", (OPTIONS, PADS, DATA, ROWS, TOKENIZER, None, HEARD, PAIR, None, LORA), PADDED | LATER),
+        ("PLAIN", (OPTIONS, PADS, DATA, ROWS, TOKENIZER, None, None, HEARD, PAIR, None, None, LORA), PADDED | LATER),
+        ("PLAIN", (OPTIONS, None, DATA, ROWS, TOKENIZER), NAMED),
+        ("PLAIN", (OPTIONS, None, DATA), {"args": OPTIONS, "train_dataset": DATA}),
+        ("PLAIN", (OPTIONS, DATA, ROWS), {"args": OPTIONS, "train_dataset": DATA, "eval_dataset": ROWS}),
+        ("PLAIN", (None, None, DATA), {"train_dataset": DATA}),
+        ("PLAIN", (None, None, None, ROWS), {"eval_dataset": ROWS}),
+        ("PLAIN", (None, OPTIONS, DATA, ROWS, TOKENIZER), NAMED),  # as all trainers here
+        # DPO of 0.20 and later, KTO of main
+        (
+            "REFERENCE",
+            ("ref", OPTIONS, PADS, DATA, ROWS, TOKENIZER, None, HEARD, PAIR, None, LORA),
+            {"ref_model": "ref", **PADDED, **LATER},
+        ),
+        ("EITHER", ("ref", OPTIONS, PADS, DATA, ROWS, TOKENIZER), {"ref_model": "ref", **PADDED}),
+        ("REFERENCE", (None, OPTIONS, None, DATA), {"args": OPTIONS, "train_dataset": DATA}),
+        ("REFERENCE", (None, OPTIONS, None, DATA, None, TOKENIZER), {k: NAMED[k] for k in NAMED if k[0] != "e"}),
+        ("REFERENCE", (None, None, None, DATA), {"train_dataset": DATA}),
+        ("REFERENCE", ("ref",), {"ref_model": "ref"}),
+        # KTO of 0.12 to 1.6
+        (
+            "EITHER",
+            ("ref", OPTIONS, DATA, ROWS, TOKENIZER, PADS, None, HEARD),
+            {"ref_model": "ref", **PADDED, "callbacks": HEARD},
+        ),
+        ("EITHER", (None, OPTIONS, None, DATA, ROWS), {k: NAMED[k] for k in NAMED if k[0] != "p"}),
+        ("EITHER", (None, OPTIONS, None, ROWS, TOKENIZER), {k: NAMED[k] for k in NAMED if k[0] != "t"}),
+        ("EITHER", (None, OPTIONS, None, None, None), {"args": OPTIONS}),
+        ("REFERENCE", (None, OPTIONS, ALL, DATA), {"args": OPTIONS, "train_dataset": ALL, "eval_dataset": DATA}),
+    ],
+)  # fmt: skip
+def test_arguments_by_position_in_the_orders_of_trls_releases(order: str, positional: Any, named: Any) -> None:
+    found = arguments(positional, Order[order])
+    assert found.keys() == named.keys() and all(
+        found[name] is value or found[name] == value for name, value in named.items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("order", "positional", "said"),
+    [
+        ("EITHER", (None, OPTIONS, None, DATA), "^train_dataset, eval_dataset: None and rows by position"),
+        ("PLAIN", (None, OPTIONS, None, DATA), "^train_dataset, eval_dataset: None and rows by position"),
+        ("PLAIN", (OPTIONS, OPTIONS), "multiple values for argument 'args'"),
+        ("EITHER", (None, OPTIONS, PADS, DATA, ROWS, None, PADS), "multiple values for argument 'data_collator'"),
+        ("REFERENCE", (None, 0.1, 0.0, "sigmoid", OPTIONS), "args is argument 6 by position"),  # DPO of 0.12
+        ("PLAIN", (OPTIONS, None, DATA, None, None, len), "argument 7 by position, of type builtin"),
+        ("PLAIN", (OPTIONS, None, DATA, None, None, None, (dict, {})), "argument 8 by position, of type tuple"),
+    ],
+)
+def test_arguments_by_position_that_say_nothing_are_refused(order: str, positional: Any, said: str) -> None:
+    with pytest.raises((TypeError, OptionError), match=said):
+        arguments(positional, Order[order])
+
+
+def test_an_argument_is_not_given_twice() -> None:
+    with pytest.raises(TypeError, match="multiple values for argument 'train_dataset'"):
+        KTOTrainer("m", None, OPTIONS, DATA, train_dataset=DATA)  # type: ignore[arg-type]
+    orders = {cls.order.name for cls in (CPOTrainer, SFTTrainer, RewardTrainer)}
+    assert orders == {"PLAIN"} and (KTOTrainer.order, DPOTrainer.order) == (Order.EITHER, Order.REFERENCE)
 
 
 def test_arguments_by_position_of_online_dpo() -> None:
@@ -171,9 +238,40 @@ def test_arguments_by_position_of_online_dpo() -> None:
     assert online_arguments((len, "judge"), "tokenizers") == {"reward_funcs": len, "judge": "judge"}
     everything = online_arguments((len, options, None, data, None, "pc", "rpc", "lora"), "tokenizers")
     assert everything["tokenizers"] == "rpc" and everything["peft_config"] == "lora"
-    for positional in ((len, None, None, options), (len, options, *[None] * 7)):
+    for positional in ((len, None, None, options), (len, options, *[None] * 7), (len, None, None, None, data)):
         with pytest.raises(TypeError, match="by (position|name)"):
             online_arguments(positional, "tokenizers")
+
+
+def test_options_that_are_set_after_the_trainer_was_made() -> None:
+    args = KTOConfig("out", logging_steps=4)
+    before = args.values()
+    assert take_over(args, before, built=True) == before
+    args.logging_steps, args.learning_rate, args.do_eval = "3", 1e-5, True  # type: ignore[assignment]
+    now = take_over(args, before, built=False)
+    assert (args.logging_steps, args.eval_steps, now["eval_steps"]) == (3, 3, 3)
+    assert take_over(args, now, built=True) == now
+    for name, value, built, said in (
+        (
+            "learning_rate",
+            2e-5,
+            True,
+            "learning_rate=2e-05: learning_rate changed after .* when its engines were built",
+        ),
+        (
+            "max_length",
+            8,
+            False,
+            "max_length=8: max_length, max_prompt_length changed after .* when it was made; set options before",
+        ),
+        ("learning_rate", "fast", False, "learning_rate='fast'.*a number"),
+    ):
+        settled, before = getattr(args, name), args.values()
+        setattr(args, name, value)
+        with pytest.raises(OptionError, match=said):
+            take_over(args, before, built=built)
+        setattr(args, name, settled)
+        args.check_again()
 
 
 def test_collators_that_only_pad_are_accepted() -> None:

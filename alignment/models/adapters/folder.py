@@ -76,6 +76,7 @@ def write_training_base(
     revision: str | None,
     quantization: dict[str, Any] | None,
     task: Task,
+    merged: bool = False,
     dtype: str | None = None,
 ) -> None:
     """Record beside an adapter what it was trained on; :func:`read_adapter` reads it.
@@ -86,15 +87,18 @@ def write_training_base(
         revision: of the base model.
         quantization: ``BitsAndBytesConfig.to_dict()``, or None for weights that are not quantised.
         task: what the base was loaded as.
+        merged: whether other adapters were merged into the base before training.
         dtype: torch's name of the compute dtype, such as ``bfloat16``.
     """
-    content = {
+    content: dict[str, Any] = {
         "base_model": base_model,
         "revision": revision,
         "quantization": quantization,
         "task": task_name(task),
         "dtype": dtype,
     }
+    if merged:
+        content["merged"] = True
     (folder / TRAINING_BASE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -112,6 +116,11 @@ def read_adapter(path: Path, base: str | None = None, revision: str | None = Non
     _check_type(path, config)
     shapes = _shapes(path / _WEIGHTS)
     recorded = _recorded(path)
+    if recorded.get("merged") and base is None:
+        raise ModelError(
+            f"{path}: it was trained on {recorded.get('base_model')} with other adapters merged into it; save that "
+            "merged model and give its folder with --base"
+        )
     named = base or recorded.get("base_model") or config.base_model_name_or_path
     if not named:
         raise ModelError(f"{path / _CONFIG} names no base model; give its folder or hub name with --base")

@@ -84,6 +84,7 @@ def tried(
         _complete(config, linear, model, name)
         if not given:
             _check_options(config, linear, known, name)
+    new_rows = _train_new_rows(config, model, source) if path is None else ()
     total = sum(parameter.numel() for parameter in model.parameters())
     experts = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
     _inject(
@@ -96,11 +97,17 @@ def tried(
     layers = tuple(name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
     adapters = Adapters(config, path=path, layers=layers, trained=trained, total=total + added, head=head.kept)
     if source.live is not None:
-        adapters = replace(adapters, embeddings=has_grown(source))
+        adapters = replace(adapters, embeddings=has_grown(source) and not new_rows)
     notes = [head.note] if head.note else []
     if given:
         notes += [*_take_converted(config, model), *_leave_aside(config, linear, known)]
-    return replace(adapters, notes=(*notes, *_notes(config, model, experts, quantization)))
+    notes += _notes(config, model, experts, quantization)
+    if new_rows:
+        notes.append(
+            f"chat_template_path: {' and '.join(new_rows)}: trained whole beside the adapters and saved, for "
+            "rows of new tokens would otherwise stay as they begin; a .jinja file writes such tokens as text"
+        )
+    return replace(adapters, notes=tuple(notes))
 
 
 def _plan_head(config: Any, path: str | None, source: ModelSource, given: bool) -> HeadPlan:
@@ -123,6 +130,22 @@ def _inject(config: Any, model: PreTrainedModel, key: str, linear: dict[str, str
             f"{key}: {first_line(error)}; the linear layers of {config.base_model_name_or_path} are "
             f"{', '.join(sorted(set(linear.values())))}"
         ) from error
+
+
+def _train_new_rows(config: Any, model: PreTrainedModel, source: ModelSource) -> tuple[str, ...]:
+    """Let embeddings and head be trained whole where tokens are new to the model; return the names of what is.
+
+    Nothing where the configuration says itself which tokens it trains. What has an adapter is trained by that.
+    """
+    if not source.vocabulary.new or getattr(config, "trainable_token_indices", None):
+        return ()
+    ends = {id(end) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None}
+    names = [name.rpartition(".")[2] for name, module in model.named_modules() if id(module) in ends]
+    targets = config.target_modules
+    adapted = [] if isinstance(targets, str) else list(targets or ())
+    names = [name for name in names if name not in adapted]
+    config.modules_to_save = sorted({*(config.modules_to_save or ()), *names})
+    return tuple(names)
 
 
 def _complete(config: Any, linear: dict[str, str], model: nn.Module, head: str | None) -> None:

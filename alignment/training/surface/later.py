@@ -1,0 +1,58 @@
+"""Options that are set on ``trainer.args``, after the trainer was made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from alignment.config.compatibility.verdicts import judged_names
+from alignment.config.errors import OptionError, listing, setting
+from alignment.config.fields import words
+from alignment.config.options import AlignmentConfig
+
+# Read where training begins, or while it lasts.
+_AT_TRAINING = frozenset(
+    words(
+        """
+        disable_tqdm eval_delay eval_on_start eval_steps eval_strategy greater_is_better include_num_input_tokens_seen
+        include_tokens_per_second load_best_model_at_end logging_first_step logging_steps logging_strategy
+        loss_spike_factor max_bad_steps max_steps merged_output_dir metric_for_best_model num_train_epochs on_bad_step
+        resume_anyway resume_from_checkpoint rewind_windows save_only_model save_steps save_strategy save_total_limit
+        """
+    )
+)
+# Read where the engines are built, which what asks for the model before training does.
+_AT_BUILDING = frozenset(
+    words(
+        """
+        adam_beta1 adam_beta2 adam_epsilon learning_rate lr_scheduler_kwargs lr_scheduler_type warmup_ratio
+        warmup_steps weight_decay
+        """
+    )
+)
+
+
+def take_over(args: AlignmentConfig, before: Mapping[str, Any], *, built: bool) -> dict[str, Any]:
+    """Check options again that were set since a trainer read them; return what they are now.
+
+    Args:
+        args: the trainer's.
+        before: their values when it had read them.
+        built: whether its engines are there.
+
+    Raises:
+        OptionError: one cannot be used, or comes too late to have an effect.
+    """
+    if args.values() == before:
+        return dict(before)
+    args.check_again()
+    now = args.values()
+    changed = {name for name, value in now.items() if value != before[name]} - judged_names(args)
+    late = sorted(changed - _AT_TRAINING - (frozenset() if built else _AT_BUILDING))
+    if late:
+        read = "its engines were built" if set(late) <= _AT_BUILDING else "it was made"
+        raise OptionError(
+            f"{setting(late[0], now[late[0]])}: {listing(late)} changed after the trainer had read what it is: when "
+            f"{read}; set options before, or make another trainer"
+        )
+    return now
