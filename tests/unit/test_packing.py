@@ -9,8 +9,9 @@ import pytest
 import torch
 from datasets import Dataset
 
-from alignment.config.errors import OptionError
+from alignment.config.errors import DataError, OptionError
 from alignment.data.batching import collate_completion
+from alignment.data.columns import arranged
 from alignment.data.packing import packs as packs_module
 from alignment.data.packing.best_fit import best_fit
 from alignment.data.packing.packs import Packing, Packs, pack_rows
@@ -176,6 +177,12 @@ def test_the_report_says_how_full_packs_are() -> None:
         "cut to length, 3 packs of up to 8 tokens, 71% full, without 2 sequences of prompts alone"
     )
     assert "pack" not in DataReport(4, 4).summary()
+
+
+def test_packs_are_not_taken_for_rows() -> None:
+    packs = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [5, 6, 7], "seq_lengths": [2, 1]}])
+    with pytest.raises(DataError, match=r"^packs.json: these rows are packs .*set packing: true"):
+        arranged(packs, {}, "prompt_completion", "packs.json")
 
 
 @pytest.mark.parametrize(
