@@ -138,7 +138,9 @@ class TokenizerOptions:
     eos_token: str | None = option(None, "A token of the tokenizer that ends texts and turns; unset: the tokenizer's.")
     pad_token: str | None = option(None, "A token of the tokenizer that pads where others read the saved model.")
     chat_template_path: str | None = option(
-        None, "A Jinja file, or a folder or hub name whose tokenizer has the chat template to use; unset: the model's."
+        None,
+        "A Jinja file, or a folder or hub name whose tokenizer has the chat template to use, with its end token and "
+        "the tokens that the model lacks; unset: the model's.",
     )
 
 

@@ -1,0 +1,156 @@
+"""Runs that change their model before training: further tokens of a chat template, and adapters merged into it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from data_tokenizers import PLAIN, char_tokenizer
+from helpers import STAGES, make_classifier, make_model, options, unpaired_rows
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+from alignment import KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from alignment.config.errors import ModelError
+from alignment.engines.exporting.adapter import merge_adapter
+
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("own_process_group")]
+OPEN, END = "<|open|>", "<|close|>"
+ROWS = [
+    {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}]}
+    for text in ("ab", "cde", "fg", "hijk", "l", "mn", "opq", "rs")
+]
+REJECTED = {"role": "assistant", "content": "no"}
+IDS = torch.arange(2, 26)[None]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a tokenizer whose template writes tokens that the models' have not."""
+    tokenizer = char_tokenizer(template=PLAIN)
+    tokenizer.add_special_tokens({"additional_special_tokens": [OPEN, END]})
+    tokenizer.eos_token = END
+    tokenizer.chat_template = (
+        f"{{% for m in messages %}}{OPEN}{{{{ m['role'] }}}} {{{{ m['content'] }}}}{END}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{OPEN}assistant {{% endif %}}"
+    )
+    folder = tmp_path_factory.mktemp("source")
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def run(model: Any, source: str, folder: Path, stage: str = "stage0", resume: Any = None, **more: Any) -> SFTTrainer:
+    """Two windows, saved; the engines are still there."""
+    plain = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "num_train_epochs": 1}
+    given = {**options(folder), **plain, "deepspeed": STAGES[stage], "chat_template_path": source, **more}
+    tokenizer = char_tokenizer(template=PLAIN)
+    trainer = SFTTrainer(model, args=SFTConfig(**given), train_dataset=ROWS, processing_class=tokenizer)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model()
+    return trainer
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_what_is_saved_is_the_same_at_every_stage(kind: str, source: str, tmp_path: Path) -> None:
+    base = make_model(tmp_path / "base", kind)
+    live = AutoModelForCausalLM.from_pretrained(base)
+    known = live.get_input_embeddings().num_embeddings
+    first = run(base, source, tmp_path / "0")
+    first.close()
+    tokenizer = AutoTokenizer.from_pretrained(first.output_dir)
+    saved = AutoModelForCausalLM.from_pretrained(first.output_dir)
+    end = tokenizer.convert_tokens_to_ids(END)
+    assert (tokenizer.eos_token, saved.config.eos_token_id) == (END, end) and end >= known
+    assert saved.generation_config.eos_token_id == [end, 1], "the model's own end token ends texts as well"
+    assert len(tokenizer) == saved.config.vocab_size == len(saved.get_input_embeddings().weight) == 128
+    for stage, model in (("stage3", base), ("stage0", live), ("stage2-offload", base)):
+        folder = tmp_path / f"{stage} {type(model).__name__}"
+        run(model, source, folder, stage).close()
+        for name, value in weights(folder / "out").items():
+            torch.testing.assert_close(value, saved.state_dict()[name], rtol=0, atol=2e-6)
+
+
+def test_a_run_goes_on_with_them(source: str, tmp_path: Path) -> None:
+    base = make_model(tmp_path / "base", "untied")
+    more = {"save_strategy": "steps", "save_steps": 1}
+    whole = run(base, source, tmp_path, "stage3", **more)
+    whole.close()
+    expected = weights(whole.output_dir)
+    checkpoint = whole.output_dir / "checkpoint-1"
+    assert len(AutoTokenizer.from_pretrained(checkpoint)) == 128
+    for file in whole.output_dir.glob("model*.safetensors"):
+        file.unlink()
+    again = run(base, source, tmp_path, "stage3", resume=str(checkpoint), **more)
+    again.close()
+    for name, value in weights(again.output_dir).items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_adapters_come_with_the_new_rows(source: str, tmp_path: Path) -> None:
+    """At both stages; PEFT loads them onto the base, of which it makes as many rows; and so does the merge."""
+    base = make_model(tmp_path / "base", "untied")
+    outputs = []
+    for stage in ("stage0", "stage3"):
+        trainer = run(base, source, tmp_path / stage, stage, use_peft=True, lora_r=2)
+        trainer.close()
+        loaded = AutoPeftModelForCausalLM.from_pretrained(trainer.output_dir).eval()
+        with torch.no_grad():
+            outputs.append(loaded(input_ids=IDS).logits)
+    assert outputs[0].shape[-1] == 128
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=2e-5)
+    merge_adapter(trainer.output_dir, tmp_path / "merged", sample_count=0)
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()(input_ids=IDS).logits
+    torch.testing.assert_close(merged, outputs[1], rtol=0, atol=2e-5)
+
+
+def test_reward_models_get_them_too(source: str, tmp_path: Path) -> None:
+    base = make_classifier(tmp_path / "base")
+    given = {**options(tmp_path), "deepspeed": STAGES["stage3"], "chat_template_path": source}
+    rows = [{"chosen": row["messages"], "rejected": [row["messages"][0], REJECTED]} for row in ROWS]
+    trainer = RewardTrainer(
+        base, args=RewardConfig(**given), train_dataset=rows, processing_class=char_tokenizer(template=PLAIN)
+    )
+    trainer.train()
+    trainer.save_model()
+    trainer.close()
+    saved = AutoModelForSequenceClassification.from_pretrained(trainer.output_dir)
+    assert len(AutoTokenizer.from_pretrained(trainer.output_dir)) == saved.config.vocab_size == 128
+
+
+def test_adapters_beside_a_configuration_are_merged(tmp_path: Path) -> None:
+    """The reference is the merged model: the first loss of KTO is that of a policy that is its reference."""
+    base = make_model(tmp_path / "base", "untied")
+    live = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM")
+    )
+    live.eval()
+    with torch.no_grad():
+        before = live(input_ids=IDS).logits
+    args = KTOConfig(**{**options(tmp_path), "learning_rate": 0.1, "optim": "sgd"})
+    tokenizer = char_tokenizer(template=PLAIN)
+    trainer = KTOTrainer(
+        live, args=args, train_dataset=unpaired_rows(8), processing_class=tokenizer, peft_config=LoraConfig(r=4)
+    )
+    plain = trainer.policy_source.live
+    assert plain is not None and not any("lora" in name for name, _ in plain.named_parameters())
+    with torch.no_grad():
+        torch.testing.assert_close(plain.eval()(input_ids=IDS).logits, before, rtol=0, atol=1e-4)
+    trainer.train()
+    losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    assert losses[0] == pytest.approx(0.5, abs=2e-6) and abs(losses[1] - 0.5) > 1e-6
+    trainer.save_model()
+    trainer.close()
+    with pytest.raises(ModelError, match="with other adapters merged into it"):
+        merge_adapter(trainer.output_dir, tmp_path / "merged", sample_count=0)

@@ -1,0 +1,105 @@
+"""Further tokens of a chat template, embeddings for them, and adapters of a live model that are merged."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from data_tokenizers import word_tokenizer
+from helpers import tiny_config
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, GPTNeoXConfig
+
+from alignment import SFTConfig
+from alignment.config.errors import OptionError
+from alignment.methods.tokenizers import with_options
+from alignment.models.adapters import merged
+from alignment.models.adapters.merged import merge_live
+from alignment.models.vocabulary import Vocabulary, resize
+
+WORDS = "a b c"
+GPT_NEO_X = GPTNeoXConfig(
+    vocab_size=40, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+)
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_new_rows_are_the_mean_of_the_old_ones(kind: str) -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config(kind))
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    before = [end.weight.detach().clone() for end in ends]
+    state = torch.get_rng_state()
+    resize(model, 128)
+    assert torch.equal(torch.get_rng_state(), state)
+    for old, end in zip(before, [model.get_input_embeddings(), model.get_output_embeddings()]):
+        assert torch.equal(end.weight[: len(old)], old)
+        torch.testing.assert_close(end.weight[len(old) :], old.mean(0).expand(128 - len(old), -1))
+    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == (kind == "tied")
+    assert model.config.vocab_size == 128
+
+
+def test_new_rows_are_where_transformers_draws_them() -> None:
+    models = [AutoModelForCausalLM.from_config(copy.deepcopy(GPT_NEO_X)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    resize(models[0], 64)
+    models[1].resize_token_embeddings(64)
+    for found, drawn in zip(models[0].parameters(), models[1].parameters()):
+        torch.testing.assert_close(found, drawn, rtol=0, atol=1e-4)
+
+
+def of(source: Any, tmp_path: Path, rows: int) -> tuple[Any, Vocabulary]:
+    source.save_pretrained(tmp_path)
+    options = SFTConfig(str(tmp_path / "out"), chat_template_path=str(tmp_path))
+    return with_options(word_tokenizer(WORDS), options, rows)
+
+
+def test_tokens_of_a_template(tmp_path: Path) -> None:
+    source = word_tokenizer(WORDS)
+    source.add_special_tokens({"eos_token": "<end>", "additional_special_tokens": ["<unused>"]})
+    source.chat_template = "{{ messages[0]['content'] }}<end>"
+    known = len(word_tokenizer(WORDS))
+    tokenizer, vocabulary = of(source, tmp_path, known)
+    assert (tokenizer.eos_token, len(tokenizer), vocabulary.rows) == ("<end>", 64, 64)
+    assert vocabulary.new == tuple(range(known, 64)) and vocabulary.eos == tokenizer.eos_token_id
+    tokenizer, vocabulary = of(source, tmp_path, 100)  # a model with rows to spare, as Qwen's
+    assert (len(tokenizer), vocabulary.rows, vocabulary.new) == (known + 2, None, (known, known + 1))
+
+
+def test_a_template_without_new_tokens_adds_none(tmp_path: Path) -> None:
+    source = word_tokenizer(WORDS)
+    source.add_tokens(["<unused>"])
+    source.chat_template = "{{ messages[0]['content'] }}</s>"
+    tokenizer, vocabulary = of(source, tmp_path, len(word_tokenizer(WORDS)))
+    assert (len(tokenizer), vocabulary.rows, vocabulary.new) == (len(word_tokenizer(WORDS)), None, ())
+    assert tokenizer.chat_template == source.chat_template
+
+
+def adapted(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    return get_peft_model(AutoModelForCausalLM.from_config(tiny_config("untied"), dtype=dtype), config)
+
+
+def test_merging_says_what_it_does() -> None:
+    live = adapted(LoraConfig(r=2, target_modules=["q_proj"]), torch.bfloat16)
+    live.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
+    model, note = merge_live(live)
+    assert not hasattr(model, "peft_config") and not any("lora" in name for name, _ in model.named_modules())
+    assert "'default' is merged into the base and rounded to bfloat16; other of its adapters are dropped" in note
+
+
+def test_what_is_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    with pytest.raises(OptionError, match="PROMPT_TUNING adapters, which change no weight"):
+        merge_live(adapted(PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)))
+    live = adapted(lora)
+    live.add_adapter("other", lora)
+    live.base_model.set_adapter(["default", "other"])
+    with pytest.raises(OptionError, match="default, other of model are all active"):
+        merge_live(live)
+    for what, message in (("is_packed", "quantised"), ("is_partitioned", "ZeRO-3")):
+        with monkeypatch.context() as patched, pytest.raises(OptionError, match=message):
+            patched.setattr(merged, what, lambda parameter: isinstance(parameter, nn.Parameter))
+            merge_live(adapted(lora))
