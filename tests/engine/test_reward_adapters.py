@@ -22,7 +22,7 @@ HEAD = LoraConfig(r=2, target_modules=["q_proj", "score"])
 
 def trained(model: Any, folder: Path, config: Any = None, **more: Any) -> tuple[Tensor, list[str]]:
     """Rewards (R, 2) after a short run, and what it said."""
-    args = RewardConfig(**options(folder, learning_rate=0.1, max_steps=2, **more))
+    args = RewardConfig(**{**options(folder, learning_rate=0.1, max_steps=2, **more), "output_dir": str(folder)})
     trainer = RewardTrainer(model, args=args, train_dataset=ROWS, peft_config=config)
     trainer.train()
     trainer.save_model()
@@ -45,7 +45,7 @@ def loaded(base: str, adapter: Path) -> Any:
     """The base with another new head, and the adapter on it, as PEFT reads it."""
     torch.manual_seed(99)
     plain = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
-    return PeftModel.from_pretrained(plain, str(adapter)).merge_and_unload()
+    return PeftModel.from_pretrained(plain, str(adapter)).merge_and_unload().requires_grad_(True)
 
 
 @pytest.mark.ci
