@@ -87,6 +87,9 @@ def _lengths(data: PreparedData, trainer: AlignmentTrainer) -> Iterator[str]:
     lengths |= {_name(name): completions[:, i] for i, name in enumerate(trainer.method.completions)}
     if trainer.method.completions:
         lengths["prompt and completion"] = (prompt[:, None] + completions).ravel()
+    if data.packs is not None:
+        lengths = {"pack": data.packs.tokens, "learned in a pack": completions[:, 0]}
+        lengths["sequence"] = data.packs.stops - data.packs.begins
     rows = [
         (name, np.percentile(values, list(_PERCENTILES.values()), method="higher").tolist())
         for name, values in lengths.items()

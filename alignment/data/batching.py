@@ -15,6 +15,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
+from alignment.data.packing.rows import PackedRows
 from alignment.data.transfer import transferred
 from alignment.data.windows import MicroBatch, RowTable, WindowPlan, WindowSampler
 
@@ -204,7 +205,7 @@ class PreferenceBatch(OnDevice):
 
 @dataclass(frozen=True)
 class CompletionBatch(OnDevice):
-    """Answers to imitate: ``completions`` holds one sequence per row."""
+    """Answers to imitate: ``completions`` holds one sequence per entry of ``rows``; of a pack there may be several."""
 
     rows: tuple[int, ...]
     completions: Batch
@@ -218,8 +219,9 @@ class PromptBatch(OnDevice):
     prompts: tuple[tuple[int, ...], ...]
 
 
-# Makes one rank's batch of a micro-batch: (dataset, table, plan, number of the micro-batch, rank).
-Collate = Callable[[Dataset, RowTable, WindowPlan, int, int], AnyBatch]
+# Makes one rank's batch of a micro-batch: (dataset, table, plan, number of the micro-batch, rank). The dataset may be
+# PackedRows for a method that packs.
+Collate = Callable[[Any, RowTable, WindowPlan, int, int], AnyBatch]
 
 
 def collate_unpaired(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> UnpairedBatch:
@@ -279,12 +281,15 @@ def _pairs_of(own: MicroBatch, data: Mapping[str, Any], longest: int) -> Prefere
     )
 
 
-def collate_completion(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> CompletionBatch:
-    """The tensors of one rank's micro-batch of answers to imitate."""
+def collate_completion(
+    dataset: Dataset | PackedRows, table: RowTable, plan: WindowPlan, micro: int, rank: int
+) -> CompletionBatch:
+    """The tensors of one rank's micro-batch of answers to imitate: the sequences of packs are as those of rows."""
     own = plan.micro_batches[micro][rank]
     data = dataset[list(own.rows)]
     sequences = list(zip(data["prompt_ids"], data["completion_ids"]))
-    return CompletionBatch(own.rows, collate(sequences, plan.longest[micro], data.get("scored")))
+    rows = tuple(data.get("pack", own.rows))
+    return CompletionBatch(rows, collate(sequences, plan.longest[micro], data.get("scored")))
 
 
 def collate_prompts(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> PromptBatch:
@@ -300,7 +305,7 @@ class MicroBatches(Sequence[AnyBatch]):
     def __init__(
         self,
         function: Collate,
-        dataset: Dataset,
+        dataset: Dataset | PackedRows,
         table: RowTable,
         plan: WindowPlan,
         rank: int,
@@ -319,7 +324,9 @@ class MicroBatches(Sequence[AnyBatch]):
 class EpochWindows(torch.utils.data.Dataset[tuple[WindowPlan, Sequence[AnyBatch]]]):
     """Window number -> (plan, this rank's micro-batches, collated); a map-style dataset for a torch ``DataLoader``."""
 
-    def __init__(self, function: Collate, dataset: Dataset, sampler: WindowSampler, epoch: int, rank: int) -> None:
+    def __init__(
+        self, function: Collate, dataset: Dataset | PackedRows, sampler: WindowSampler, epoch: int, rank: int
+    ) -> None:
         self.function, self.dataset, self.sampler, self.epoch, self.rank = function, dataset, sampler, epoch, rank
 
     def __len__(self) -> int:

@@ -18,6 +18,7 @@ from alignment.data.targets.tokenised import all_token_columns, check_tokenised,
 
 PROMPT_COLUMNS = ("prompt", "tools", "chat_template_kwargs")
 IMAGES = ("image", "images")
+_PACKED = "seq_lengths"  # beside token ids: the lengths of the sequences of a pack
 _TURNS = "conversations"  # what ShareGPT calls messages
 
 
@@ -36,7 +37,7 @@ def arranged(
     they are mapped. What reward functions would get and JSON cannot hold is left out with a warning.
 
     Raises:
-        DataError: a column of the map, or one that ``kind`` needs, is missing; or there are images.
+        DataError: a column of the map, or one that ``kind`` needs, is missing; there are images; or rows are packs.
     """
     there = dataset.column_names
     if dataset.format["type"] == "custom":
@@ -49,6 +50,11 @@ def arranged(
     tokens = token_columns(kind, there)
     if rules.tokenised:
         check_tokenised(tokens, where, there)
+    if kind == "prompt_completion" and tokens is not None and _PACKED in there:
+        raise DataError(
+            f"{where}: these rows are packs ({_PACKED!r}), whose sequences would see one another; give the rows that "
+            "they were made of, and set packing: true"
+        )
     if tokens is not None and not column_map:
         return dataset.with_format(None).select_columns(list(tokens.names))
     column_map = mapped_columns(column_map, kind, there, where, rules)

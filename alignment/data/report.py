@@ -17,6 +17,8 @@ class DataReport:
 
     ``rows_in == rows_out + sum(dropped.values())``. ``prompts_cut`` and ``completions_cut`` count within the kept
     rows, in a mixture before some of them were drawn; ``desirable`` and ``undesirable`` are 0 for rows without label.
+    ``packs`` is 0 where rows are not packed; else of at most ``pack_length`` tokens each, ``pack_tokens`` in all, and
+    without ``pack_left_out`` sequences of which nothing is learned.
     """
 
     rows_in: int
@@ -26,6 +28,10 @@ class DataReport:
     completions_cut: int = 0
     desirable: int = 0
     undesirable: int = 0
+    packs: int = 0
+    pack_length: int = 0
+    pack_tokens: int = 0
+    pack_left_out: int = 0
 
     def summary(self) -> str:
         """One line for the terminal and the log."""
@@ -34,7 +40,15 @@ class DataReport:
         if self.dropped:
             parts.append(f"{sum(self.dropped.values())} dropped: {self.drops()}")
         parts.append(f"{self.prompts_cut} prompts and {self.completions_cut} completions cut to length")
+        if self.packs:
+            parts.append(self._packed())
         return ", ".join(parts)
+
+    def _packed(self) -> str:
+        full = self.pack_tokens / (self.packs * self.pack_length)
+        without = f", without {self.pack_left_out} sequences of prompts alone" if self.pack_left_out else ""
+        packs = f"{self.packs} pack{'s' if self.packs > 1 else ''}"
+        return f"{packs} of up to {self.pack_length} tokens, {full:.0%} full{without}"
 
     def drops(self) -> str:
         """The reasons for dropped rows with their counts, most frequent first."""

@@ -22,6 +22,7 @@ from alignment.config.errors import OutputError
 from alignment.internals.deepspeed_zero3 import is_partitioned, whole_bytes
 from alignment.internals.transformers import tokenizer_options
 from alignment.models.adapters.record import TRAINING_BASE, Adapters, adapter_tensors, adapter_weights
+from alignment.models.classifier import HEAD_TENSORS
 from alignment.models.source import ModelSource
 
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "adapter_model*")
@@ -123,6 +124,8 @@ def _adapter_names(model: PreTrainedModel, adapters: Adapters) -> dict[str, str]
     names: dict[str, str] = adapter_tensors(
         model, adapters.name, {name: name for name in own}, embeddings=adapters.embeddings
     )
+    if adapters.head:
+        names |= {name: name for name in HEAD_TENSORS if name in own}
     return names
 
 

@@ -10,6 +10,7 @@ from datasets import IterableDataset
 
 from alignment.config.errors import OptionError
 from alignment.data.batching import Batch, Collate, CompletionBatch, collate_completion
+from alignment.data.packing.packs import Packing
 from alignment.data.shown.rows import Columns, as_language_modelling
 from alignment.data.sources import dataset_from_python
 from alignment.data.targets.formatting import Format, formatted
@@ -50,6 +51,15 @@ class SFTMethod(Method[CompletionBatch]):
             options.dataset_text_field,
             tokenised=bool((options.dataset_kwargs or {}).get("skip_prepare_dataset")),
         )
+
+    def packing(self, trains: bool) -> Packing | None:
+        options = self.options
+        packs = options.packing if trains or options.eval_packing is None else options.eval_packing
+        if not packs:
+            return None
+        assert options.max_length is not None
+        seed = options.seed if options.shuffle_dataset else None
+        return Packing(options.packing_strategy, options.max_length, seed)
 
     @property
     def needs_tokens(self) -> bool:  # type: ignore[override]
@@ -95,11 +105,11 @@ class SFTTrainer(AlignmentTrainer):
         self._know(vocabulary)
         return tokenizer
 
-    def _prepare(self, source: Any, limit: int | None, where: str) -> PreparedData:
+    def _prepare(self, source: Any, limit: int | None, where: str, *, trains: bool = False) -> PreparedData:
         if self.formatting_func is not None:
             where = getattr(source, "where", where)
             source = _Formatted(source, self.formatting_func, where, self.method.rules.text_field)
-        return super()._prepare(source, limit, where)
+        return super()._prepare(source, limit, where, trains=trains)
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,21 @@ class SFTConfig(TokenizerOptions, SequenceOptions, SFTCompatibility, AlignmentCo
         "Learn the answers alone (of `messages` the last one), or with `false` prompts as well; unset: the answers of "
         "rows with prompt and completion, every token of `messages` and `text`.",
     )
+    packing: bool = option(
+        False,
+        "Put several rows into one, a pack of at most `max_length` tokens, of which batches and epochs are then made.",
+    )
+    packing_strategy: str = option(
+        "bfd",
+        "With packing: `bfd` packs whole rows, cut to `max_length`, by best fit; `bfd_split` first cuts longer rows "
+        "into several sequences (its older name: `bfd-requeue`). No sequence sees another one. `wrapped` cuts the "
+        "tokens of all rows, one after another, at every `max_length`: a row sees those before it in its pack.",
+        choices=("bfd", "bfd_split", "wrapped", "bfd-requeue"),
+    )
+    eval_packing: bool | None = option(None, "Pack the rows to evaluate on; unset: as `packing`.")
+    shuffle_dataset: bool = option(
+        False, "Shuffle rows by `seed` before they are packed. Without packing, `train_sampling_strategy` orders them."
+    )
     assistant_only_loss: bool = option(
         False, "Learn what the assistant says in any of its turns, and nothing else of a conversation."
     )
@@ -62,6 +77,7 @@ class SFTConfig(TokenizerOptions, SequenceOptions, SFTCompatibility, AlignmentCo
         """Check the lengths; there is no reference model."""
         self.loss_type = self.loss_type or "nll"  # TRL 1.6 has none as its default
         checks.check_lengths(self, rows_per_unit=1)
+        self._check_packing()
         checks.refuse_reference(self, "SFT")
         for key, value in (self.dataset_kwargs or {}).items():
             if key == "add_special_tokens" and value is not True:
@@ -73,3 +89,17 @@ class SFTConfig(TokenizerOptions, SequenceOptions, SFTCompatibility, AlignmentCo
                 raise OptionError(
                     f"{setting('dataset_kwargs', self.dataset_kwargs)}: no such key {key!r}; set skip_prepare_dataset"
                 )
+
+    def _check_packing(self) -> None:
+        if self.packing_strategy == "bfd-requeue":
+            self.packing_strategy = "bfd_split"
+        asked = "packing" if self.packing else "eval_packing"
+        if not getattr(self, asked):
+            return
+        if self.max_length is None:
+            raise OptionError(f"{setting(asked, True)}: max_length is the length of a pack; set it to a number")
+        if (self.dataset_kwargs or {}).get("skip_prepare_dataset"):
+            raise OptionError(
+                f"{setting(asked, True)}: dataset_kwargs has skip_prepare_dataset, which takes rows as they are; "
+                "leave one of them out"
+            )

@@ -22,6 +22,8 @@ from alignment.models.scorer import DecoderScorer, Scorer, ScorerOutput
 
 HEAD = "score"  # what transformers calls the head of every decoder that classifies sequences
 
+HEAD_TENSORS = (f"{HEAD}.weight", f"{HEAD}.base_layer.weight")  # its weight's names: bare, and under an adapter
+
 
 class RewardHead(nn.Linear):
     """A linear head that computes in fp32 whatever its weights are: in bf16, rewards that differ by 1/256 are ties."""
@@ -41,10 +43,17 @@ class RewardHead(nn.Linear):
         return F.linear(hidden.to(wide), self.weight.to(wide), bias)
 
 
+def linear_head(model: PreTrainedModel) -> nn.Linear | None:
+    """The linear head that classifies, under what PEFT has put around it; None where there is none."""
+    head = getattr(model, HEAD, None)
+    for wrapped in ("original_module", "base_layer"):
+        head = getattr(head, wrapped, head)
+    return head if isinstance(head, nn.Linear) else None
+
+
 def reads_last_token(model: PreTrainedModel) -> bool:
     """Whether the model is a decoder with a linear head over the hidden state of the last token."""
-    head = getattr(model, HEAD, None)
-    return isinstance(getattr(head, "original_module", head), nn.Linear) and decoder_of(model) is not None
+    return linear_head(model) is not None and decoder_of(model) is not None
 
 
 class RewardScorer(DecoderScorer):
@@ -58,7 +67,9 @@ class RewardScorer(DecoderScorer):
     def __init__(self, model: PreTrainedModel, router_aux_loss: bool = False) -> None:
         super().__init__(model, router_aux_loss)
         head = getattr(model, HEAD)
-        if not replace_copies(head, RewardHead.replacing):  # type: ignore[arg-type]
+        if hasattr(head, "base_layer"):  # it has an adapter
+            head.base_layer = RewardHead.replacing(head.base_layer)
+        elif not replace_copies(head, RewardHead.replacing):  # type: ignore[arg-type]
             setattr(model, HEAD, RewardHead.replacing(head))
 
     def _scores(self, states: Tensor, targets: Tensor, longest: int, stats: bool) -> Scored:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -24,7 +23,14 @@ from transformers import (
 from alignment.config.errors import ModelError
 from alignment.models.architectures import refusal
 from alignment.models.checking import check_scorer
-from alignment.models.classifier import HEAD, RewardScorer, check_reward_scorer, reads_last_token, reward_scorer
+from alignment.models.classifier import (
+    HEAD,
+    RewardScorer,
+    check_reward_scorer,
+    linear_head,
+    reads_last_token,
+    reward_scorer,
+)
 from alignment.models.scorer import CompletionScorer, Scorer
 
 SCORED_LABELS = 2  # of a classifier that scores: its score is the logit of the first label
@@ -144,9 +150,7 @@ def _check_decoder(model: PreTrainedModel, named: str) -> None:
 
 
 def _check_live_scored(model: PreTrainedModel, named: str) -> None:
-    head = getattr(model, HEAD, None)
-    plain = isinstance(getattr(head, "original_module", head), nn.Linear)
-    if not plain and "SequenceClassification" not in type(model).__name__:
+    if linear_head(model) is None and "SequenceClassification" not in type(model).__name__:
         raise ModelError(
             f"{named}: {type(model).__name__} is no sequence classifier; pass its path, or load it with "
             "AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)"

@@ -82,6 +82,8 @@ class EnginePlan:
 def check_alike(plan: EnginePlan) -> None:
     """Refuse ranks that would compute in different formats, as hosts with different GPUs would; collective.
 
+    And those that would train or save different weights, as hosts with different caches of the hub would.
+
     Raises:
         OptionError: on every rank, with the formats.
     """
@@ -89,6 +91,11 @@ def check_alike(plan: EnginePlan) -> None:
     if len({*found}) > 1:
         ranks = ", ".join(f"{dtype} on rank {found.index(dtype)}" for dtype in sorted({*found}))
         raise OptionError(f"dtype: the GPUs of this run choose different formats ({ranks}); set dtype for all of them")
+    if plan.adapters is not None and len({*gathered((plan.adapters.trained, plan.adapters.head))}) > 1:
+        raise OptionError(
+            "model: hosts of this run differ in whether its checkpoint, in the hub's cache, has the head of a reward "
+            "model; name the head in peft_config, or load the model from a folder that all of them share"
+        )
 
 
 def plan_engines(

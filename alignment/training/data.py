@@ -10,8 +10,8 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import HasLengths, mixture_parts, tested_parts
 from alignment.data.columns import stream_columns
 from alignment.data.mixture import Mixture, Part, mixed
+from alignment.data.packing.packs import Packing, Packs, pack_rows
+from alignment.data.packing.rows import PackedRows
 from alignment.data.prepare import check_cache, load_prepared, prepare
 from alignment.data.report import DataReport, joined
 from alignment.data.sources import dataset_from_python, from_stream, load_split, take
@@ -108,7 +110,8 @@ class PreparedData:
     """A tokenised dataset, what planning needs of it, and what became of the source rows.
 
     ``parts`` has one entry, or in a mixture several, in the order of the rows. ``key`` is the same for the same
-    tokenised rows in the same order.
+    tokenised rows in the same order, packed in the same way. Where they are packed, what is planned, and ``table`` has
+    an entry for, is a pack.
     """
 
     where: str
@@ -117,6 +120,12 @@ class PreparedData:
     table: RowTable
     report: DataReport
     parts: tuple[PreparedPart, ...]
+    packs: Packs | None = None
+
+    @property
+    def batched(self) -> Dataset | PackedRows:
+        """What batches are made of: the rows, or their packs."""
+        return self.dataset if self.packs is None else PackedRows(self.dataset, self.packs)
 
     def place(self, row: int) -> str:
         """How messages name a tokenised row."""
@@ -131,17 +140,22 @@ class PreparedData:
         ends = list(itertools.accumulate(part.report.rows_out for part in self.parts))
         return f"{self.parts[bisect.bisect_right(ends, row)].where} row {number}"
 
+    def sources(self, planned: Iterable[int]) -> list[int | str]:
+        """The same of what batches name: of rows, or of all rows in some packs."""
+        if self.packs is not None:
+            planned = {row for pack in planned for row in self.packs.rows(pack)}
+        return [self.source_row(row) for row in sorted(planned)]
+
     def source_rows(self, plan: WindowPlan) -> list[int | str]:
         """The same of all rows of a window."""
-        rows = sorted(row for micro in plan.micro_batches for own in micro for row in own.rows)
-        return [self.source_row(row) for row in rows]
+        return self.sources(row for micro in plan.micro_batches for own in micro for row in own.rows)
 
 
-def limits_of(options: AlignmentConfig) -> Limits:
-    """The lengths that rows are cut to."""
+def limits_of(options: AlignmentConfig, packing: Packing | None = None) -> Limits:
+    """The lengths that rows are cut to; rows that are cut when they are packed are left as they are before."""
     assert isinstance(options, HasLengths)
     return Limits(
-        max_length=options.max_length,
+        max_length=None if packing is not None and packing.whole_rows else options.max_length,
         max_prompt_length=options.max_prompt_length,
         max_completion_length=options.max_completion_length,
         truncation_mode=options.truncation_mode,
@@ -161,6 +175,7 @@ def prepare_data(
     options: AlignmentConfig,
     where: str,
     retries: Retries = NEVER,
+    packing: Packing | None = None,
 ) -> PreparedData:
     """Tokenise a dataset on one rank for each cache, or find it there; read it on every rank. Collective.
 
@@ -172,6 +187,7 @@ def prepare_data(
         options: lengths, columns, processes, strictness.
         where: name of the data in messages.
         retries: of reads that fail for a reason that may pass.
+        packing: how rows are packed; None where they are not.
 
     Raises:
         DataError: naming file, row, key and value; or a node that has prepared other rows than the first one.
@@ -183,7 +199,7 @@ def prepare_data(
         given = retries(where, load)
         parts = given if isinstance(given, tuple) else (Part(where, lambda: given),)
         made = [
-            (part.where, _tokenised(part, limit, method, tokenizer, options, retries).name, part.weight)
+            (part.where, _tokenised(part, limit, method, tokenizer, options, retries, packing).name, part.weight)
             for part in parts
         ]
     # A folder's name is a hash of content: the first rank's is right for every machine, wherever its cache lies.
@@ -196,11 +212,31 @@ def prepare_data(
     ]
     retries.counted(gathered(retries.taken()))
     dataset, reports = mixed(read, limit, order_seed(options))
-    table = row_table(dataset, method.completions, limits_of(options).max_length)
     datasets_used = tuple(PreparedPart(name, report) for (name, _, _), report in zip(read, reports))
     chosen = [(name, weight) for _, name, weight in made]
-    key = hashlib.blake2b(repr((chosen, limit, order_seed(options))).encode(), digest_size=16).hexdigest()
-    return PreparedData(where, key, dataset, table, joined(reports), datasets_used)
+    made_of = (chosen, limit, order_seed(options), *(() if packing is None else (packing,)))
+    key = hashlib.blake2b(repr(made_of).encode(), digest_size=16).hexdigest()
+    if packing is None:
+        table = row_table(dataset, method.completions, limits_of(options).max_length)
+        return PreparedData(where, key, dataset, table, joined(reports), datasets_used)
+    packs = _packs(dataset, packing, where)
+    report = replace(
+        joined(reports),
+        packs=len(packs),
+        pack_length=packing.length,
+        pack_tokens=int(packs.tokens.sum()),
+        pack_left_out=packs.left_out,
+    )
+    return PreparedData(where, key, dataset, packs.table, report, datasets_used, packs)
+
+
+def _packs(dataset: Dataset, packing: Packing, where: str) -> Packs:
+    packs = pack_rows(dataset, packing)
+    if not len(packs):
+        raise DataError(
+            f"{where}: no pack of {packing.length} tokens has one that is learned; raise max_length or mend the rows"
+        )
+    return packs
 
 
 def tokenised_folder() -> Path:
@@ -215,6 +251,7 @@ def _tokenised(
     tokenizer: Any,
     options: AlignmentConfig,
     retries: Retries,
+    packing: Packing | None,
 ) -> Path:
     """The folder with one part's tokenised rows."""
     folder = tokenised_folder()
@@ -229,7 +266,7 @@ def _tokenised(
                 "pass a Dataset, or set another ref_placement"
             )
         rows, columns = (
-            _rows_of_stream(part.where, limit, options),
+            _rows_of_stream(part.where, limit, options, packing),
             stream_columns(column_map, method.kind, method.rules),
         )
         read = functools.partial(from_stream, data, rows, columns, part.where, folder)
@@ -238,7 +275,7 @@ def _tokenised(
         take(dataset_from_python(data), limit),
         method.kind,
         tokenizer,
-        limits_of(options),
+        limits_of(options, packing),
         part.where,
         folder,
         column_map=column_map,
@@ -250,10 +287,15 @@ def _tokenised(
     )
 
 
-def _rows_of_stream(where: str, limit: int | None, options: AlignmentConfig) -> int | None:
+def _rows_of_stream(where: str, limit: int | None, options: AlignmentConfig, packing: Packing | None) -> int | None:
     """How many rows of a stream are needed; None: all of them, to evaluate on, where nothing else says how many."""
     if not where.startswith(TRAINING):
         return limit
+    if packing is not None and limit is None:
+        raise OptionError(
+            f"{setting('packing', True)}: {where} is an IterableDataset, and how many of its rows max_steps needs is "
+            "known only once they are packed; set max_train_samples, or pass a Dataset"
+        )
     steps = options.max_steps * options.window_size if options.max_steps > 0 else None
     if limit is None and steps is None:
         raise DataError(
@@ -290,8 +332,9 @@ def window_sampler(data: PreparedData, method: AnyMethod, args: AlignmentConfig)
         partners=stored_partners(data, method, args),
     )
     if sampler.steps_per_epoch == 0:
+        what = "rows" if data.packs is None else "packs"
         raise DataError(
-            f"{data.where}: {len(data.table)} rows are fewer than one window of {sampler.window}; set "
+            f"{data.where}: {len(data.table)} {what} are fewer than one window of {sampler.window}; set "
             "dataloader_drop_last: false or a smaller batch"
         )
     return sampler

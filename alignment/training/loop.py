@@ -298,6 +298,7 @@ class TrainingLoop:
                 "window": window,
                 "steps": self.total_steps,
                 "rows": report.rows_out,
+                **({"packs": report.packs} if report.packs else {}),
                 "dropped": report.dropped,
             }
         )
@@ -316,7 +317,7 @@ class TrainingLoop:
         while self._goes_on():
             left = min(sampler.steps_per_epoch, sampler.step + self.total_steps - self.state.global_step)
             loader = DataLoader(
-                EpochWindows(self.context.method.collate, self.data.dataset, sampler, sampler.epoch, rank()),
+                EpochWindows(self.context.method.collate, self.data.batched, sampler, sampler.epoch, rank()),
                 batch_size=None,
                 sampler=range(sampler.step, left),
                 num_workers=args.dataloader_num_workers,

@@ -13,6 +13,7 @@ from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
 from alignment.data.batching import Batch, BatchT, Collate
 from alignment.data.formats import Kind
+from alignment.data.packing.packs import Packing
 from alignment.data.report import DataReport
 from alignment.data.shown.rows import Columns, as_stored
 from alignment.data.targets.rules import RowRules
@@ -130,6 +131,10 @@ class Method(ABC, Generic[BatchT]):
     def rules(self) -> RowRules:
         """Which tokens of its rows are learned."""
         return RowRules()
+
+    def packing(self, trains: bool) -> Packing | None:
+        """How rows to train on, or to evaluate on, are packed; None where each stays a row of its own."""
+        return None
 
     @property
     def needs_reference(self) -> bool:

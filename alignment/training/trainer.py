@@ -289,7 +289,7 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         self.sampler: WindowSampler | None = None
         self.advice: list[str] = []
         if train_dataset is not None:
-            self.train_data = self._prepare(train_dataset, args.max_train_samples, "train_dataset")
+            self.train_data = self._prepare(train_dataset, args.max_train_samples, "train_dataset", trains=True)
             self.sampler = window_sampler(self.train_data, self.method, args)
             if not any(self.optimizers):
                 self.tell(check_optimization(args, total_steps(args, self.sampler)))
@@ -316,10 +316,11 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
                 "evaluate on; set dataset_test_split, or pass eval_dataset"
             )
 
-    def _prepare(self, source: Any, limit: int | None, where: str) -> PreparedData:
+    def _prepare(self, source: Any, limit: int | None, where: str, *, trains: bool = False) -> PreparedData:
         load = source if callable(source) else lambda: source
         where = getattr(source, "where", where)
-        data = prepare_data(load, limit, self.method, self.processing_class, self.args, where, self.retries)
+        packing = self.method.packing(trains)
+        data = prepare_data(load, limit, self.method, self.processing_class, self.args, where, self.retries, packing)
         self.tell(f"{data.where}: {data.report.summary()}")
         return data
 

@@ -163,7 +163,7 @@ class WindowPass:
             sum_over_ranks(sums.values)
         items = sums.items()
         if train and not math.isfinite(items["loss"][0]):
-            raise _non_finite(items["loss"][0], losses, data.source_row)
+            raise _non_finite(items["loss"][0], losses, data.sources)
         return Passed(items, plan.counts)
 
     def _accumulated(
@@ -215,10 +215,10 @@ class WindowPass:
 
 
 def _non_finite(
-    loss: float, losses: list[tuple[tuple[int, ...], Tensor]], source_rows: Callable[[int], Any]
+    loss: float, losses: list[tuple[tuple[int, ...], Tensor]], sources: Callable[[Iterable[int]], list[Any]]
 ) -> NonFiniteLoss:
     own = [row for rows, values in losses for row, value in zip(rows, values.tolist()) if not math.isfinite(value)]
-    rows = sorted(source_rows(row) for part in gathered(own) for row in part)
+    rows = sorted(sources({row for part in gathered(own) for row in part}))
     return NonFiniteLoss(
         f"the loss of this window is {loss}: no update was made; rows with a non-finite loss: "
         f"{', '.join(map(str, rows[:16])) or 'none, so the NLL or the balancing loss overflowed'}. Likely causes: "

@@ -119,7 +119,7 @@ def test_every_option_of_trl_is_accounted_for(method: str) -> None:
         (DPOConfig, {"reference_free": True}, "DPO needs a reference"),
         (OnlineDPOConfig, {"use_vllm": True}, "set rollout_backend: continuous"),
         (OnlineDPOConfig, {"use_transformers_paged": True, "rollout_backend": "generate"}, "contradict each other"),
-        (SFTConfig, {"packing": True}, "packing is not supported"),
+        (SFTConfig, {"packing": True, "max_length": None}, "max_length is the length of a pack"),
     ],
 )
 def test_what_would_change_the_result_is_refused(cls: type, options: dict[str, Any], said: str) -> None:

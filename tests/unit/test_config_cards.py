@@ -75,12 +75,16 @@ def test_a_card_that_no_rank_uses_has_no_say(plan: Plan) -> None:
 
 def test_hosts_with_different_cards_are_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each decides by its own cards, and ranks that compute differently would wait for each other for ever."""
-    made: Any = SimpleNamespace(dtypes=plan("A10"))
+    made: Any = SimpleNamespace(dtypes=plan("A10"), adapters=None)
     monkeypatch.setattr(engines, "gathered", lambda own: [own, own, "float16", "float16"])
     with pytest.raises(OptionError, match=r"bfloat16 on rank 0, float16 on rank 2\); set dtype"):
         engines.check_alike(made)
     monkeypatch.setattr(engines, "gathered", lambda own: [own, own])
     engines.check_alike(made)
+    made.adapters = SimpleNamespace(trained=5, head=True)
+    monkeypatch.setattr(engines, "gathered", lambda own: [own, own if isinstance(own, str) else (7, False)])
+    with pytest.raises(OptionError, match="^model: hosts of this run differ in whether its checkpoint"):
+        engines.check_alike(made)
 
 
 @pytest.mark.parametrize("stage", ["stage0", "stage2", "stage3"])

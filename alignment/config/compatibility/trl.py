@@ -17,6 +17,7 @@ _SYNC = "Applies to `sync_ref_model` only, which is refused."
 _DIVERGENCE = "only the reverse KL divergence is supported"
 _VLLM = "Applies to `use_vllm` only, which is refused."
 _LEAVE = "leave it out"
+_BUFFER = "Sizes a buffer of packing in TRL 0.12; packs are made of all rows here."
 
 
 @dataclass(kw_only=True)
@@ -104,17 +105,13 @@ class SFTCompatibility(WidthOptions):
     TITLE: ClassVar[str] = "Of TRL"
 
     dataset_batch_size: int | None = accepted(1000, "Affects speed only.")
-    num_of_sequences: int = accepted(1024, "Applies to packing only, which is refused.")
-    chars_per_token: float = accepted(3.6, "Applies to packing only, which is refused.")
-    shuffle_dataset: bool = accepted(
-        False, "Every epoch is shuffled by the seed; set `train_sampling_strategy` to change that."
+    num_of_sequences: int = accepted(1024, _BUFFER)
+    chars_per_token: float = accepted(3.6, _BUFFER)
+    padding_free: bool = accepted(
+        False,
+        "A forward computes sequences of like lengths together, never across one another: numbers are the same, and "
+        "`max_length` holds.",
     )
-    packing: bool = only(False, reason="packing is not supported yet", instead="set max_tokens_per_batch")
-    packing_strategy: str = accepted("bfd", "Applies to packing only, which is refused.")
-    eval_packing: bool | None = only(
-        None, False, reason="packing is not supported yet", instead="set max_tokens_per_batch"
-    )
-    padding_free: bool = accepted(False, "Affects speed only; `max_tokens_per_batch` reduces padding.")
 
 
 @dataclass(kw_only=True)

@@ -80,7 +80,8 @@ class Collator:
 
     Its result has ``input_ids`` and ``attention_mask`` (B, T) int64. Pairs are one batch, the chosen answers first.
     ``completion_mask`` (B, T) is 1 on tokens of answers, ``labels`` (B, T) -100 elsewhere. Rows of KTO that have
-    ``KL_completion_ids`` give ``KL_input_ids`` and its masks too. Numbers and truth values become (B,) tensors.
+    ``KL_completion_ids`` give ``KL_input_ids`` and its masks too. Numbers and truth values become (B,) tensors. Packs
+    with ``seq_lengths`` get ``position_ids`` (B, T) that begin at 0 with each sequence, where the label is -100.
     """
 
     def __init__(self, pad_token_id: int) -> None:
@@ -106,7 +107,12 @@ class Collator:
         elif "input_ids" in there:
             found |= self._padded("", [row["input_ids"] for row in features])
             there -= {"input_ids"}
-        return found | {name: self._column(name, [row[name] for row in features]) for name in sorted(there)}
+        found |= {name: self._column(name, [row[name] for row in features]) for name in sorted(there)}
+        if "seq_lengths" in there:
+            places = [[place for length in row["seq_lengths"] for place in range(length)] for row in features]
+            found["position_ids"] = _pad(places, 0)
+            found["labels"][found["position_ids"] == 0] = IGNORED
+        return found
 
     def _sequences(self, split: Sequence[tuple[Sequence[int], Sequence[int]]], prefix: str) -> dict[str, Tensor]:
         made = self._padded("", [[*prompt, *answer] for prompt, answer in split])

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from alignment.internals.deepspeed_zero3 import is_partitioned
 from alignment.internals.peft import train_adapter
 from alignment.internals.transformers import loading
 from alignment.models.adapters.record import Adapters, adapter_weights
+from alignment.models.classifier import HEAD_TENSORS
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -57,7 +58,17 @@ def _load(model: PreTrainedModel, adapters: Adapters) -> None:
 
     assert adapters.path is not None
     state = {name.removeprefix("base_model.model."): value for name, value in adapter_weights(adapters.path).items()}
+    for name in HEAD_TENSORS if adapters.head else ():
+        head = state.pop(name, None)
+        if head is not None:
+            _fill(model.get_parameter(name), head)
     set_peft_model_state_dict(model, state, adapters.name)
+
+
+def _fill(parameter: nn.Parameter, value: Tensor) -> None:
+    """Set a parameter of the base, which may be divided."""
+    with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=is_partitioned(parameter)):
+        parameter.data.copy_(value)
 
 
 def _settle(model: PreTrainedModel, name: str, dtype: torch.dtype) -> None:

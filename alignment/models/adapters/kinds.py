@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from alignment.config.errors import OptionError, setting
-from alignment.models.classifier import HEAD
 from alignment.models.quantization import Quantization
 from alignment.models.source import ModelSource
 from alignment.models.tasks import CAUSAL_LM
@@ -72,15 +71,6 @@ def check_variant(config: Any, quantization: Quantization | None, stage: int) ->
                 "lora_target_parameters: adapters of parameters are added to them before they are gathered at ZeRO "
                 "stage 3; set deepspeed to zero2"
             )
-
-
-def check_score(config: Any, source: ModelSource, key: str) -> None:
-    """A reward model's head has to be trained with adapters that are there already, or rewards stay as they began."""
-    if classifies(source) and HEAD not in (config.modules_to_save or ()):
-        raise OptionError(
-            f"{key}: these adapters leave out {HEAD}, the head of a reward model, so that it would not be trained; "
-            f"begin with new ones, or make them with modules_to_save: [{HEAD!r}]"
-        )
 
 
 def classifies(source: ModelSource) -> bool:

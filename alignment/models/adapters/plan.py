@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from alignment.config.errors import ModelError, OptionError, first_line, setting
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_model import changed_lora
-from alignment.models.adapters.kinds import check_kind, check_score, check_variant, classifies
+from alignment.models.adapters.kinds import check_kind, check_variant, classifies
 from alignment.models.adapters.record import Adapters, is_adapter_config
+from alignment.models.adapters.score import HeadPlan, plan_live, task_type
 from alignment.models.adapters.skeleton import has_grown, tried
 from alignment.models.quantization import Quantization
 from alignment.models.source import ModelSource
@@ -84,10 +85,11 @@ def plan_adapters(
     else:
         config = _lora(options)
     check_kind(config, "adapter_name_or_path" if path else "peft_config" if peft_config else "use_peft")
-    if path is not None:
-        check_score(config, source, "adapter_name_or_path")
     check_variant(config, quantization, stage)
-    return tried(config, path, source, quantization, options.trust_remote_code)
+    in_python = path is None and peft_config is not None
+    adapters = tried(config, path, source, quantization, options.trust_remote_code, given=in_python)
+    check_variant(adapters.config, quantization, stage)  # PEFT may have found other targets in the model
+    return adapters
 
 
 def _check_folders(options: AlignmentConfig, source: ModelSource) -> None:
@@ -186,9 +188,9 @@ def _of_live(options: AlignmentConfig, live: PeftModel, source: ModelSource) -> 
             raise OptionError("model: its adapters are merged into the base; call unmerge_adapter() before")
     config = copy.deepcopy(live.peft_config[name])
     check_kind(config, "model")
-    check_score(config, source, "model")
+    head = plan_live(config, source) if classifies(source) else HeadPlan()
     if config.task_type is None:
-        config.task_type = "SEQ_CLS" if classifies(source) else "CAUSAL_LM"
+        config.task_type = task_type(config, source)
     trained = sum(p.numel() for n, p in live.named_parameters() if f".{name}." in f"{n}.")
     total = live.get_nb_trainable_parameters()[1]
     return Adapters(
@@ -199,4 +201,6 @@ def _of_live(options: AlignmentConfig, live: PeftModel, source: ModelSource) -> 
         trained=trained,
         total=total,
         embeddings=has_grown(source),
+        head=head.kept,
+        notes=(head.note,) if head.note else (),
     )

@@ -30,6 +30,7 @@ class Adapters:
         trained, total: parameters that require a gradient, and all of them, embeddings included.
         notes: sentences for the user.
         embeddings: the model knows more tokens than its base, so its embeddings are saved as well.
+        head: the head of a reward model is in no checkpoint and not trained whole, so it is saved as it is.
     """
 
     config: PeftConfig
@@ -42,6 +43,7 @@ class Adapters:
     total: int = 0
     notes: tuple[str, ...] = ()
     embeddings: bool = False
+    head: bool = False
 
     @property
     def kind(self) -> str:

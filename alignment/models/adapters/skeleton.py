@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +17,15 @@ from alignment.config.errors import ModelError, OptionError, did_you_mean, first
 from alignment.models.adapters.injection import plain_start
 from alignment.models.adapters.kinds import classifies
 from alignment.models.adapters.record import Adapters, adapter_shapes, adapter_weights
-from alignment.models.classifier import HEAD
+from alignment.models.adapters.score import (
+    HeadPlan,
+    is_target,
+    is_whole,
+    plan_new,
+    plan_saved,
+    task_type,
+)
+from alignment.models.classifier import HEAD, HEAD_TENSORS
 from alignment.models.quantization import Quantization
 from alignment.models.source import ModelSource
 
@@ -36,51 +44,92 @@ def skeleton(source: ModelSource, trust_remote_code: bool) -> PreTrainedModel:
 
 
 def tried(
-    config: Any, path: str | None, source: ModelSource, quantization: Quantization | None, trust_remote_code: bool
+    config: Any,
+    path: str | None,
+    source: ModelSource,
+    quantization: Quantization | None,
+    trust_remote_code: bool,
+    *,
+    given: bool = False,
 ) -> Adapters:
-    """Complete a configuration and inject it into a model without weights."""
+    """Complete a configuration and inject it into a model without weights.
+
+    Args:
+        config: PEFT's, which is changed.
+        path: the folder that it is from; None for new adapters.
+        source: the policy's model.
+        quantization: of the base weights.
+        trust_remote_code: build a model whose code comes with it.
+        given: a user made the configuration in Python: what it names, and the model has not, is left aside with a
+            sentence, as PEFT does, as long as something is left to adapt. By the options it is an error.
+
+    Raises:
+        OptionError: it does not suit the model.
+        ModelError: the weights in the folder do not.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     model = skeleton(source, trust_remote_code)
     classifier = classifies(source)
-    config.task_type = "SEQ_CLS" if classifier else "CAUSAL_LM"
     config.inference_mode = False
     config.base_model_name_or_path = source.name
     config.revision = source.init_kwargs.get("revision")
-    head = _head_name(model, classifier)
-    linear = dict(_linear_layers(model, head))
+    head = HeadPlan()
+    if classifier:
+        head = _plan_head(config, path, source, given)
+    config.task_type = task_type(config, source)
+    name = _head_name(model, classifier)
+    linear, known = dict(_linear_layers(model, name)), _Names.of(model)
     if path is None:
-        _complete(config, linear, model, head)
-        if classifier:
-            config.modules_to_save = sorted({*(config.modules_to_save or ()), HEAD})
+        _complete(config, linear, model, name)
+        if not given:
+            _check_options(config, linear, known, name)
     new_rows = _train_new_rows(config, model, source) if path is None else ()
     total = sum(parameter.numel() for parameter in model.parameters())
     experts = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of weights on the meta device that nobody fills
-            model.add_adapter(plain_start(config), "default")
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise OptionError(
-            f"{'adapter_name_or_path' if path else 'lora_target_modules'}: {first_line(error)}; the linear layers of "
-            f"{source.name} are {', '.join(sorted(set(linear.values())))}"
-        ) from error
-    shapes = adapter_shapes(model, "default")
+    _inject(
+        config, model, "adapter_name_or_path" if path else "peft_config" if given else "lora_target_modules", linear
+    )
     if path is not None:
-        _check_shapes(path, shapes, source)
+        _check_shapes(path, adapter_shapes(model, "default"), source)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     added = sum(parameter.numel() for parameter in model.parameters()) - total
     layers = tuple(name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
-    adapters = Adapters(config, path=path, layers=layers, trained=trained, total=total + added)
+    adapters = Adapters(config, path=path, layers=layers, trained=trained, total=total + added, head=head.kept)
     if source.live is not None:
         adapters = replace(adapters, embeddings=has_grown(source) and not new_rows)
-    notes = [*_notes(config, model, experts, quantization)]
+    notes = [head.note] if head.note else []
+    if given:
+        notes += [*_take_converted(config, model), *_leave_aside(config, linear, known)]
+    notes += _notes(config, model, experts, quantization)
     if new_rows:
         notes.append(
             f"chat_template_path: {' and '.join(new_rows)}: trained whole beside the adapters and saved, for "
             "rows of new tokens would otherwise stay as they begin; a .jinja file writes such tokens as text"
         )
     return replace(adapters, notes=tuple(notes))
+
+
+def _plan_head(config: Any, path: str | None, source: ModelSource, given: bool) -> HeadPlan:
+    """What becomes of the head of a reward model, which the configuration is told."""
+    if path is not None:
+        return plan_saved(config, source, path, adapter_weights(path))
+    head = plan_new(config, source) if given else HeadPlan(whole=True)
+    if head.whole:
+        config.modules_to_save = sorted({*(config.modules_to_save or ()), HEAD})
+    return head
+
+
+def _inject(config: Any, model: PreTrainedModel, key: str, linear: dict[str, str]) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of weights on the meta device that nobody fills
+            model.add_adapter(plain_start(config), "default")
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise OptionError(
+            f"{key}: {first_line(error)}; the linear layers of {config.base_model_name_or_path} are "
+            f"{', '.join(sorted(set(linear.values())))}"
+        ) from error
 
 
 def _train_new_rows(config: Any, model: PreTrainedModel, source: ModelSource) -> tuple[str, ...]:
@@ -100,34 +149,92 @@ def _train_new_rows(config: Any, model: PreTrainedModel, source: ModelSource) ->
 
 
 def _complete(config: Any, linear: dict[str, str], model: nn.Module, head: str | None) -> None:
-    """Name the modules to adapt where none are named, and check those that are."""
+    """Name the modules to adapt where none are named."""
     targets = getattr(config, "target_modules", None)
     if targets is None or targets == "all-linear":
         others = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)
                   and name not in linear}  # fmt: skip
-        config.target_modules = sorted(set(linear.values()) if not others & set(linear.values()) else linear)
+        found = sorted(set(linear.values()) if not others & set(linear.values()) else linear)
+        with_head = head == HEAD and is_target(config) and not is_whole(config)
+        config.target_modules = found + [HEAD] * with_head
         if str(config.peft_type.value) == "IA3":
             config.feedforward_modules = []
     elif not isinstance(targets, str):
         config.target_modules = sorted(targets)
-        _check_named(targets, [name for name, _ in model.named_modules()], "lora_target_modules", linear)
-    parameters = getattr(config, "target_parameters", None)
-    if parameters:
-        known = [name for name, _ in model.named_parameters()]
-        _check_named(parameters, known, "lora_target_parameters", {n: n.rpartition(".")[2] for n in known})
-    if config.modules_to_save:
-        known = [name for name, _ in model.named_modules()]
-        _check_named(
-            config.modules_to_save, known, "lora_modules_to_save", {n: n for n in (head, "embed_tokens") if n}
-        )
 
 
-def _check_named(wanted: Iterable[str], known: list[str], option: str, shown: dict[str, str]) -> None:
-    ends = sorted(set(shown.values()))
-    for name in wanted:
-        if not any(one == name or one.endswith(f".{name}") for one in known):
+class _Names(NamedTuple):
+    """What a model has that a configuration may name."""
+
+    modules: list[str]
+    parameters: list[str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Names:
+        return cls([name for name, _ in model.named_modules()], [name for name, _ in model.named_parameters()])
+
+    def missing(self, config: Any) -> Iterator[tuple[str, list[str]]]:
+        """Fields of a configuration, and the names in them that nothing has."""
+        fields = {
+            "target_modules": self.modules,
+            "target_parameters": self.parameters,
+            "modules_to_save": self.modules,
+        }
+        for field, known in fields.items():
+            wanted = getattr(config, field, None) or ()
+            if not isinstance(wanted, str):
+                yield field, [name for name in sorted(wanted) if not any(_ends(one, name) for one in known)]
+
+
+def _ends(one: str, name: str) -> bool:
+    return one == name or one.endswith(f".{name}")
+
+
+def _check_options(config: Any, linear: dict[str, str], known: _Names, head: str | None) -> None:
+    """Whether the model has what the options name.
+
+    Raises:
+        OptionError: naming the first that it has not.
+    """
+    shown = {
+        "target_modules": linear.values(),
+        "target_parameters": [name.rpartition(".")[2] for name in known.parameters],
+        "modules_to_save": [name for name in (head, "embed_tokens") if name],
+    }
+    for field, missing in known.missing(config):
+        if missing:
+            ends = sorted(set(shown[field]))
             raise OptionError(
-                f"{option}: the model has no {name!r}{did_you_mean(name, ends)}; it has {', '.join(ends)}"
+                f"lora_{field}: the model has no {missing[0]!r}{did_you_mean(missing[0], ends)}; it has "
+                f"{', '.join(ends)}"
+            )
+
+
+def _take_converted(config: Any, model: Any) -> Iterator[str]:
+    """Put into a configuration what PEFT made of targets that older releases of transformers had as modules.
+
+    Experts are parameters of one module now; saved are the names that adapters have.
+    """
+    found = model.peft_config["default"]
+    before = set(getattr(config, "target_parameters", None) or ())
+    new = sorted(set(getattr(found, "target_parameters", None) or ()) - before)
+    if not new:
+        return
+    old = sorted(set(config.target_modules) - set(found.target_modules))
+    config.target_modules, config.target_parameters = sorted(found.target_modules), sorted(before | set(new))
+    config.rank_pattern, config.alpha_pattern = found.rank_pattern, found.alpha_pattern
+    yield f"peft_config: {', '.join(old)} of the experts are {', '.join(new)} in this release of transformers"
+
+
+def _leave_aside(config: Any, linear: dict[str, str], known: _Names) -> Iterator[str]:
+    """Take names out of a configuration that the model does not have, as PEFT does; what they are."""
+    for field, missing in known.missing(config):
+        if missing:
+            left = sorted(set(getattr(config, field)) - set(missing))
+            setattr(config, field, left or None)
+            yield (
+                f"peft_config: {field} names {', '.join(missing)}, which the model does not have, and nothing becomes "
+                f"of it; its linear layers are {', '.join(sorted(set(linear.values())))}"
             )
 
 
@@ -151,6 +258,7 @@ def _check_shapes(path: str, shapes: dict[str, tuple[int, ...]], source: ModelSo
         ModelError: naming the first tensor that is not.
     """
     state = {name.removeprefix("base_model.model."): value for name, value in adapter_weights(path).items()}
+    state = {name: value for name, value in state.items() if name not in HEAD_TENSORS or name in shapes}
     for name, value in sorted(state.items()):
         expected = shapes.get(name)
         if expected is not None and expected != tuple(value.shape):
@@ -192,7 +300,7 @@ def _notes(
 
 
 def _is_adapted(name: str, config: Any) -> bool:
-    return any(name == one or name.endswith(f".{one}") for one in getattr(config, "target_parameters", None) or ())
+    return any(_ends(name, one) for one in getattr(config, "target_parameters", None) or ())
 
 
 def has_grown(source: ModelSource) -> bool:

@@ -44,6 +44,7 @@ MAY_CHANGE = frozenset(
         max_tokens_per_batch per_device_eval_batch_size per_device_train_batch_size precompute_ref_batch_size
         ref_deepspeed ref_placement reward_batch_size reward_deepspeed reward_placement use_cpu use_liger_loss
         max_steps num_train_epochs
+        eval_packing packing packing_strategy shuffle_dataset
         hang_factor hang_timeout hang_timeout_first loss_spike_factor max_bad_steps on_bad_step peer_timeout retries
         retry_pause rewind_windows
         generate_during_eval
@@ -87,7 +88,8 @@ def fingerprints(
 
 
 def _data(data: PreparedData) -> str:
-    return f"{len(data.table)} rows, {data.key} ({data.where})"
+    rows = "rows" if data.packs is None else f"packs by {data.packs.packing.strategy}"
+    return f"{len(data.table)} {rows}, {data.key} ({data.where})"
 
 
 def identity(fingerprint: str | None) -> str | None:

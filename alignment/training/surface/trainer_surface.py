@@ -16,6 +16,7 @@ from transformers import TrainerState
 
 from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
+from alignment.data.packing.rows import PackedRows
 from alignment.data.shown.rows import Collator, PlannedBatches
 from alignment.data.windows import WindowPlan, WindowSampler
 from alignment.engines.launch_env import local_rank, rank
@@ -273,7 +274,18 @@ class TrainerSurface:
 
 
 def shown_rows(data: PreparedData, method: AnyMethod) -> Dataset:
-    """The rows of a tokenised dataset by the names that ``method`` shows them by, in the same order, in memory."""
+    """Tokenised rows, or packs of them, by the names that ``method`` shows them by, in the same order, in memory."""
+    batched = data.batched
+    if isinstance(batched, PackedRows):
+        numbers = Dataset.from_dict({"pack": list(range(len(batched)))})
+        return numbers.map(
+            lambda some: batched.shown(some["pack"]),
+            batched=True,
+            remove_columns=["pack"],
+            keep_in_memory=True,
+            load_from_cache_file=False,
+            new_fingerprint=data.key,  # given, or the rows would be pickled to make one
+        )
     rows = data.dataset
     first = rows[:1]
     shown = method.shown(first)

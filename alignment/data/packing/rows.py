@@ -1,0 +1,82 @@
+"""Packs as batches and scripts look at them, read from the tokenised rows when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from datasets import Dataset
+
+from alignment.data.packing.flat import COLUMNS, flat
+from alignment.data.packing.packs import Packs
+from alignment.data.targets.rules import divided
+from alignment.data.targets.tokenised import IGNORED
+
+
+class Stretch(NamedTuple):
+    """A sequence of a pack: (T,) token ids, and (T,) which of them are learned."""
+
+    pack: int
+    ids: list[int]
+    learned: list[bool]
+
+
+class PackedRows:
+    """The packs of a dataset in the place of its rows.
+
+    Args:
+        dataset: tokenised rows of prompt and completion.
+        packs: which of their tokens belong together.
+    """
+
+    def __init__(self, dataset: Dataset, packs: Packs) -> None:
+        self.packs = packs
+        self._rows = dataset.select_columns(list(COLUMNS)).with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __getitem__(self, numbers: Sequence[int]) -> dict[str, list[Any]]:
+        """The sequences of some packs, one entry each: ``prompt_ids``, ``completion_ids``, ``scored``; ``pack``."""
+        found: dict[str, list[Any]] = {name: [] for name in ("prompt_ids", "completion_ids", "scored", "pack")}
+        for sequence in self.sequences(numbers):
+            parts = divided(sequence.ids, sequence.learned)
+            for name, value in zip(found, (parts.prompt, parts.completion, parts.scored, sequence.pack)):
+                found[name].append(value)
+        return found
+
+    def sequences(self, numbers: Sequence[int]) -> Iterator[Stretch]:
+        """The sequences of some packs, one pack after another."""
+        packs = self.packs
+        owners = [pack for pack in numbers for _ in range(packs.offsets[pack], packs.offsets[pack + 1])]
+        chosen = np.array([s for p in numbers for s in range(packs.offsets[p], packs.offsets[p + 1])], dtype=np.int64)
+        if not len(chosen):
+            return
+        firsts, lasts = packs.span(chosen)
+        places = np.unique(np.concatenate([np.arange(a, b + 1) for a, b in zip(firsts, lasts)]))
+        rows = flat(self._rows[packs.order[places].tolist()], ids=True)
+        own = rows.ends - rows.lengths  # where the rows that were read begin in what was read
+        there = packs.ends[places] - rows.lengths  # and in the tokens of all rows
+        at = dict(zip(places.tolist(), range(len(places))))
+        for owner, number, first in zip(owners, chosen, firsts):
+            # The rows of a sequence follow one another in both: one stretch here is one there.
+            begin = int(packs.begins[number] - there[at[int(first)]] + own[at[int(first)]])
+            stop = begin + int(packs.stops[number] - packs.begins[number])
+            yield Stretch(owner, rows.ids[begin:stop].tolist(), rows.learned[begin:stop].tolist())
+
+    def shown(self, numbers: Sequence[int]) -> dict[str, list[Any]]:
+        """Some packs by TRL's names: ``input_ids``, ``labels`` that are -100 on what is not learned, ``seq_lengths``.
+
+        ``seq_lengths`` has the tokens of each sequence; it is not there for ``wrapped``, whose packs are one each.
+        """
+        found: dict[str, list[Any]] = {name: [[] for _ in numbers] for name in ("input_ids", "labels", "seq_lengths")}
+        place = {int(pack): position for position, pack in enumerate(numbers)}
+        for owner, ids, learned in self.sequences(numbers):
+            at = place[int(owner)]
+            found["input_ids"][at] += ids
+            found["labels"][at] += [token if kept else IGNORED for token, kept in zip(ids, learned)]
+            found["seq_lengths"][at].append(len(ids))
+        if self.packs.packing.strategy == "wrapped":
+            del found["seq_lengths"]
+        return found

@@ -1,0 +1,212 @@
+"""Packs: which sequences go together, what they are made of, and how batches, planning and scripts see them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+
+from alignment.config.errors import DataError, OptionError
+from alignment.data.batching import collate_completion
+from alignment.data.columns import arranged
+from alignment.data.packing import packs as packs_module
+from alignment.data.packing.best_fit import best_fit
+from alignment.data.packing.packs import Packing, Packs, pack_rows
+from alignment.data.packing.rows import PackedRows
+from alignment.data.report import DataReport
+from alignment.data.row_mapper import FEATURES
+from alignment.data.shown.rows import Collator
+from alignment.data.windows import evaluation_plan
+from alignment.methods.sft import SFTMethod
+from alignment.methods.sft_options import SFTConfig
+
+# Ids say where they are from: 31 is the second token of row 3. Row 1 has a turn in between that is not learned; every
+# token of row 3 is learned.
+ROWS = Dataset.from_list(
+    [
+        {"prompt_ids": [0, 1], "completion_ids": [2, 3, 4], "scored": None, "first": False, "row": 0},
+        {"prompt_ids": [10], "completion_ids": [11, 12, 13], "scored": [True, False, True], "first": False, "row": 1},
+        {"prompt_ids": [20, 21, 22, 23], "completion_ids": [24, 25], "scored": None, "first": False, "row": 2},
+        {"prompt_ids": [30], "completion_ids": [31], "scored": None, "first": True, "row": 3},
+    ],
+    features=FEATURES["prompt_completion"],
+)
+BFD = Packing("bfd", 8)
+
+
+def packed(packing: Packing, rows: Dataset = ROWS) -> tuple[Packs, PackedRows]:
+    made = pack_rows(rows, packing)
+    return made, PackedRows(rows, made)
+
+
+def everything(rows: PackedRows) -> list[list[tuple[list[int], list[int]]]]:
+    """Each pack's sequences: token ids, and those of them that are learned where something stands before them."""
+    found: list[list[tuple[list[int], list[int]]]] = [[] for _ in range(len(rows))]
+    for pack, ids, learned in rows.sequences(range(len(rows))):
+        found[pack].append((ids, [token for token, kept in list(zip(ids, learned))[1:] if kept]))
+    return found
+
+
+def plain_best_fit(lengths: list[int], room: int) -> list[list[int]]:
+    """The definition, by looking through all packs; of equals the one that has had its room for longest."""
+    packs: list[list[int]] = []
+    left: list[tuple[int, int]] = []  # room and when it came to be
+    for time, number in enumerate(sorted(range(len(lengths)), key=lambda n: (-lengths[n], n))):
+        fitting = [(space, since, pack) for pack, (space, since) in enumerate(left) if space >= lengths[number]]
+        if fitting:
+            space, _, pack = min(fitting)
+        else:
+            space, pack = room, len(packs)
+            packs.append([])
+            left.append((room, time))
+        packs[pack].append(number)
+        left[pack] = (space - lengths[number], time)
+    return packs
+
+
+def test_best_fit() -> None:
+    assert best_fit([4, 8, 1, 4, 2, 6], 8) == [[1], [5, 4], [0, 3], [2]]
+    assert best_fit([], 8) == []
+    rng = np.random.default_rng(0)
+    for room in (5, 17, 40):
+        lengths = rng.integers(1, room + 1, 300)
+        assert best_fit(lengths, room) == plain_best_fit(lengths.tolist(), room)
+
+
+def test_whole_rows_keep_to_themselves() -> None:
+    packs, rows = packed(BFD)
+    assert everything(rows) == [
+        [([20, 21, 22, 23, 24, 25], [24, 25]), ([30, 31], [31])],
+        [([0, 1, 2, 3, 4], [2, 3, 4])],
+        [([10, 11, 12, 13], [11, 13])],
+    ]
+    assert packs.tokens.tolist() == [8, 5, 4] and packs.left_out == 0
+    assert [packs.rows(number) for number in range(3)] == [[2, 3], [0], [1]]
+    table = packs.table
+    assert table.completions.tolist() == [[3], [3], [2]] and (table.prompt + table.completions[:, 0]).tolist() == [
+        8,
+        5,
+        4,
+    ]
+
+
+def test_long_rows_are_split() -> None:
+    """The first half of row 2 is of a prompt alone, and is left out; so is a half of one token."""
+    packs, rows = packed(Packing("bfd_split", 4))
+    assert everything(rows) == [
+        [([0, 1, 2, 3], [2, 3])],
+        [([10, 11, 12, 13], [11, 13])],
+        [([24, 25], [25]), ([30, 31], [31])],
+    ]
+    assert packs.left_out == 2, "20 to 23, and 4 alone"
+    assert packs.table.completions.tolist() == [[2], [2], [2]]
+
+
+def test_wrapped_rows_are_one_sequence() -> None:
+    """The first token of row 3 is learned here, as another row's stands before it; that of row 1 is of a prompt."""
+    packs, rows = packed(Packing("wrapped", 7))
+    assert everything(rows) == [
+        [([0, 1, 2, 3, 4, 10, 11], [2, 3, 4, 11])],
+        [([12, 13, 20, 21, 22, 23, 24], [13, 24])],
+        [([25, 30, 31], [30, 31])],
+    ]
+    assert packs.table.completions.tolist() == [[4], [2], [2]]
+    assert packs.rows(1) == [1, 2]
+    assert rows.shown([2, 1]) == {
+        "input_ids": [[25, 30, 31], [12, 13, 20, 21, 22, 23, 24]],
+        "labels": [[25, 30, 31], [-100, 13, -100, -100, -100, -100, 24]],
+    }
+    assert packed(Packing("wrapped", 4))[0].left_out == 2, "13 to 22, and 31 alone"
+
+
+def test_rows_are_packed_with_those_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packs_module, "TOGETHER", 2)
+    packs, rows = packed(Packing("bfd", 9))
+    assert [packs.rows(number) for number in range(len(packs))] == [[0, 1], [2, 3]]
+    assert [[ids for ids, _ in pack] for pack in everything(rows)] == [
+        [[0, 1, 2, 3, 4], [10, 11, 12, 13]],
+        [[20, 21, 22, 23, 24, 25], [30, 31]],
+    ]
+    wrapped, rows = packed(Packing("wrapped", 8))
+    assert wrapped.tokens.tolist() == [8, 8], "the ninth token of each two rows is alone, and left out"
+
+
+def test_rows_are_shuffled_before_they_are_packed() -> None:
+    order = np.random.default_rng(5).permutation(4).tolist()
+    packs, rows = packed(Packing("wrapped", 64, seed=5))
+    assert order != [0, 1, 2, 3] and packs.rows(0) == [0, 1, 2, 3]
+    (((ids, _),),) = everything(rows)
+    assert list(dict.fromkeys(token // 10 for token in ids)) == order
+
+
+def test_batches_hold_sequences() -> None:
+    """Two packs on one rank, of three sequences; each token is predicted from its own sequence."""
+    packs, rows = packed(BFD)
+    plan = evaluation_plan(packs.table, world_size=1, batch_size=2, seed=0, draw_partners=False)
+    assert plan.counts.first_completion_tokens == 8 and plan.counts.sequence_tokens == 17 and plan.counts.rows == 3
+    batch = collate_completion(rows, packs.table, plan, 0, 0)
+    sequences = batch.completions
+    assert batch.rows == (0, 0, 1) and sequences.lengths.tolist() == [2, 1, 3] and sequences.longest == 6
+    assert sequences.targets.tolist() == [24, 25, 31, 2, 3, 4] and sequences.tokens == 13
+    before = sequences.input_ids.flatten()[sequences.positions]
+    assert before.tolist() == [23, 24, 30, 1, 2, 3]
+    dealt = evaluation_plan(packs.table, world_size=4, batch_size=1, seed=0, draw_partners=False)
+    idle = collate_completion(rows, packs.table, dealt, 0, 3)
+    assert idle.rows == () and idle.completions.tokens == 0, "three packs for four ranks"
+
+
+def test_what_scripts_see() -> None:
+    """TRL's columns; tensors of them know where sequences begin."""
+    _, rows = packed(BFD)
+    shown = rows.shown([0, 2])
+    assert shown["seq_lengths"] == [[6, 2], [4]]
+    assert shown["labels"] == [[-100, -100, -100, -100, 24, 25, 30, 31], [-100, 11, -100, 13]]
+    features = [dict(zip(shown, values)) for values in zip(*shown.values())]
+    tensors = Collator(0)(features)
+    assert tensors["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 0, 1], [0, 1, 2, 3, 0, 0, 0, 0]]
+    assert tensors["labels"][0].tolist() == [-100, -100, -100, -100, 24, 25, -100, 31]
+    assert torch.equal(tensors["input_ids"][1], torch.tensor([10, 11, 12, 13, 0, 0, 0, 0]))
+
+
+def test_the_report_says_how_full_packs_are() -> None:
+    report = DataReport(4, 4, packs=3, pack_length=8, pack_tokens=17, pack_left_out=2)
+    assert report.summary().endswith(
+        "cut to length, 3 packs of up to 8 tokens, 71% full, without 2 sequences of prompts alone"
+    )
+    assert "pack" not in DataReport(4, 4).summary()
+
+
+def test_packs_are_not_taken_for_rows() -> None:
+    packs = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [5, 6, 7], "seq_lengths": [2, 1]}])
+    with pytest.raises(DataError, match=r"^packs.json: these rows are packs .*set packing: true"):
+        arranged(packs, {}, "prompt_completion", "packs.json")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"packing": True, "max_length": None}, "packing=True: max_length is the length of a pack; set it"),
+        ({"eval_packing": True, "max_length": None}, "eval_packing=True: max_length is the length of a pack"),
+        ({"packing": True, "dataset_kwargs": {"skip_prepare_dataset": True}}, "leave one of them out"),
+        ({"packing": True, "packing_strategy": "ffd"}, "packing_strategy='ffd': not one of bfd, bfd_split, wrapped"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        SFTConfig("out", use_cpu=True, **given)
+    assert said in str(caught.value)
+
+
+def test_what_options_ask_for() -> None:
+    def asked(**given: Any) -> tuple[Packing | None, Packing | None]:
+        method = SFTMethod(SFTConfig("out", use_cpu=True, max_length=32, seed=9, **given))
+        return method.packing(True), method.packing(False)
+
+    assert asked() == (None, None)
+    assert asked(packing=True) == (Packing("bfd", 32), Packing("bfd", 32))
+    assert asked(packing=True, eval_packing=False, packing_strategy="bfd-requeue") == (Packing("bfd_split", 32), None)
+    assert asked(eval_packing=True, packing_strategy="wrapped") == (None, Packing("wrapped", 32))
+    assert asked(packing=True, shuffle_dataset=True)[0] == Packing("bfd", 32, 9)
