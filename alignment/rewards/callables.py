@@ -10,8 +10,10 @@ from typing import Any
 
 from alignment.config.errors import RewardError, show
 from alignment.engines.collectives import gathered
-from alignment.engines.launch_env import world_size
+from alignment.engines.launch_env import rank, world_size
+from alignment.engines.watch.requests import REQUESTS
 from alignment.engines.watch.retries import NEVER, Retries
+from alignment.engines.watch.stop import Cut
 
 
 def name_of(code: Any) -> str:
@@ -96,16 +98,23 @@ def raise_together(failure: RewardError | None, retries: Retries = NEVER) -> Non
 
     Raises:
         RewardError: what failed on the first rank that failed, and on which ranks something did.
+        Cut: the same while a training run that was asked to stop ends: a resume does it again.
     """
-    if world_size() == 1:
-        retries.counted([retries.taken()])
-        if failure is not None:
-            raise failure
+    text = None if failure is None else str(failure)
+    own = (text, retries.taken(), REQUESTS.deferring and REQUESTS.reason is not None)
+    everyone = gathered(own) if world_size() > 1 else [own]
+    retries.counted([taken for _, taken, _ in everyone])
+    ranks = [number for number, (said, _, _) in enumerate(everyone) if said is not None]
+    if not ranks:
         return
-    everyone = gathered((None if failure is None else str(failure), retries.taken()))
-    retries.counted([own for _, own in everyone])
-    ranks = [rank for rank, (text, _) in enumerate(everyone) if text is not None]
-    if ranks:
+    message = everyone[ranks[0]][0]
+    if world_size() > 1:
         also = f"; failed as well: {', '.join(map(str, ranks[1:]))}" if len(ranks) > 1 else ""
-        cause = None if failure is None else failure.__cause__
-        raise RewardError(f"{everyone[ranks[0]][0]} (on rank {ranks[0]}{also})") from cause
+        message = f"{message} (on rank {ranks[0]}{also})"
+    if any(leaving for _, _, leaving in everyone):
+        if rank() == 0:
+            print(f"{message}; the run was asked to stop, and does this again when it goes on", flush=True)
+        raise Cut
+    if failure is not None and world_size() == 1:
+        raise failure
+    raise RewardError(message) from (None if failure is None else failure.__cause__)

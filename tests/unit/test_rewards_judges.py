@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ import torch
 
 from alignment.config.errors import OptionError, RewardError
 from alignment.engines.rng import seeded
-from alignment.engines.watch.stop import RunStopped, StopReason
+from alignment.engines.watch.requests import StopRequests
+from alignment.engines.watch.stop import Cut, RunStopped, StopReason
+from alignment.rewards import callables
 from alignment.rewards.judges import Judge
 
 PLACES = [f"rows.jsonl row {number}" for number in range(40)]
@@ -182,3 +185,14 @@ def test_a_request_to_stop_is_no_failure_of_a_judge() -> None:
 
     with pytest.raises(RunStopped):
         verdicts(asked, [["a", "b"]])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_judge_that_fails_while_the_run_is_asked_to_stop(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = StopRequests()
+    requests.request(StopReason.SIGTERM)
+    monkeypatch.setattr(callables, "REQUESTS", requests)
+    with requests.deferred(None) if training else nullcontext():
+        with pytest.raises(Cut if training else RewardError) as caught:
+            verdicts(_unreachable, [["a", "b"]])
+    assert type(caught.value) is (Cut if training else RewardError)
