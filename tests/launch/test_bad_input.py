@@ -177,14 +177,16 @@ def live_model() -> PreTrainedModel:
 def test_arguments_of_the_constructor(
     arguments: dict[str, Any], says: str, kto: Callable[..., KTOTrainer], loads: list[Any], tmp_path: Path
 ) -> None:
-    assert says in refusal(lambda: kto(**arguments))
+    assert says in refusal(lambda: kto(**{"train_dataset": unpaired_rows(4), **arguments}))
     assert loads == []
     assert not any(tmp_path.iterdir())
 
 
 def test_the_reference_may_not_be_the_policy_itself(kto: Callable[..., KTOTrainer]) -> None:
     model, tokenizer = live_model(), char_tokenizer(template=PLAIN)
-    said = refusal(lambda: kto(model=model, ref_model=model, processing_class=tokenizer))
+    said = refusal(
+        lambda: kto(model=model, ref_model=model, processing_class=tokenizer, train_dataset=unpaired_rows(4))
+    )
     assert said.startswith("ref_model: is the very object given as model")
 
 
@@ -194,9 +196,9 @@ def test_misspelt_arguments_are_python_errors(kto: Callable[..., KTOTrainer]) ->
 
 
 def test_calls_without_what_they_need(kto: Callable[..., KTOTrainer], loads: list[Any], tmp_path: Path) -> None:
-    empty, full = kto(), kto(train_dataset=unpaired_rows(4))
-    assert refusal(empty.train).startswith("train_dataset: none was given")
-    assert refusal(empty.evaluate).startswith("eval_dataset: none was given")
+    assert refusal(kto).startswith("`train_dataset` is required; a trainer that only evaluates takes eval_dataset")
+    judged, full = kto(eval_dataset=unpaired_rows(4)), kto(train_dataset=unpaired_rows(4))
+    assert refusal(judged.train).startswith("train_dataset: none was given")
     assert refusal(full.evaluate).startswith("eval_dataset: none was given")
     said = refusal(functools.partial(full.train, resume_from_checkpoint="checkpoint-4"))
     assert said.startswith("resume_from_checkpoint='checkpoint-4': there is no such folder")
