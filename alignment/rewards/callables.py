@@ -113,7 +113,7 @@ def raise_together(failure: RewardError | None, retries: Retries = NEVER) -> Non
         message = f"{message} (on rank {ranks[0]}{also})"
     if any(leaving for _, _, leaving in everyone):
         if rank() == 0:
-            print(f"{message}; the run was asked to stop, and does this again when it goes on", flush=True)
+            print(f"{message}. The run was asked to stop and repeats this step when it resumes", flush=True)
         raise Cut
     if failure is not None and world_size() == 1:
         raise failure

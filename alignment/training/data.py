@@ -234,7 +234,7 @@ def _packs(dataset: Dataset, packing: Packing, where: str) -> Packs:
     packs = pack_rows(dataset, packing)
     if not len(packs):
         raise DataError(
-            f"{where}: no pack of {packing.length} tokens has one that is learned; raise max_length or mend the rows"
+            f"{where}: none of the packs of {packing.length} tokens has a token to learn; increase max_length or check the rows"
         )
     return packs
 

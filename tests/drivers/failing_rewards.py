@@ -10,11 +10,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from alignment.config.errors import RewardError
 from alignment.engines.collectives import gathered
 from alignment.engines.guard import guarded
 from alignment.engines.launch_env import rank
+from alignment.engines.watch.requests import StopRequests
+from alignment.engines.watch.stop import Cut, StopReason
+from alignment.rewards import callables
 from alignment.rewards.combined import Rewards
 from alignment.rewards.functions import FunctionReward
 from alignment.rewards.judges import Judge
@@ -65,7 +69,18 @@ def message(act: Callable[[], Any]) -> str:
         act()
     except RewardError as error:
         return f"{error} [{type(error.__cause__).__name__}]"
+    except Cut:
+        return "cut"
     return "nothing"
+
+
+def while_stopping() -> str:
+    """The judge's failure on rank 1, in a run of which rank 0 alone knows that it has to stop."""
+    requests = StopRequests()
+    if rank() == 0:
+        requests.request(StopReason.SIGTERM)
+    with mock.patch.object(callables, "REQUESTS", requests), requests.deferred(None):
+        return message(lambda: Judge(judge).verdicts(["p"], [["a", "b"]], 0, [f"row {rank()}"]))
 
 
 def main() -> None:
@@ -80,6 +95,7 @@ def main() -> None:
     said["two"] = gathered(message(lambda: rewards(failing_on(0, 1, how="short")).score(samples(2))))
     said["empty"] = gathered(message(lambda: rewards(failing_on(1)).score(samples(2 * rank()))))
     said["judge"] = gathered(message(lambda: Judge(judge).verdicts(["p"], [["a", "b"]], 0, [f"row {rank()}"])))
+    said["stopping"] = gathered(while_stopping())
     assert model.calls == 0, "a reward model ran although a function had failed"
     # Rank 1 has no samples: its function is not called, the model is.
     scores = rewards(failing_on(1)).score(samples(2 - 2 * rank()))

@@ -31,6 +31,7 @@ def test_every_rank_gets_the_same_error(ranks: RankServer, tmp_path: Path) -> No
         "verdict) (on rank 1) [NoneType]"
     )
     assert (said["two"], said["judge"]) == ([short] * 2, [odd] * 2)
+    assert said["stopping"] == ["cut"] * 2
     assert said["good"] == ["[3.0, 3.0]", "[]"]
     # At last nobody catches it: one line, whichever rank speaks.
     assert done.returncode == 1

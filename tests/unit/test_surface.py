@@ -256,13 +256,13 @@ def test_options_that_are_set_after_the_trainer_was_made() -> None:
             "learning_rate",
             2e-5,
             True,
-            "learning_rate=2e-05: learning_rate changed after .* when its engines were built",
+            "learning_rate=2e-05: learning_rate changed after the trainer built its engines",
         ),
         (
             "max_length",
             8,
             False,
-            "max_length=8: max_length, max_prompt_length changed after .* when it was made; set options before",
+            "max_length=8: max_length, max_prompt_length changed after the trainer was created, too late",
         ),
         ("learning_rate", "fast", False, "learning_rate='fast'.*a number"),
     ):

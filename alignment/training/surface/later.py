@@ -50,9 +50,9 @@ def take_over(args: AlignmentConfig, before: Mapping[str, Any], *, built: bool) 
     changed = {name for name, value in now.items() if value != before[name]} - judged_names(args)
     late = sorted(changed - _AT_TRAINING - (frozenset() if built else _AT_BUILDING))
     if late:
-        read = "its engines were built" if set(late) <= _AT_BUILDING else "it was made"
+        read = "the trainer built its engines" if set(late) <= _AT_BUILDING else "the trainer was created"
         raise OptionError(
-            f"{setting(late[0], now[late[0]])}: {listing(late)} changed after the trainer had read what it is: when "
-            f"{read}; set options before, or make another trainer"
+            f"{setting(late[0], now[late[0]])}: {listing(late)} changed after {read}, too late to take effect; set "
+            "options before, or create a new trainer"
         )
     return now
