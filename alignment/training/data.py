@@ -234,7 +234,8 @@ def _packs(dataset: Dataset, packing: Packing, where: str) -> Packs:
     packs = pack_rows(dataset, packing)
     if not len(packs):
         raise DataError(
-            f"{where}: none of the packs of {packing.length} tokens has a token to learn; increase max_length or check the rows"
+            f"{where}: none of the packs of {packing.length} tokens has a token to learn; increase max_length or "
+            "check the rows"
         )
     return packs
 
