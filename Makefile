@@ -15,7 +15,7 @@
 #                hour; an interrupted call goes on with the next one (SIGNALS_ARGS="--only 'torchrun TERM'")
 # make demo      a small model from nothing, aligned with KTO (LoRA too), CPO and Online DPO, in minutes (DEMO_ARGS="--fresh --seed 1")
 # make quality   lint, types and the floors of alignment/
-# make docs      renew the README's tables of options
+# make tables    regenerate the option tables in docs/reference/
 # make style     format, and mend what can be mended by itself
 # make clean     remove .venv and caches
 
@@ -43,7 +43,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 SOURCES := alignment benchmarks examples launch tests tools setup.py
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
 
-.PHONY: install test test-ci test-slow resume-matrix chaos signals slurm hosts test-newest mutations mutants renames demo quality style docs \
+.PHONY: install test test-ci test-slow resume-matrix chaos signals slurm hosts test-newest mutations mutants renames demo quality style tables \
 	clean
 
 install: $(READY)
@@ -127,9 +127,9 @@ style: $(READY)
 	@$(BIN)/ruff check --fix $(SOURCES)
 	@$(BIN)/ruff format $(SOURCES)
 
-docs: $(READY)
-	@$(BIN)/python -m alignment.cli.help README.md
-	@$(BIN)/python -m alignment.cli.coming_from_trl docs/coming-from-trl.md
+tables: $(READY)
+	@$(BIN)/python -m alignment.cli.help docs/reference/options.md
+	@$(BIN)/python -m alignment.cli.coming_from_trl docs/reference/trl-options.md
 
 clean:
 	rm -rf $(VENV) $(NEWEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

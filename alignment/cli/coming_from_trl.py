@@ -1,6 +1,6 @@
 """The page on the options of TRL and transformers, printed from what decides about them.
 
-``python -m alignment.cli.coming_from_trl docs/coming-from-trl.md`` writes it.
+``python -m alignment.cli.coming_from_trl docs/reference/trl-options.md`` writes it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ In `model_init_kwargs`, `dtype` (or `torch_dtype`), `attn_implementation`, `trus
 there leaves the compute dtype to `bf16` and `fp16`, for weights are kept in float32 in any case. `device_map` is
 accepted where it leaves the model on the process's own device.
 """
-_FOOT = "<!-- written by `make docs` from alignment/config/compatibility/ -->\n"
+_FOOT = "<!-- written by `make tables` from alignment/config/compatibility/ -->\n"
 
 
 def page() -> str:

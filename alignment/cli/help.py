@@ -1,6 +1,6 @@
 """The text of ``--help``, and the tables of options in the documentation, both made from the option classes.
 
-``python -m alignment.cli.help README.md`` renews the tables of a file.
+``python -m alignment.cli.help docs/reference/options.md`` regenerates the tables of a file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LAUNCHED = {
 _LAUNCHED_MODULE = (
     "under a launcher: deepspeed --module alignment {name} …, torchrun --nproc_per_node N -m alignment {name} …"
 )
-BEGIN = "<!-- options: written by `make docs` from alignment/config/ -->"
+BEGIN = "<!-- options: written by `make tables` from alignment/config/ -->"
 END = "<!-- end of options -->"
 
 

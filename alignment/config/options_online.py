@@ -84,7 +84,7 @@ class RewardOptions:
         None,
         "A judge of pairs in place of rewards: `file.py:name` of (prompts, pairs) -> 0, 1 or -1 for each pair; or a "
         "mapping for a model at an OpenAI-compatible endpoint, such as `{base_url: http://localhost:8000/v1, model: "
-        "NAME}`; or `openai`, `hf`, `pair_rm`. See docs/judges.md.",
+        "NAME}`; or `openai`, `hf`, `pair_rm`. See docs/guides/rewards.md.",
     )
     missing_eos_penalty: float | None = option(
         None, "Subtracted from the score of a completion that did not end by itself."

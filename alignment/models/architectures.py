@@ -1,7 +1,7 @@
 """Where a causal language model keeps its decoder, how wide its layers are, and the types that are refused and why.
 
 What is refused here could be found out by ``models.checking`` once the weights are loaded; a reason that is known is
-given before. ``docs/architectures.md`` has every type of the tested transformers.
+given before. ``docs/reference/architectures.md`` has every type of the tested transformers.
 """
 
 from __future__ import annotations

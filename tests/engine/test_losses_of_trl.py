@@ -1,4 +1,4 @@
-"""Losses of rows in every accepted format are TRL's to 1e-5, but where docs/differences-from-trl.md says otherwise."""
+"""Losses of rows in every accepted format are TRL's to 1e-5, but where docs/guides/coming-from-trl.md says otherwise."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def theirs(
 
 
 def difference(job: dict[str, Any]) -> str | None:
-    """The row of docs/differences-from-trl.md that a job's losses differ by; None where they must not."""
+    """The row of docs/guides/coming-from-trl.md that a job's losses differ by; None where they must not."""
     method, kind, family = job["method"], job["kind"], job["family"]
     if method == "cpo" and kind == "tools" and family != "mistral":  # its template has no place for them
         return "CPO leaves the tools of a row aside"

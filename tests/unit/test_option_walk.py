@@ -94,7 +94,7 @@ def unaccounted(cls: type[AlignmentConfig]) -> set[str]:
 
 
 def own_names(cls: type[AlignmentConfig]) -> set[str]:
-    """The options of a class but those that docs/coming-from-trl.md alone lists."""
+    """The options of a class but those that docs/reference/trl-options.md alone lists."""
     return option_names(cls) - judged_names(cls)
 
 
@@ -203,9 +203,9 @@ def test_the_public_options_are_those_of_the_list() -> None:
     assert not difference, f"options were added or removed; if that is meant, run python {__file__}\n{difference}"
 
 
-def test_the_tables_in_the_readme_are_those_of_the_classes() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert readme == with_tables(readme), "options changed; run `make docs`"
+def test_the_documented_options_are_those_of_the_classes() -> None:
+    page = (ROOT / "docs" / "reference" / "options.md").read_text(encoding="utf-8")
+    assert page == with_tables(page), "options changed; run `make tables`"
     shown = set(re.findall(r"^\| `(\w+)` \| ", option_tables(), re.MULTILINE))
     assert shown == set().union(*map(own_names, METHODS.values())) - refused_fields()
 

@@ -603,8 +603,8 @@ def test_sbatch_refuses(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def documented() -> list[str]:
-    """The commands of docs/slurm.md, each on one line."""
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "slurm.md").read_text(), re.DOTALL)
+    """The commands of docs/guides/slurm.md, each on one line."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "guides" / "slurm.md").read_text(), re.DOTALL)
     for block in blocks:
         assert subprocess.run(["bash", "-n"], input=block, text=True, capture_output=True, check=True).stderr == ""
     return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
@@ -624,14 +624,14 @@ def test_the_documented_commands_give_a_script(capsys: pytest.CaptureFixture[str
 def test_the_documented_tables_have_whole_rows() -> None:
     """A `|` within a cell would cut it."""
     columns = 0
-    for line in (ROOT / "docs" / "slurm.md").read_text().splitlines():
+    for line in (ROOT / "docs" / "guides" / "slurm.md").read_text().splitlines():
         columns = (columns or line.count("|")) if line.startswith("|") else 0
         assert line.count("|") == columns or not columns, line
 
 
 def test_the_documented_settings_of_nccl_reach_the_run() -> None:
     """Each as it stands there, in one setup; `scontrol` names the nodes."""
-    lines = (ROOT / "docs" / "slurm.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "guides" / "slurm.md").read_text().splitlines()
     settings = [line.split("`")[1] for line in lines if re.match(r"\| `[A-Z_]+=", line)]
     assert len(settings) == 7
     script = (ROOT / "launch" / "slurm" / "train.sbatch").read_text().replace('main "$@"', "prepare_environment; env")
@@ -648,7 +648,7 @@ def test_every_variable_of_the_script_is_documented_at_its_head() -> None:
     head = text[: text.index("\nsay()")]
     used = set(re.findall(r"ALIGNMENT_[A-Z_]+", text))
     assert used == set(re.findall(r"^# (ALIGNMENT_[A-Z_]+) ", head, re.MULTILINE))
-    assert set(re.findall(r"ALIGNMENT_[A-Z_]+", (ROOT / "docs" / "slurm.md").read_text())) <= used
+    assert set(re.findall(r"ALIGNMENT_[A-Z_]+", (ROOT / "docs" / "guides" / "slurm.md").read_text())) <= used
 
 
 def test_it_answers_without_torch(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_a_subclass_may_override_what_is_called_and_add_its_own() -> None:
     own = {name: lambda self: None for name in ("log", "evaluate", "save_model", "train", "losses_of_mine")}
     check_overrides(type("Own", (SFTTrainer,), own), AlignmentTrainer)
     check_overrides(RewardTrainer, AlignmentTrainer)
-    with pytest.raises(OptionError, match=r"Own.compute_loss: .*its losses\(\), see docs/methods.md"):
+    with pytest.raises(OptionError, match=r"Own.compute_loss: .*its losses\(\), see docs/guides/extending.md"):
         type("Own", (KTOTrainer,), {"compute_loss": lambda self: None})()
 
 

@@ -1,4 +1,4 @@
-"""``python -m tools.architectures [TYPE …]``: examine these types, or all and write ``docs/architectures.md``."""
+"""``python -m tools.architectures [TYPE …]``: examine these types, or all and write ``docs/reference/architectures.md``."""
 
 from __future__ import annotations
 

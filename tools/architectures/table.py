@@ -1,4 +1,4 @@
-"""The table of ``docs/architectures.md``."""
+"""The table of ``docs/reference/architectures.md``."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Reason(enum.Enum):
     SLOW = "is one of TRL's slow tests"
     SKIPPED = "is skipped by TRL itself with these versions of the libraries"
     PRIVATE = "uses a helper that TRL's documentation does not name"
-    DIFFERENT = "changed on purpose: see docs/differences-from-trl.md"
+    DIFFERENT = "changed on purpose: see docs/guides/coming-from-trl.md"
     UNSUPPORTED = "not supported here, and refused by name"
     PACKAGE = "needs a package that is not installed"
     NETWORK = "needs the network"

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from alignment.config.errors import OptionError
 
-_LOSS = "derive a Method and override its losses(), see docs/methods.md"
-_PASSES = "derive a Method and override its before_training(), scored() or losses(), see docs/methods.md"
+_LOSS = "derive a Method and override its losses(), see docs/guides/extending.md"
+_PASSES = "derive a Method and override its before_training(), scored() or losses(), see docs/guides/extending.md"
 _OPTIMIZER = "pass optimizers=(optimizer, scheduler), or set optim, learning_rate and weight_decay"
 _SCHEDULE = "pass optimizers=(optimizer, scheduler), or set lr_scheduler_type and lr_scheduler_kwargs"
 _ROWS = "map the dataset before passing it, or set column_map"
