@@ -38,7 +38,7 @@ LEFT_OUT = (
     *("--resume_from_checkpoint", "--load_best_model_at_end", "--eval_strategy", "--eval_steps"),
     *("--dataset_test_split", "--max_eval_samples"),
 )
-DOCS = ROOT / "docs" / "slurm.md"
+DOCS = ROOT / "docs" / "guides" / "slurm.md"
 
 
 def until(reached: Callable[[], object], seconds: float, what: Callable[[], str]) -> None:

@@ -441,6 +441,6 @@ def test_every_key_is_documented_and_its_value_is_json(tmp_path: Path) -> None:
     write_log(tmp_path, [start(), entry(1, 1, 1, kl=math.nan, norm=math.inf)])
     values = view(tmp_path).to_dict()
     assert json.loads(json.dumps(values, allow_nan=False))["metrics"] == {"loss": 1.0, "kl": None, "norm": None}
-    documented = (ROOT / "docs" / "watching.md").read_text()
+    documented = (ROOT / "docs" / "guides" / "watching.md").read_text()
     missing = [key for key in (*values, *values["checkpoints"][0]) if f"`{key}`" not in documented]
     assert missing == []

@@ -10,7 +10,7 @@ import transformers
 from tools.architectures.comparison import LENGTHS, TOLERANCE, Result
 from tools.ranks.client import ROOT
 
-PAGE = ROOT / "docs" / "architectures.md"
+PAGE = ROOT / "docs" / "reference" / "architectures.md"
 _HEAD = """\
 # Architectures
 
