@@ -1,4 +1,4 @@
-"""The command ``status``: where a run stands, from the files in its output folder."""
+"""The ``status`` command: the state of a run, read from the files in its output folder."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _CLEAR_BELOW, _UP = "\x1b[J", "\x1b[{}F"
 
 
 def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment status") -> None:
-    """Show it and exit with the code: 0, 1 where the status cannot be read, 2 after wrong usage.
+    """Show the status, then exit with status 0, 1 if it cannot be read, or 2 after a usage error.
 
     Args:
-        argv: arguments without the program's name; those of this process when None.
-        program: what usage lines call this command.
+        argv: arguments without the program name. Defaults to those of this process.
+        program: program name in usage lines.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser(program)
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
     options = parser.parse_args(arguments)
     if options.interval is not None and not options.follow:
         parser.error(
-            f"argument --interval: {options.interval:g} has no effect without --follow; add it, or leave it out"
+            f"argument --interval: {options.interval:g} has no effect without --follow; add --follow or remove it"
         )
     code = 0
     with surviving_closed_output(), contextlib.suppress(KeyboardInterrupt):
@@ -76,7 +76,7 @@ def _settled(reader: RunReader) -> RunView:
 
 
 def _follow(reader: RunReader, options: argparse.Namespace) -> RunView:
-    """Show every change until the run is over: in place on a terminal, otherwise a line each."""
+    """Show every change until the run ends: in place on a terminal, otherwise one line per change."""
     screen = _Screen() if sys.stdout.isatty() and not options.json else None
     said, shown = "", time.monotonic()
     while True:
@@ -90,18 +90,18 @@ def _follow(reader: RunReader, options: argparse.Namespace) -> RunView:
         if view.over:
             return view
         now = time.monotonic()
-        shown = max(shown + (options.interval or _INTERVAL_S), now)  # after a read that took long none is made up for
+        shown = max(shown + (options.interval or _INTERVAL_S), now)  # a slow read does not shorten later intervals
         time.sleep(shown - now)
 
 
 class _Screen:
-    """Lines that are written over those from before."""
+    """Terminal lines that overwrite the previous ones."""
 
     def __init__(self) -> None:
         self._count = 0
 
     def show(self, lines: Sequence[str]) -> None:
-        """Put these in the place of the last ones, cut to what the terminal has room for."""
+        """Replace the previous lines by these, cut to the size of the terminal."""
         size = shutil.get_terminal_size()
         kept = [line[: max(1, size.columns - 1)] for line in lines[: max(1, size.lines - 1)]]
         above = _UP.format(self._count) if self._count else ""
@@ -115,7 +115,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0.1 <= value <= 86400:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds, from 0.1 to 86400")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds between 0.1 and 86400")
     return value
 
 
@@ -123,15 +123,15 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, description=_ABOUT, allow_abbrev=False)
     add = parser.add_argument
     add("run", metavar="RUN", help="output folder of the run")
-    add("--json", action="store_true", help="print one JSON object; with --follow one in a line for each change")
-    add("--follow", action="store_true", help="show changes until the run ends; Ctrl-C leaves the run alone")
+    add("--json", action="store_true", help="print a JSON object; with --follow, one per line for each change")
+    add("--follow", action="store_true", help="show changes until the run ends; Ctrl-C does not stop the run")
     add(
         "--interval",
         type=_seconds,
         metavar="SECONDS",
-        help=f"between looks of --follow [{_INTERVAL_S:g}]",
+        help=f"time between updates of --follow [{_INTERVAL_S:g}]",
     )
-    add("--check", action="store_true", help="compare the content of checkpoints with their checksums; reads them all")
+    add("--check", action="store_true", help="read all checkpoint files and verify their checksums")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""A run as people read it: a table of a few lines, or one line."""
+"""The status of a run as text: a short table, or one line."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from alignment.engines.inspecting.view import LOST, UNKNOWN, RunView
 from alignment.reporting.log_reading import number
 from alignment.reporting.report import duration, gibibytes
 
-_WIDTH = 12  # of the names on the left
+_WIDTH = 12  # width of the names on the left
 _CHECKPOINTS = 8
 _METRICS = 10
 _FIRST = ("loss", "eval_loss", "rewards/margins", "eval_rewards/margins", "rewards/accuracies", "kl", "grad_norm")
 
 
 def status_lines(view: RunView) -> list[str]:
-    """Everything about a run, line by line."""
+    """Return the status of a run as a table."""
     rows = [
         ("state", state_sentence(view)),
         ("step", _step(view)),
@@ -38,17 +38,17 @@ def status_lines(view: RunView) -> list[str]:
 
 
 def status_line(view: RunView) -> str:
-    """The most important of it in one line."""
+    """Return the most important parts of the status in one line."""
     metrics = _metrics({name: view.metrics[name] for name in _FIRST if name in view.metrics}, None)
     return "; ".join(part for part in (state_sentence(view), _step(view), _speed(view), metrics) if part)
 
 
 def state_sentence(view: RunView) -> str:
-    """The state, by whom or what, and where."""
+    """Return the state with the process, signal or error that explains it, and the phase."""
     if view.state == LOST:
         return f"no sign of life since {_time(view.last_sign)}: {view.reason}{_where(view, ' in')}"
     if view.state == UNKNOWN:
-        return "not known: there is no status.json that can be read, and the log has no end"
+        return "unknown: status.json cannot be read, and the log does not show how the run ended"
     said = view.state + (f" by {view.signal}" if view.signal else "")
     if view.state in ("starting", "running"):
         by = view.holder or (f"process {view.pid} on {view.host}" if view.pid and view.host else "")
@@ -74,7 +74,7 @@ def _step(view: RunView) -> str:
 
 
 def _left(seconds: float) -> str:
-    """A time that is an estimate: no seconds beside hours."""
+    """Format an estimated time: no seconds if it is more than an hour."""
     hours, minutes = divmod(round(seconds / 60), 60)
     if hours >= 48:
         return f"{hours // 24} d {hours % 24} h"
@@ -124,7 +124,7 @@ def _checkpoints(view: RunView) -> Iterator[str]:
         damaged = f", {broken} of them not whole" if broken else ""
         yield f"and {len(view.checkpoints) - _CHECKPOINTS} older ones{damaged}"
     for name in view.partial:
-        yield f"{name}  {'left half written' if view.over else 'being written'}"
+        yield f"{name}  {'incomplete: the run ended while writing it' if view.over else 'being written'}"
 
 
 def _whole(one: CheckpointView) -> str:
@@ -144,7 +144,7 @@ def _phases(view: RunView) -> Iterator[str]:
 
 
 def _named(name: str, lines: Sequence[str]) -> list[tuple[str, str]]:
-    """A table's first line has the name, the others none."""
+    """Label the first of several lines with the name."""
     return [("" if number else name, line) for number, line in enumerate(lines)]
 
 

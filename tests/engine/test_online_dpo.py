@@ -338,7 +338,7 @@ def test_what_cannot_go_together_is_refused_by_the_trainer(paths: dict[str, str]
             OnlineDPOTrainer(args=arguments(tmp_path), **common, **given)
     with pytest.raises(OptionError, match="reward_funcs: given both"):
         OnlineDPOTrainer(args=arguments(tmp_path, reward_funcs="a.py:f"), reward_funcs=letters, **common)
-    with pytest.raises(OptionError, match="missing_eos_penalty=1.0: a judge decides by itself"):
+    with pytest.raises(OptionError, match="missing_eos_penalty=1.0: a judge ranks completions"):
         OnlineDPOTrainer(args=arguments(tmp_path, missing_eos_penalty=1.0), judge=lambda p, q: [0], **common)
 
 

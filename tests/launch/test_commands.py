@@ -130,7 +130,7 @@ def test_what_only_prints_ends_quietly_when_its_pipe_is_closed(arguments: list[s
 def test_what_only_prints_says_why_it_cannot(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = printed_to(full.fileno(), arguments)
-    error = "error: standard output cannot be written: No space left on device\n"
+    error = "error: cannot write to standard output: No space left on device\n"
     assert (done.returncode, done.stderr) == (1, error)
 
 
@@ -225,5 +225,5 @@ def test_who_installed_the_wheel_has_the_recipes(wheel: Path, tmp_path: Path) ->
     assert f"({', '.join(recipes)})" in done.stdout
     wrong = subprocess.run([*command, "kto"], env=env, cwd=tmp_path, text=True, capture_output=True, check=False)
     assert (wrong.returncode, wrong.stderr.count("\n")) == (1, 1) and wrong.stderr.startswith(
-        "error: dataset_name=None"
+        "error: dataset_name is required"
     )

@@ -251,7 +251,7 @@ def test_a_run_of_two_nodes_that_is_disturbed_in_every_way(here: Here, undisturb
     assert differences(job.folder, undisturbed) == [], job.report()
     log = (here.folder / f"out-{job.number}.out").read_text()
     assert re.findall(r"attempt (\d) on n\[[\d,-]+\]: train", log) == list("12345")
-    assert log.count("requeued, to go on from the newest checkpoint") == 1  # the others were SLURM's
+    assert log.count("requeued; the next attempt resumes from the latest checkpoint") == 1  # the others were SLURM's
 
 
 def differences(folder: Path, reference: Path) -> list[str]:
@@ -291,8 +291,8 @@ def test_a_cancelled_job_stays_cancelled(waiting: dict[str, Job]) -> None:
     status = job.status()
     assert (status.state, status.signal, len(job.attempts())) == ("preempted", "SIGTERM", 1)
     log = job.report()
-    assert "told to end; waiting for the run" in log and "status.json: preempted SIGTERM" in log
-    assert "requeued, to go on" not in log and job.state()["Restarts"] == "0"
+    assert "received SIGTERM; waiting for the run" in log and "status.json: preempted SIGTERM" in log
+    assert "requeued; the next attempt" not in log and job.state()["Restarts"] == "0"
 
 
 def test_a_job_that_is_cancelled_while_it_saves_for_a_requeue_stays_cancelled(waiting: dict[str, Job]) -> None:
@@ -301,7 +301,7 @@ def test_a_job_that_is_cancelled_while_it_saves_for_a_requeue_stays_cancelled(wa
     status = job.status()
     assert (status.state, status.signal, len(job.attempts())) == ("preempted", "SIGUSR1", 1)
     log = job.report()
-    assert "not requeued: the job was cancelled or told to end" in log and job.state()["Restarts"] == "0"
+    assert "not requeued: the job was cancelled or terminated" in log and job.state()["Restarts"] == "0"
 
 
 def test_a_file_stop_ends_a_job_that_saves_for_a_requeue(waiting: dict[str, Job]) -> None:
@@ -315,7 +315,7 @@ def test_a_job_that_saves_beyond_its_time_limit_is_requeued(waiting: dict[str, J
     """SLURM sends TERM at the limit, within half a minute, and kills after `KillWait`."""
     job = waiting["beyond its limit"]
     until(lambda: len(job.attempts()) > 1, 200, job.report)
-    assert "told to end; waiting for the run" in job.report() and "status.json: preempted SIGUSR1" in job.report()
+    assert "received SIGTERM; waiting for the run" in job.report() and "status.json: preempted SIGUSR1" in job.report()
     assert job.attempts()[1]["restarts"] == 1
 
 
@@ -330,7 +330,7 @@ def test_five_attempts_without_a_new_checkpoint_end_the_job(waiting: dict[str, J
     assert job.ended(120) == "FAILED"
     assert [attempt["restarts"] for attempt in job.attempts()] == [0, 1, 2, 3, 4]
     assert job.state()["ExitCode"] == "1:0"
-    assert "error: not requeued: 5 attempts in a row have not come to a new checkpoint" in job.report()
+    assert "error: not requeued: 5 consecutive attempts ended without a new checkpoint" in job.report()
 
 
 def test_each_task_of_an_array_is_requeued_by_itself(waiting: dict[str, Job]) -> None:
@@ -366,8 +366,8 @@ def test_the_documented_calls_of_sbatch(here: Here) -> None:
 
 def test_more_than_the_cluster_has_is_refused(here: Here) -> None:
     for options, message in {
-        "--nodes 5": "--nodes=5: the partition gpu has 4 for a job; set --nodes 4",
-        "--gpus 3": "--gpus=3: the nodes of partition gpu have at most 2; set --gpus for one node",
+        "--nodes 5": "--nodes=5: the partition gpu allows at most 4 per job; set --nodes 4",
+        "--gpus 3": "--gpus=3: the nodes of partition gpu have at most 2; set --gpus to the GPUs per node",
         "--partition gpus": "--partition='gpus': no such partition; did you mean 'gpu'?; there are: gpu, cpu, low",
         "--time 3-0": "--time=3-00:00:00: the partition gpu allows 2-00:00:00",
         "--account nobody;": "--account='nobody;': expected a name",

@@ -70,10 +70,10 @@ def test_exit_statuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (("--follow", "--interval", "0"), "argument --interval: '0': expected seconds, from 0.1 to 86400"),
-        (("--follow", "--interval", "soon"), "argument --interval: 'soon': expected seconds, from 0.1 to 86400"),
+        (("--follow", "--interval", "0"), "argument --interval: '0': expected seconds between 0.1 and 86400"),
+        (("--follow", "--interval", "soon"), "argument --interval: 'soon': expected seconds between 0.1 and 86400"),
         (("--follow", "--interval", "nan"), "argument --interval: 'nan': expected seconds"),
-        (("--interval", "5"), "argument --interval: 5 has no effect without --follow; add it, or leave it out"),
+        (("--interval", "5"), "argument --interval: 5 has no effect without --follow; add --follow or remove it"),
     ],
 )
 def test_what_is_no_interval(

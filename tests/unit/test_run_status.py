@@ -401,7 +401,8 @@ def test_checkpoints_that_are_being_written_or_hold_the_model_only(tmp_path: Pat
     assert found.partial == [".checkpoint-10.partial"] and found.phases == {}
     said = text(tmp_path)
     assert (
-        "checkpoint-5  whole, 0.0 MB, the model only" in said and ".checkpoint-10.partial  left half written" in said
+        "checkpoint-5  whole, 0.0 MB, the model only" in said
+        and ".checkpoint-10.partial  incomplete: the run ended while writing it" in said
     )
 
 
