@@ -57,13 +57,13 @@ def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_exit_statuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert outcome(tmp_path / "none") == 1
-    assert capsys.readouterr().err == f"error: {tmp_path / 'none'}: there is no such folder\n"
+    assert capsys.readouterr().err == f"error: {tmp_path / 'none'}: no such folder\n"
     write_log(tmp_path, [start(), entry(4, 4, 4)])
     (tmp_path / "status.json").write_text('{"state": "runn')
     assert outcome(tmp_path) == 1
     told = capsys.readouterr()
     assert "step        4 of 100" in told.out, "what can be read is shown"
-    assert re.fullmatch(r"error: \S+: status.json: it cannot be read \(.*\)\n", told.err)
+    assert re.fullmatch(r"error: \S+: status.json: cannot be read \(.*\)\n", told.err)
     assert outcome() == 2 and outcome("--help") == 0
 
 

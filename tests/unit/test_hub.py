@@ -445,7 +445,7 @@ def test_what_cannot_be_put_aside_ends_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path, hub_strategy="checkpoint")
     run.state.global_step = 3
     run.uploads.on_save(run.args, run.state, TrainerControl())  # a checkpoint that is not there
-    assert "checkpoint-3: there is no such folder" in run.said[0] and run.calls.requests == []
+    assert "checkpoint-3: no such folder" in run.said[0] and run.calls.requests == []
     assert not list((run.root / STAGING).glob("*"))
 
 

@@ -192,7 +192,7 @@ def test_a_run_whose_process_was_killed(tmp_path: Path) -> None:
     assert (found.state, found.lives, found.over, found.eta_seconds) == ("lost", False, True, None)
     assert found.last_sign == "2026-09-21T14:18:20Z"
     assert "no sign of life since 2026-09-21 14:18:20 UTC: process" in status_line(found)
-    assert "is gone in phase save" in status_line(found)
+    assert "has exited in phase save" in status_line(found)
 
 
 def test_a_run_on_another_host_is_watched(tmp_path: Path, clock: Clock) -> None:
@@ -209,12 +209,12 @@ def test_a_run_on_another_host_is_watched(tmp_path: Path, clock: Clock) -> None:
     write_lock(tmp_path, owner, count=1)
     found = reader.read()
     assert (found.state, found.lives) == ("running", True)
-    assert re.fullmatch(r"the clock of node7 is \d+ s behind that of the file system", found.notes[0])
+    assert re.fullmatch(r"the clock of node7 is \d+ s behind the file system's", found.notes[0])
     clock.now += SILENT_S - 1
     assert reader.read().lives, "one beat lasts as long"
     clock.now += 1
     found = reader.read()
-    assert (found.state, found.reason) == ("lost", "nothing was written for 20 s")
+    assert (found.state, found.reason) == ("lost", "nothing has been written for 20 s")
 
 
 def test_files_from_the_future_are_told(tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_a_half_written_status(tmp_path: Path) -> None:
         (tmp_path / STATUS).write_text(content)
         found = view(tmp_path)
         assert (found.state, found.step) == ("unknown", 40)
-        assert len(found.problems) == 1 and found.problems[0].startswith("status.json: it cannot be read (")
+        assert len(found.problems) == 1 and found.problems[0].startswith("status.json: cannot be read (")
     (tmp_path / STATUS).write_text(whole.replace("40", "4" + "0" * 400, 1))
     assert "cannot be" in view(tmp_path).problems[0] and text(tmp_path)
 
@@ -350,12 +350,12 @@ def flipped(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "says", "seen_by_size"),
     [
-        (truncated, "model.safetensors: it has 100 bytes, and 3000 were written", True),
-        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors: it is missing", True),
-        (lambda folder: (folder / "manifest.json").unlink(), "it has a model and no manifest.json", True),
-        (lambda folder: os.truncate(folder / "manifest.json", 50), "manifest.json: it cannot be read", True),
-        (lambda folder: (folder / "manifest.json").write_text("[" * 9000), "manifest.json: it cannot be read", True),
-        (flipped, "model.safetensors: its content is not what was written", False),
+        (truncated, "model.safetensors: has 100 bytes instead of 3000", True),
+        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors: missing", True),
+        (lambda folder: (folder / "manifest.json").unlink(), "contains a model but no manifest.json", True),
+        (lambda folder: os.truncate(folder / "manifest.json", 50), "manifest.json: cannot be read", True),
+        (lambda folder: (folder / "manifest.json").write_text("[" * 9000), "manifest.json: cannot be read", True),
+        (flipped, "model.safetensors: the content has changed since it was written", False),
     ],
 )
 def test_a_checkpoint_that_is_not_whole(
@@ -422,11 +422,11 @@ def test_folders_without_a_run(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(run, 5)
     (tmp_path / "file").touch()
     for folder, says in (
-        (tmp_path / "none", "there is no such folder"),
-        (tmp_path / "file", "it is not a folder"),
-        (tmp_path, "it is not the output folder of a run, for it has no status.json, no log.jsonl and no checkpoint"),
-        (run.parent, "there are runs in its folders one"),
-        (checkpoint, f"it is a checkpoint: give the output folder, {run}"),
+        (tmp_path / "none", "no such folder"),
+        (tmp_path / "file", "not a folder"),
+        (tmp_path, "not the output folder of a run, because it has no status.json, no log.jsonl and no checkpoint"),
+        (run.parent, "pass one of the runs in it: one"),
+        (checkpoint, f"it is a checkpoint, so pass the output folder {run} instead"),
     ):
         with pytest.raises(OutputError, match=re.escape(says)):
             RunReader(folder)

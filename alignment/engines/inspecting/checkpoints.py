@@ -1,4 +1,4 @@
-"""The checkpoints of a run as they are on disk, and whether they are whole."""
+"""The checkpoints of a run on disk, and whether they are complete."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class CheckpointView:
     """A checkpoint.
 
     Attributes:
-        name: of its folder.
-        step: by its name.
-        problem: why it is not whole; None if it is.
-        bytes: of all files; 0 if that is not known.
-        resumable: whether a run can go on from it.
-        total_steps: of the whole run when it was written; 0 if that is not known.
-        run: name of the run that wrote it.
+        name: Folder name.
+        step: Step in the folder name.
+        problem: Why it is not complete; None if it is.
+        bytes: Total size of its files; 0 if unknown.
+        resumable: Whether a run can be resumed from it.
+        total_steps: Number of steps of the run at the time of writing; 0 if unknown.
+        run: Name of the run that wrote it.
     """
 
     name: str
@@ -34,7 +34,7 @@ class CheckpointView:
     run: str = field(default="", repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Convert to a JSON object."""
         return {
             "name": self.name,
             "step": self.step,
@@ -46,11 +46,11 @@ class CheckpointView:
 
 
 class CheckpointReader:
-    """Looks at the checkpoints of a folder; a manifest that it has read is not read again.
+    """Reads the checkpoints of a folder; manifests are cached.
 
     Args:
-        folder: the output folder.
-        read_all: compare the content of every file with its checksum as well, once.
+        folder: The output folder.
+        read_all: Also compare the content of every file with its checksum, once.
     """
 
     def __init__(self, folder: Path, *, read_all: bool = False) -> None:
@@ -59,12 +59,14 @@ class CheckpointReader:
         self._compared: set[tuple[str, int]] = set()
 
     def views(self) -> list[CheckpointView]:
-        """All of them, the newest first."""
+        """All checkpoints, newest first."""
         found = [(folder, self._view(folder)) for folder in reversed(checkpoints(self.folder))]
-        return [view for folder, view in found if view.problem is None or folder.is_dir()]  # or removed meanwhile
+        return [
+            view for folder, view in found if view.problem is None or folder.is_dir()
+        ]  # or was removed in the meantime
 
     def being_written(self) -> list[str]:
-        """The names of those that are being written, or were when their process was killed."""
+        """The names of checkpoints that are being written, or were when their process was killed."""
         return sorted(path.name for path in self.folder.glob(partial_of(self.folder / "checkpoint-*").name))
 
     def _view(self, folder: Path) -> CheckpointView:
@@ -99,5 +101,5 @@ class CheckpointReader:
 
 
 def _without_folder(message: str, folder: Path) -> str:
-    """Messages name files in full; here they follow the checkpoint's name."""
+    """Shorten the full paths in a message, which follows the checkpoint's name here."""
     return message.removeprefix(f"{folder}/").removeprefix(f"{folder}: ")

@@ -1,7 +1,7 @@
-"""Whether the process that a run's files speak of is still there.
+"""Whether the process of a run is still alive.
 
-On the same machine the process table tells. From elsewhere only changes do: of the heartbeat in ``.lock``, and of the
-other files that a run writes. They are watched by the observer's own clock, for two hosts may differ in theirs.
+On the same machine, the process table shows it. From elsewhere, only changes do: of the heartbeat in ``.lock``, and of
+other files that a run writes. They are watched by the observer's own clock, since the clocks of two hosts may differ.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _SIGNS = (LOCK, STATUS, "log.jsonl")
 
 @dataclass(frozen=True)
 class Life:
-    """What is known of a run's process.
+    """What is known about a run's process.
 
     Attributes:
-        lives: None while that has to be watched.
-        owner: who holds the output folder; None if nobody does.
-        reason: how it is known that it does not live.
+        lives: Whether it is alive; None until that is known.
+        owner: The process that holds the output folder, if any.
+        reason: Why it is considered dead.
     """
 
     lives: bool | None
@@ -38,12 +38,12 @@ class Life:
 
 
 class Pulse:
-    """Looks for signs of life of the process that writes into an output folder.
+    """Looks for activity of the process that writes into an output folder.
 
     Args:
-        folder: the output folder.
-        own: the observer; None: the calling process.
-        clock: the observer's, in seconds.
+        folder: The output folder.
+        own: The observer; None: the calling process.
+        clock: Clock of the observer, in seconds.
     """
 
     def __init__(self, folder: Path, *, own: Owner | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,14 +53,14 @@ class Pulse:
         self._changed = False
 
     def look(self) -> Life:
-        """What is known by now; each call may know more than the one before."""
+        """What is known at this point; each call may know more than the previous one."""
         text = _content(self.folder / LOCK)
         owner = None if text is None else Owner.parsed(text)
         standing = Standing.UNKNOWN if owner is None else owner.standing(self._own)
         if standing is Standing.LIVES:
             return Life(True, owner)
         if standing is Standing.GONE:
-            return Life(False, owner, f"{owner} is gone")
+            return Life(False, owner, f"{owner} has exited")
         return self._watched(owner, (text, *(_stamp(self.folder / name) for name in _SIGNS)))
 
     def _watched(self, owner: Owner | None, seen: tuple[object, ...]) -> Life:
@@ -70,26 +70,26 @@ class Pulse:
             self._seen, self._since = seen, now
         silent = now - self._since
         if silent >= SILENT_S:
-            return Life(False, owner, f"nothing was written for {silent:.0f} s")
+            return Life(False, owner, f"nothing has been written for {silent:.0f} s")
         return Life(True if self._changed else None, owner)
 
 
 def last_sign(folder: Path) -> float | None:
-    """When the folder's run last wrote something, by the clock of the file system: seconds since 1970."""
+    """The time of the run's last write, by the clock of the file system, in seconds since 1970."""
     times = [stamp[0] for name in _SIGNS if (stamp := _stamp(folder / name)) is not None]
     return max(times, default=None)
 
 
 def clocks(folder: Path, status: RunStatus, now: Callable[[], float] = time.time) -> str | None:
-    """A sentence where two of the clocks that times are read from visibly differ; None where they do not.
+    """A note if two of the clocks that times are read from visibly differ, otherwise None.
 
-    ``status.json`` has its time by the clock of the run's host, and by that of the file system.
+    ``status.json`` has one time from the clock of the run's host, and one from the file system's.
     """
     said, stamp = seconds_of(status.time), _stamp(folder / STATUS)
     if said is None or stamp is None:
         return None
     for ahead, whose, other in (
-        (said - stamp[0], f"the clock of {status.host or 'the run'}", "that of the file system"),
+        (said - stamp[0], f"the clock of {status.host or 'the run'}", "the file system's"),
         (max(0.0, stamp[0] - now()), "the clock of the file system", "this machine's"),
     ):
         if abs(ahead) >= _CLOCKS_DIFFER_S:

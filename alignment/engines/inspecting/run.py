@@ -1,4 +1,4 @@
-"""Where a run stands, from its output folder alone: while it runs, after its end, and after it was killed."""
+"""The state of a run, from its output folder alone: while it runs, after its end, and after it was killed."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from alignment.reporting.log_reading import LogReader, Record, metrics_of, numbe
 from alignment.reporting.status_file import ENDED, STATUS, RunStatus, read_status
 
 _LOG, _REPORT = "log.jsonl", "report.md"
-_STATE = "run_state-00000.json"  # of the first rank, in a checkpoint
+_STATE = "run_state-00000.json"  # file of the first rank in a checkpoint
 _LARGEST_STATE = 64 * 2**20
 _LARGEST_COUNT = 2**53
 
 
 class RunReader:
-    """Reads an output folder, again and again if need be.
+    """Reads an output folder, repeatedly if needed.
 
     Args:
-        folder: the output folder.
-        read_all: compare the content of checkpoints with their checksums as well.
+        folder: The output folder.
+        read_all: Also compare the content of checkpoints with their checksums.
 
     Raises:
-        OutputError: it is not the output folder of a run.
+        OutputError: It is not the output folder of a run.
     """
 
     def __init__(self, folder: Path, *, read_all: bool = False) -> None:
@@ -43,13 +43,13 @@ class RunReader:
         self._phases: dict[str, dict[str, Record]] = {}
 
     def read(self) -> RunView:
-        """How things stand now."""
+        """Read the present state."""
         problems: list[str] = []
         status, life = self._status_and_life(problems)
         try:
             self._log.read()
         except OSError as error:
-            problems.append(f"{_LOG}: it cannot be read ({error.strerror or error})")
+            problems.append(f"{_LOG}: cannot be read ({error.strerror or error})")
         if self._log.unreadable:
             problems.append(f"{_LOG}: {self._log.unreadable} line(s) cannot be read")
         found = self._checkpoints.views()
@@ -72,7 +72,7 @@ class RunReader:
         )
 
     def _status_and_life(self, problems: list[str]) -> tuple[RunStatus | None, Life]:
-        """``status.json`` and who lives, of one moment: a run writes its end there before it lets go of the folder."""
+        """A consistent pair of ``status.json`` and process state: a run writes its end before releasing the folder."""
         for _ in range(3):
             status, problem = _read(self.folder)
             life = self._life(status)
@@ -82,7 +82,7 @@ class RunReader:
         return status, life
 
     def _life(self, status: RunStatus | None) -> Life:
-        """Of a run that says it is over, or says nothing and holds nothing, nobody has to be waited for."""
+        """The state of the process; final, without waiting, if the run has ended or left neither status nor lock."""
         life = self._pulse.look()
         says_so = status is not None and status.state not in ENDED
         holds = status is None and self._log.ended is None and (self.folder / LOCK).exists()
@@ -92,7 +92,7 @@ class RunReader:
         if status is not None and status.state in ENDED:
             return status.state, ""
         if life.lives is not False:
-            # Another process than the one of status.json: a next attempt, which has not come to write its own yet.
+            # Another process than that of status.json: a new attempt that has not written its own file yet.
             if status is None:
                 return "running" if self._log.events else "starting", ""
             another = life.owner is not None and life.owner.pid != status.pid
@@ -102,7 +102,7 @@ class RunReader:
         return LOST, life.reason
 
     def _identity(self, status: RunStatus | None, found: list[CheckpointView]) -> dict[str, Any]:
-        """Which run it is, and by which process: as the status says, or without one the log."""
+        """Which run it is and which process runs it: from the status or, without one, from the log."""
         start, begun = self._log.newest("start"), self._log.newest("start", "resume")
         if status is None:
             return {
@@ -151,7 +151,7 @@ class RunReader:
         }
 
     def _phase_times(self, found: list[CheckpointView]) -> dict[str, Any]:
-        """From the end of the log; of a run that has not come to it, from its newest checkpoint."""
+        """Phase times from the end of the log or, if the run has not ended, from its newest checkpoint."""
         ended = self._log.ended
         if ended is not None:
             return {"phases": _phases_in(ended), "phases_of": "the whole run"}
@@ -164,23 +164,23 @@ class RunReader:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise OutputError unless a run has left something in ``folder``."""
+    """Raise OutputError unless ``folder`` contains files of a run."""
     try:
         if not folder.is_dir():
-            raise OutputError(f"{folder}: {'it is not a folder' if folder.exists() else 'there is no such folder'}")
+            raise OutputError(f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}")
         if _is_run(folder):
             return
         inside = sorted(path.name for path in folder.iterdir() if path.is_dir() and _is_run(path))
     except OSError as error:
-        raise OutputError(f"{folder}: it cannot be read: {error.strerror or error}") from error
+        raise OutputError(f"{folder}: cannot be read: {error.strerror or error}") from error
     hint = ""
     if (folder / MANIFEST).is_file():
-        hint = f"; it is a checkpoint: give the output folder, {folder.absolute().parent}"
+        hint = f"; it is a checkpoint, so pass the output folder {folder.absolute().parent} instead"
     elif inside:
         more = f" and {len(inside) - 5} more" if len(inside) > 5 else ""
-        hint = f"; there are runs in its folders {listing(inside[:5])}{more}"
+        hint = f"; pass one of the runs in it: {listing(inside[:5])}{more}"
     raise OutputError(
-        f"{folder}: it is not the output folder of a run, for it has no {STATUS}, no {_LOG} and no checkpoint{hint}"
+        f"{folder}: not the output folder of a run, because it has no {STATUS}, no {_LOG} and no checkpoint{hint}"
     )
 
 
@@ -190,20 +190,20 @@ def _is_run(folder: Path) -> bool:
 
 
 def _read(folder: Path) -> tuple[RunStatus | None, str]:
-    """``status.json``, or what is wrong with it."""
+    """Read ``status.json``, or describe its problem."""
     try:
         status = read_status(folder)
         if status is not None and max(status.step, status.total_steps, status.attempt) > _LARGEST_COUNT:
-            raise ValueError("a number of steps or attempts that cannot be")
+            raise ValueError("an impossible number of steps or attempts")
         return status, ""
     except ValueError as error:
-        return None, f"{STATUS}: it cannot be read ({one_line(error)})"
+        return None, f"{STATUS}: cannot be read ({one_line(error)})"
     except OSError as error:
-        return None, f"{STATUS}: it cannot be read ({error.strerror or error})"
+        return None, f"{STATUS}: cannot be read ({error.strerror or error})"
 
 
 def _state_in(checkpoint: Path) -> Record:
-    """What a checkpoint says of its first rank; empty where that cannot be read."""
+    """The phase records of the first rank in a checkpoint; empty if they cannot be read."""
     try:
         path = checkpoint / _STATE
         found = json.loads(path.read_bytes()) if path.stat().st_size <= _LARGEST_STATE else {}
@@ -223,7 +223,7 @@ def _phases_in(record: Record) -> dict[str, Record]:
 def _text_of(seconds: float | None) -> str | None:
     if seconds is None:
         return None
-    with contextlib.suppress(OverflowError, ValueError, OSError):  # a file system may say any year
+    with contextlib.suppress(OverflowError, ValueError, OSError):  # a file system may report any year
         return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     return None
 
