@@ -12,7 +12,7 @@ from alignment.training.context import RunContext
 from alignment.training.run_engines import RunEngines
 
 REPORT, CURVES = "report.md", "report.png"
-_BOOKKEEPING = ("step", "epoch", "num_tokens")  # of an entry of the log
+_BOOKKEEPING = ("step", "epoch", "num_tokens")  # keys of a log record
 
 
 def write_report(context: RunContext, engines: RunEngines, *, show: bool) -> None:

@@ -134,9 +134,7 @@ def test_a_rewind_keeps_what_was_left_out_before(tmp_path: Path) -> None:
     state = steps.state_dict()
     assert (state["count"], state["omitted"], state["losses"]) == (2, [[0, 3], [1, 1]], [1.0])
     assert steps.lines[1]["checkpoint"] == "checkpoint-1" and steps.lines[1]["omitted"] == [(1, 1)]
-    assert steps.told[0].endswith(
-        "the run returned to checkpoint-1 and skips 1 window(s) (bad step 1 of at most 10)"
-    )
+    assert steps.told[0].endswith("the run returned to checkpoint-1 and skips 1 window(s) (bad step 1 of at most 10)")
     again = Steps(tmp_path)
     again.load_state_dict(state)
     assert again.state_dict() == state

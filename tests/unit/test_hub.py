@@ -185,7 +185,7 @@ def test_failures(
 def test_a_token_that_may_only_read(hub: FakeHub) -> None:
     hub.role = "read"
     found = worker.answer(request())
-    assert "may only read" in found["error"] and not found["transient"] and hub.repos == {}
+    assert "the token is read-only" in found["error"] and not found["transient"] and hub.repos == {}
 
 
 def test_without_a_token(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -415,13 +415,11 @@ def test_a_failure_is_said_once_and_no_more_is_tried_after_three(tmp_path: Path)
         run.idle()
     assert len(run.calls.requests) == 3
     assert len(run.said) == 2 and "step 1" not in run.said[1]
-    assert run.said[0].startswith(
-        "warning: push_to_hub: could not upload checkpoint-1 (HTTP 500); training continues"
-    )
+    assert run.said[0].startswith("warning: push_to_hub: could not upload checkpoint-1 (HTTP 500); training continues")
     assert "3 consecutive uploads" in run.said[1]
     run.save()  # the last one is tried all the same
     run.idle()
-    assert len(run.calls.requests) == 4 and run.said[2] == "push_to_hub: checkpoint-6 is at u"
+    assert len(run.calls.requests) == 4 and run.said[2] == "push_to_hub: uploaded checkpoint-6 to u"
     assert TOKEN not in str(run.said) + str(run.log)
 
 
