@@ -42,6 +42,8 @@ EXTRAS = {
         "ruff>=0.12",
         "mypy>=1.15",
         "import-linter>=2.16,<3",
+        "build>=1.2,<2",
+        "twine>=6,<7",
         "types-PyYAML",
         # Its interpreter runs the head's kernels on a CPU. Users have the release that torch's CUDA wheels pin.
         "triton>=3.4,<4",

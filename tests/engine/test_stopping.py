@@ -253,7 +253,7 @@ def test_a_signal_while_the_model_loads(
     monkeypatch.setattr(ACTIVITY, "step", 500)  # of a run before it in this process
     error = stopped(trainer)
     assert steps == [0]
-    assert "preempted by SIGTERM in phase load: no step was under way" in str(error)
+    assert "preempted by SIGTERM in phase load; no training step was in progress" in str(error)
     status = read_status(trainer.output_dir)
     assert status is not None
     assert (status.state, status.signal, status.error) == ("preempted", "SIGTERM", None)

@@ -109,10 +109,10 @@ def test_a_link_is_cut_under_torchrun_and_the_run_goes_on_by_deepspeed(pair: Pai
     finally:
         pair.hosts[1].mend()
     lines = [line for line in run.text().splitlines() if line.startswith("error: ")]
-    no_answer = f"has given no answer for {PEER_TIMEOUT_S} s"
+    no_answer = f"has not responded for {PEER_TIMEOUT_S} s"
     assert len(lines) == 2, "one on each side"
-    assert f"rank 1 (host {NAMES[1]}) has given no sign of life for {PEER_TIMEOUT_S} s, last in phase " in lines[0]
-    assert f"rank 1 (host {NAMES[1]}): the launcher, which keeps the ranks in touch, {no_answer}" in lines[1]
+    assert f"rank 1 (host {NAMES[1]}) has sent no heartbeat for {PEER_TIMEOUT_S} s, last seen in phase " in lines[0]
+    assert f"rank 1 (host {NAMES[1]}): the launcher, which coordinates the ranks, {no_answer}" in lines[1]
     before = look(output_dir)
     assert before.steps and not before.problems
     again = Run(pair, "no_ssh", output_dir)
