@@ -48,7 +48,7 @@ def folder(name: str, make: Any, *says: str, **options: str) -> Case:
 def manifest(name: str, content: str | bytes, *says: str) -> Case:
     """A checkpoint with that manifest."""
     make = file_of("out/checkpoint-4/manifest.json", content)
-    return Case(f"manifest: {name}", ("none to go on from: @out/checkpoint-4", *says), dict(LATEST), make=make)
+    return Case(f"manifest: {name}", ("can be resumed from: @out/checkpoint-4", *says), dict(LATEST), make=make)
 
 
 ENVIRONMENT = [

@@ -57,7 +57,7 @@ def prepare_environment() -> None:
     launcher, this process becomes a world of one with a free port. Repeated calls have no effect.
 
     Raises:
-        AlignmentError: Only some are set, a value is not a number in range, or the launcher is `mpirun`.
+        AlignmentError: only some are set, a value is not a number in range, or the launcher is `mpirun`.
     """
     _forget_parent()
     if "RANK" not in os.environ and _in_slurm_step():
@@ -140,11 +140,11 @@ def _number(name: str, default: int | None = None) -> int:
     """Read an integer variable.
 
     Args:
-        name: Name of the variable.
-        default: Value if it is not set.
+        name: name of the variable.
+        default: value if it is not set.
 
     Raises:
-        AlignmentError: The value is not an integer of 0 or more.
+        AlignmentError: the value is not an integer of 0 or more.
     """
     text = os.environ.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
@@ -220,7 +220,7 @@ def init_distributed(use_cpu: bool) -> None:
 
     Raises:
         OptionError: DeepSpeed was imported for the other kind of device, or there is no GPU for this rank.
-        AlignmentError: The environment is incomplete, or rank 0 cannot be reached.
+        AlignmentError: the environment is incomplete, or rank 0 cannot be reached.
     """
     prepare_environment()
     import torch

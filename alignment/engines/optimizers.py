@@ -45,14 +45,14 @@ class OptimizerKind:
     """The class of an optimizer and its fixed arguments.
 
     Attributes:
-        home: Module and class.
-        arguments: Fixed keyword arguments.
-        reads: Which of ``adam_beta1`` and ``adam_beta2`` (``betas``) and ``adam_epsilon`` (``eps``) it uses.
+        home: module and class.
+        arguments: fixed keyword arguments.
+        reads: which of ``adam_beta1`` and ``adam_beta2`` (``betas``) and ``adam_epsilon`` (``eps``) it uses.
         builder: DeepSpeed's name of the op that has to be compiled; None if there is none.
-        ignored: Arguments that the class accepts and ignores.
-        states: Values stored per parameter, in 32 bits or in ``optim_bits``.
-        further: Arguments that each add one such value.
-        scratch: Temporary 32-bit copies of the parameters during a step.
+        ignored: arguments that the class accepts and ignores.
+        states: values stored per parameter, in 32 bits or in ``optim_bits``.
+        further: arguments that each add one such value.
+        scratch: temporary 32-bit copies of the parameters during a step.
     """
 
     home: tuple[str, str]
@@ -149,7 +149,7 @@ def missing_to_compile(builder: str, *, cuda: bool) -> str | None:
 
     Args:
         builder: DeepSpeed's name of the op's builder.
-        cuda: Whether the op is compiled for a GPU.
+        cuda: whether the op is compiled for a GPU.
     """
     if is_prebuilt(builder):
         return None
@@ -180,10 +180,10 @@ def parameter_groups(
     """Trainable parameters in two groups: with weight decay, and biases and norms without.
 
     Args:
-        model: The model, possibly partitioned by ZeRO-3.
-        weight_decay: Weight decay of the first group.
-        most: Maximum number of elements of a group; larger groups are split, identically at every ZeRO stage.
-        all_decayed: Apply weight decay to the second group as well.
+        model: the model, possibly partitioned by ZeRO-3.
+        weight_decay: weight decay of the first group.
+        most: maximum number of elements of a group; larger groups are split, identically at every ZeRO stage.
+        all_decayed: apply weight decay to the second group as well.
     """
     decayed = set(parameter_names_outside(model, [nn.LayerNorm], _NO_DECAY))
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -217,11 +217,11 @@ def check_counts(optimizer: Optimizer, units: Iterable[Unit]) -> None:
     """Reject tensors that are too large for the optimizer's kernels, which would silently not update them.
 
     Args:
-        optimizer: The optimizer.
-        units: The tensors that it updates.
+        optimizer: the optimizer.
+        units: the tensors that it updates.
 
     Raises:
-        OptionError: A tensor is too large; the message gives the sizes.
+        OptionError: a tensor is too large; the message gives the sizes.
     """
     largest = max((unit.master.numel() for unit in units), default=0)
     if largest > _MOST_32_BITS and counts_in_32_bits(optimizer):
@@ -237,7 +237,7 @@ def build_optimizer(model: nn.Module, options: AlignmentConfig) -> Optimizer:
 
     Raises:
         OptionError: ``optim_args`` has a key or value that the optimizer does not accept, or nothing is trainable.
-        AlignmentError: The optimizer has to be compiled, but the compilation lock of another process persists.
+        AlignmentError: the optimizer has to be compiled, but the compilation lock of another process persists.
     """
     extra = parse_optim_args(options.optim_args)
     if "weight_decay" in extra:  # the groups have their own values, so this one would have no effect
@@ -269,7 +269,7 @@ def check_optimization(options: AlignmentConfig, steps: int) -> str | None:
         A message for the user if another optimizer replaces the selected one, otherwise None.
 
     Raises:
-        OptionError: As for :func:`build_optimizer` and :func:`build_scheduler`.
+        OptionError: as for :func:`build_optimizer` and :func:`build_scheduler`.
     """
     model = nn.LayerNorm(1)
     if planned() is not None and KINDS[options.optim].builder is not None:

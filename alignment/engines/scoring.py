@@ -76,9 +76,9 @@ class ScoringEngine:
     """Base of both kinds of engine: log-probs of the sequences of a batch.
 
     Attributes:
-        engine: The DeepSpeed engine.
-        scorer: The module that it wraps.
-        device: Where batches have to be.
+        engine: the DeepSpeed engine.
+        scorer: the module that it wraps.
+        device: where batches have to be.
     """
 
     def __init__(self, scorer: Scorer, ds_config: dict[str, Any], **kwargs: Any) -> None:
@@ -95,8 +95,8 @@ class ScoringEngine:
         """Move all tensors of a batch that :meth:`forward` reads to the device, in one copy.
 
         Args:
-            batch: A batch on the host.
-            leave: Fields that stay on the host.
+            batch: a batch on the host.
+            leave: fields that stay on the host.
         """
         return batch.to(self.device, (*leave, *(() if self.scorer.reads_mask else ("attention_mask",))))
 
@@ -151,7 +151,7 @@ class FrozenEngine(ScoringEngine):
     """An engine without an optimizer: ZeRO stage 3 (with or without parameter offload) or stage 0.
 
     Args:
-        scorer: The model; its parameters are frozen here.
+        scorer: the model; its parameters are frozen here.
         ds_config: DeepSpeed configuration of this engine.
     """
 
@@ -176,11 +176,11 @@ class PolicyEngine(ScoringEngine):
     returns no differentiable output that the loss does not use.
 
     Args:
-        scorer: The model to train.
+        scorer: the model to train.
         ds_config: DeepSpeed configuration of the policy.
-        optimizer: Optimizer of the scorer's trainable parameters.
-        scheduler: Stepped by the engine together with the optimizer.
-        reduce_once: Sum the gradients of a window's micro-batches on each rank, and reduce them after the last.
+        optimizer: optimizer of the scorer's trainable parameters.
+        scheduler: stepped by the engine together with the optimizer.
+        reduce_once: sum the gradients of a window's micro-batches on each rank, and reduce them after the last.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class PolicyEngine(ScoringEngine):
         Args:
             loss: 0-dim, the local sum over the *global* count. It is multiplied by the number of ranks here because
                 DeepSpeed averages gradients over ranks.
-            last: Whether this is the window's last micro-batch.
+            last: whether this is the window's last micro-batch.
         """
         self.engine.set_gradient_accumulation_boundary(last)
         if self.reduces_once and not last and not self._holding:
@@ -292,7 +292,7 @@ def checked(engine: Engine, task: Task) -> Engine:
     """Return the engine after checking its scorer's results against the model's own; close it if they differ.
 
     Raises:
-        ModelError: The scores differ by more than rounding, or a module reads weights that ZeRO-3 has not gathered.
+        ModelError: the scores differ by more than rounding, or a module reads weights that ZeRO-3 has not gathered.
     """
     try:
         settle(engine.device)
@@ -330,9 +330,9 @@ def frozen_engine(
     """Wrap a model for inference, and check once that its scores are correct.
 
     Args:
-        model: The model, loaded for ``ds_config``.
+        model: the model, loaded for ``ds_config``.
         ds_config: DeepSpeed configuration of this engine.
-        task: Type of the model.
-        aux_loss: Compute the load-balancing loss of a mixture of experts.
+        task: type of the model.
+        aux_loss: compute the load-balancing loss of a mixture of experts.
     """
     return checked(FrozenEngine(task.scorer(model, aux_loss), ds_config), task)

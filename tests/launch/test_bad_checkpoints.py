@@ -93,7 +93,7 @@ def cases() -> Iterator[tuple[Case, Callable[[Path], None]]]:
         nothing,
     )
     yield (
-        Case("an output folder", ("holds checkpoints and is none",), {**GOOD, "resume_from_checkpoint": "@out"}),
+        Case("an output folder", ("contains checkpoints but is not one",), {**GOOD, "resume_from_checkpoint": "@out"}),
         nothing,
     )
     yield (
@@ -107,7 +107,7 @@ def cases() -> Iterator[tuple[Case, Callable[[Path], None]]]:
     yield Case("missing rank", ("optimizer-00001-of-00001.safetensors: missing",), LATEST), missing_rank
     yield Case("truncated manifest", ("checkpoint-4/manifest.json: cannot be read",), LATEST), truncated_manifest
     yield Case("truncated manifest by name", ("cannot be read",), at), truncated_manifest
-    yield Case("no checkpoint left", ("holds a model and no checkpoint",), LATEST), no_checkpoint_left
+    yield Case("no checkpoint left", ("contains a model but no checkpoint",), LATEST), no_checkpoint_left
     yield (
         Case("another window", ("takes 2 rows", "took 4; set gradient_accumulation_steps: 2"),
              {**LATEST, "per_device_train_batch_size": "2"}),
@@ -126,7 +126,7 @@ def cases() -> Iterator[tuple[Case, Callable[[Path], None]]]:
              {**LATEST, "learning_rate": "1e-3", "beta": "0.3"}),
         nothing,
     )  # fmt: skip
-    yield Case("fewer steps", ("steps of the run were 4, are 3",), {**LATEST, "max_steps": "3"}), nothing
+    yield Case("fewer steps", ("number of steps was 4, is 3",), {**LATEST, "max_steps": "3"}), nothing
     yield Case("begun over", ("is not empty", "resume_from_checkpoint: latest"), GOOD), nothing
 
 
@@ -167,13 +167,13 @@ def test_the_differences_can_be_overridden(
     out = capfd.readouterr().out
     assert leaving.value.code == 0
     assert "resume_anyway: learning_rate was 1e-06, is 0.001" in out
-    assert "the run has 6 steps now and had 4" in out and "goes on at 0.0003333 instead of 0" in out
+    assert "total steps changed from 4 to 6" in out and "learning rate is now 0.0003333 instead of 0" in out
     assert (tmp_path / "out" / "checkpoint-6").is_dir()
 
 
 def test_the_same_command_begins_and_goes_on(models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     argv = command(Case("latest", (), LATEST), tmp_path, models)
-    for said in ("has no checkpoint, so the run begins", "checkpoint-4, after step 4 of 4"):
+    for said in ("; starting a new run", "checkpoint-4, after step 4 of 4"):
         with pytest.raises(SystemExit) as leaving:
             main(argv)
         assert leaving.value.code == 0 and said in capfd.readouterr().out

@@ -137,8 +137,8 @@ def test_a_living_process_is_not_disturbed(holder: subprocess.Popen[str], tmp_pa
         with pytest.raises(OutputError) as caught:
             attempt()
         assert str(caught.value) == (
-            f"output_dir: {tmp_path} is in use by process {holder.pid} on {HERE.host}; wait for it to finish, stop it, "
-            "or choose another output_dir"
+            f"output_dir: {tmp_path} is in use by process {holder.pid} on {HERE.host}; wait for it to finish, "
+            "stop it, or choose another output_dir"
         )
     lock.release()
     assert Owner.parsed((tmp_path / LOCK).read_bytes()) == before

@@ -19,7 +19,7 @@ class EngineState:
     """The part of the run state that belongs to the engine.
 
     Args:
-        policy: The engine.
+        policy: the engine.
     """
 
     def __init__(self, policy: PolicyEngine) -> None:
@@ -38,7 +38,7 @@ class EngineState:
         """Restore a state from :meth:`state_dict`.
 
         Raises:
-            CheckpointError: The optimizer has other parameter groups.
+            CheckpointError: the optimizer has other parameter groups.
         """
         set_counters(self.policy.engine, state["counters"])
         set_loss_scale_state(self.policy.engine, state["loss_scale"])
@@ -52,7 +52,7 @@ class ScheduleState:
     schedule; such a mapping is converted to a list of pairs.
 
     Args:
-        scheduler: Any scheduler with torch's interface.
+        scheduler: any scheduler with torch's interface.
     """
 
     def __init__(self, scheduler: LRScheduler) -> None:

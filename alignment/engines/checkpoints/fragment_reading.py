@@ -39,10 +39,10 @@ class FragmentReader:
     """Fills units; a context manager that closes the model files that it has opened.
 
     Args:
-        fragments: The opened fragments of the checkpoint.
-        exported: Parameters that the model's files contain in fp32.
-        optimizer: The inner optimizer.
-        split: This run's stage and ranks, for messages.
+        fragments: the opened fragments of the checkpoint.
+        exported: parameters that the model's files contain in fp32.
+        optimizer: the inner optimizer.
+        split: this run's stage and ranks, for messages.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class FragmentReader:
         """Check that the checkpoint contains everything that a unit needs, without changing or reading tensors.
 
         Args:
-            unit: A unit of this rank.
-            pieces: Its pieces, by name.
-            shapes: Shapes of the model's parameters.
+            unit: a unit of this rank.
+            pieces: its pieces, by name.
+            shapes: shapes of the model's parameters.
 
         Raises:
-            CheckpointError: A parameter is missing or has another shape, states fit another split only, or a master
+            CheckpointError: a parameter is missing or has another shape, states fit another split only, or a master
                 weight is in neither the fragments nor the model's files.
         """
         folder = self.fragments.folder
@@ -100,7 +100,7 @@ class FragmentReader:
         """Set the master weights and the states of a unit that :meth:`check` accepted.
 
         Raises:
-            CheckpointError: A file cannot be read.
+            CheckpointError: a file cannot be read.
         """
         same = self._same.get((unit.master.numel(), tuple(pieces)))
         if same is None:
@@ -186,7 +186,7 @@ class FragmentReader:
         """For a unit assembled from several others: the dtype of each element-wise state, and the scalar values.
 
         Raises:
-            CheckpointError: The values of the merged units differ.
+            CheckpointError: the values of the merged units differ.
         """
         elements: dict[str, Any] = {}
         values: dict[str, Any] = {}

@@ -40,13 +40,13 @@ class SavedUnit(NamedTuple):
     """One unit of a file.
 
     Attributes:
-        group: Number of its parameter group.
-        numel: Number of elements, including padding.
-        master: Whether its master weights are in the file; otherwise they are in the model's files.
-        pieces: The parts of parameters that it consists of.
-        states: The kind of each tensor: ``elements`` has one value for each element of the unit, ``scalar`` is 0-dim,
+        group: number of its parameter group.
+        numel: number of elements, including padding.
+        master: whether its master weights are in the file; otherwise they are in the model's files.
+        pieces: the parts of parameters that it consists of.
+        states: the kind of each tensor: ``elements`` has one value for each element of the unit, ``scalar`` is 0-dim,
             and ``whole`` is anything else, which is meaningful only for the unit as it is.
-        values: States that are not tensors.
+        values: states that are not tensors.
     """
 
     group: int
@@ -66,14 +66,14 @@ class Index(NamedTuple):
     """The index of a file.
 
     Attributes:
-        rank: Number of the file, from 0.
-        ranks: Number of files.
-        world_size: Number of ranks of the run.
+        rank: number of the file, from 0.
+        ranks: number of files.
+        world_size: number of ranks of the run.
         stage: ZeRO stage.
-        optimizer: Library and class.
-        groups: Settings of the parameter groups.
-        shapes: Shapes of the parameters with a piece in the file, by name.
-        units: Units in the order of their numbers.
+        optimizer: library and class.
+        groups: settings of the parameter groups.
+        shapes: shapes of the parameters with a piece in the file, by name.
+        units: units in the order of their numbers.
     """
 
     rank: int
@@ -110,11 +110,11 @@ def fragment_files(folder: Path, ranks: int | None = None) -> list[str]:
     """The names of all fragment files of a checkpoint.
 
     Args:
-        folder: The checkpoint.
-        ranks: Number of files; None: as given by the names in the folder.
+        folder: the checkpoint.
+        ranks: number of files; None: as given by the names in the folder.
 
     Raises:
-        CheckpointError: A file is missing, or the folder has files of several splits.
+        CheckpointError: a file is missing, or the folder has files of several splits.
     """
     found = {entry.name: _NAME.fullmatch(entry.name) for entry in folder.iterdir()} if folder.is_dir() else {}
     counts = {int(match[2]) for match in found.values() if match} if ranks is None else {ranks}
@@ -144,14 +144,14 @@ class FragmentFile:
     """A fragment file opened for reading, with its index checked against its tensors.
 
     Args:
-        path: The file.
+        path: the file.
 
     Attributes:
-        tensors: The tensors of the file.
-        index: Its index.
+        tensors: the tensors of the file.
+        index: its index.
 
     Raises:
-        CheckpointError: The file is damaged, not a fragment file, or of a newer format.
+        CheckpointError: the file is damaged, not a fragment file, or of a newer format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -229,15 +229,15 @@ class Fragments:
     """All fragment files of a checkpoint, opened together and checked for consistency; a context manager.
 
     Args:
-        folder: The checkpoint.
-        files: Names of all files; None: as found in the folder.
+        folder: the checkpoint.
+        files: names of all files; None: as found in the folder.
 
     Attributes:
-        files: The files, in the order of their ranks.
-        shapes: Shapes of all parameters, by name.
+        files: the files, in the order of their ranks.
+        shapes: shapes of all parameters, by name.
 
     Raises:
-        CheckpointError: A file is missing, damaged, of a newer format or of another checkpoint, or the pieces of a
+        CheckpointError: a file is missing, damaged, of a newer format or of another checkpoint, or the pieces of a
             parameter do not cover it.
     """
 
@@ -327,11 +327,11 @@ def check_fragments(folder: Path, ranks: int | None = None) -> None:
     """Check names, headers and indices of all fragment files of a checkpoint without reading tensors.
 
     Args:
-        folder: The checkpoint.
-        ranks: Expected number of files; None: as given by their names.
+        folder: the checkpoint.
+        ranks: expected number of files; None: as given by their names.
 
     Raises:
-        CheckpointError: A file is missing, truncated, of a newer format, or does not belong to the others.
+        CheckpointError: a file is missing, truncated, of a newer format, or does not belong to the others.
     """
     with Fragments(folder, fragment_files(folder, ranks)):
         pass
@@ -344,7 +344,7 @@ def master_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     skipped.
 
     Raises:
-        CheckpointError: As for :func:`check_fragments`.
+        CheckpointError: as for :func:`check_fragments`.
     """
     with Fragments(folder) as fragments:
         for name in sorted(fragments.shapes):

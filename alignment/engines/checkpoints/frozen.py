@@ -19,7 +19,7 @@ class FrozenTensors:
     Partitioned parameters are excluded: ZeRO-3 discards what a module writes into a gathered one.
 
     Args:
-        model: The model inside its engine.
+        model: the model inside its engine.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -40,10 +40,10 @@ class OutputLock:
     """The right to write into a folder; one rank acquires it for the whole run.
 
     Args:
-        folder: The output folder.
-        own: The process that acquires the lock; None: the calling one.
-        tell: Prints a line for the user.
-        clock, wait: Clock and sleep function of the observer, in seconds.
+        folder: the output folder.
+        own: the process that acquires the lock; None: the calling one.
+        tell: prints a line for the user.
+        clock, wait: clock and sleep function of the observer, in seconds.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class OutputLock:
         """Check whether a process of this machine holds the lock, without changing anything or waiting.
 
         Raises:
-            OutputError: It does, or the folder cannot be read.
+            OutputError: it does, or the folder cannot be read.
         """
         try:
             seen = self._read(self.path)
@@ -80,7 +80,7 @@ class OutputLock:
         If the owner cannot be looked up, or the file is torn after a crash, it is watched for a minute first.
 
         Raises:
-            OutputError: Another process holds the lock, or the folder cannot be written.
+            OutputError: another process holds the lock, or the folder cannot be written.
         """
         if self._heartbeat is not None:
             return
@@ -109,7 +109,7 @@ class OutputLock:
         An unresponsive file system is only reported: the next write will fail.
 
         Raises:
-            OutputError: Another run holds the lock.
+            OutputError: another run holds the lock.
         """
         if self._heartbeat is None:
             return
@@ -328,8 +328,8 @@ class _Heartbeat(threading.Thread):
     run that was mistaken for dead never writes into its successor's file.
 
     Args:
-        descriptor: The open file, which is closed at the end.
-        offset: Position of the counter.
+        descriptor: the open file, which is closed at the end.
+        offset: position of the counter.
     """
 
     def __init__(self, descriptor: int, offset: int) -> None:

@@ -26,19 +26,19 @@ class Manifest:
     """The content of a checkpoint.
 
     Attributes:
-        run: Name of the run, shared by its attempts.
-        step: Number of completed optimizer steps.
-        method: Alignment method.
-        world_size: Number of ranks that wrote it.
+        run: name of the run, shared by its attempts.
+        step: number of completed optimizer steps.
+        method: alignment method.
+        world_size: number of ranks that wrote it.
         stage: ZeRO stage.
-        window: Rows per optimizer step.
-        total_steps: Number of steps of the run.
-        resumable: Whether it contains more than the model.
-        versions: Versions of the libraries, by name.
-        fingerprints: Fingerprints of data, models and reward sources.
-        options: The resolved options.
-        files: Size and checksum of every file, by its path in the folder.
-        format: Version of this format.
+        window: rows per optimizer step.
+        total_steps: number of steps of the run.
+        resumable: whether it contains more than the model.
+        versions: versions of the libraries, by name.
+        fingerprints: fingerprints of data, models and reward sources.
+        options: the resolved options.
+        files: size and checksum of every file, by its path in the folder.
+        format: version of this format.
     """
 
     run: str
@@ -68,7 +68,7 @@ class Manifest:
         """Read the manifest of a checkpoint without checking the files.
 
         Raises:
-            CheckpointError: It is missing, damaged, or of a newer format.
+            CheckpointError: it is missing, damaged, or of a newer format.
         """
         path = folder / MANIFEST
         if not path.is_file():
@@ -94,7 +94,7 @@ class Manifest:
         """Check that every file exists and has the recorded size.
 
         Raises:
-            CheckpointError: A file is missing or has another size.
+            CheckpointError: a file is missing or has another size.
         """
         for name, record in self.files.items():
             try:
@@ -108,7 +108,7 @@ class Manifest:
         """Read these files and compare their checksums.
 
         Raises:
-            CheckpointError: The content of a file has changed.
+            CheckpointError: the content of a file has changed.
         """
         for name in names:
             try:

@@ -25,14 +25,14 @@ def set_aside(folder: Path, only: Sequence[Path] | None = None) -> Path | None:
     interrupted call is completed by the next one. The caller holds the lock of the folder.
 
     Args:
-        folder: The output folder.
-        only: Files and folders to move; None: everything that a run leaves except the model.
+        folder: the output folder.
+        only: files and folders to move; None: everything that a run leaves except the model.
 
     Returns:
         The new folder; None if there was nothing to move.
 
     Raises:
-        OutputError: Something could not be moved; the next call continues from there.
+        OutputError: something could not be moved; the next call continues from there.
     """
     moving, last = folder / _MOVING, folder
     try:
@@ -58,7 +58,7 @@ def set_folder_aside(folder: Path) -> Path | None:
     """Rename a non-empty folder to ``NAME.previous-N``; return None if there is nothing to rename.
 
     Raises:
-        OutputError: It cannot be renamed.
+        OutputError: it cannot be renamed.
     """
     if not folder.is_dir() or not any(folder.iterdir()):
         return None

@@ -75,7 +75,7 @@ def restore_group_settings(policy: PolicyEngine, settings: Sequence[Mapping[str,
     """Restore settings from :func:`group_settings`.
 
     Raises:
-        CheckpointError: The number of groups differs.
+        CheckpointError: the number of groups differs.
     """
     groups = inner_optimizer(policy.engine).param_groups
     if len(groups) != len(settings):
@@ -98,14 +98,14 @@ def write_fragments(
     """Write this rank's fragment file; for ranks with :func:`writes_fragments`.
 
     Args:
-        policy: The engine, between two steps.
-        path: The file.
-        exported: Parameters that the model's files in the same folder contain in fp32; a unit that consists only of
+        policy: the engine, between two steps.
+        path: the file.
+        exported: parameters that the model's files in the same folder contain in fp32; a unit that consists only of
             these is written without its master weights.
 
     Raises:
-        OSError: The file cannot be written.
-        CheckpointError: The optimizer has a state that cannot be saved.
+        OSError: the file cannot be written.
+        CheckpointError: the optimizer has a state that cannot be saved.
     """
     index, tensors = _contents(policy, exported or {})
     return write_tensors(path, tensors, index.metadata())
@@ -123,13 +123,13 @@ def read_fragments(
     Apart from the states, only buffers of at most 64 MiB are needed.
 
     Args:
-        policy: An engine with the same model and optimizer; it may have made steps.
-        folder: The checkpoint.
-        files: Names of all fragment files in it; None: as found in the folder.
-        exported: As for :func:`write_fragments`.
+        policy: an engine with the same model and optimizer; it may have made steps.
+        folder: the checkpoint.
+        files: names of all fragment files in it; None: as found in the folder.
+        exported: as for :func:`write_fragments`.
 
     Raises:
-        CheckpointError: Files are missing or damaged, or do not match this model, optimizer or split.
+        CheckpointError: files are missing or damaged, or do not match this model, optimizer or split.
     """
     optimizer, names = inner_optimizer(policy.engine), trained_names(policy.scorer.model)
     shapes = {name: whole_shape(parameter) for parameter, name in names.items()}
@@ -158,8 +158,8 @@ def fragment_bytes(policy: PolicyEngine, exported: Collection[str] = ()) -> int:
     for small tensors.
 
     Args:
-        policy: The engine, at any time.
-        exported: Names of the parameters that the model's files will contain in fp32.
+        policy: the engine, at any time.
+        exported: names of the parameters that the model's files will contain in fp32.
     """
     if not writes_fragments(policy):
         return 0
@@ -225,7 +225,7 @@ def saved_pieces(unit: Unit, names: Mapping[nn.Parameter, str]) -> tuple[SavedPi
     """The pieces of a unit by the names of their parameters.
 
     Raises:
-        CheckpointError: The optimizer trains a parameter that the model does not have.
+        CheckpointError: the optimizer trains a parameter that the model does not have.
     """
     for piece in unit.pieces:
         if piece.parameter not in names:

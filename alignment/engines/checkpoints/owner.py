@@ -29,13 +29,13 @@ class Owner:
     """A process, described so that another one can look it up.
 
     Attributes:
-        host: Host name.
+        host: host name.
         boot: Boot ID of its kernel, unique per machine and boot; "" if unknown.
         space: PID namespace, since containers have their own; "" if unknown.
-        pid: Process ID in this namespace.
-        start: Start time, comparable only within the same ``boot``, because PIDs are reused.
+        pid: process ID in this namespace.
+        start: start time, comparable only within the same ``boot``, because PIDs are reused.
         cluster, job: SLURM cluster and job; "" outside of SLURM.
-        restarts: Number of times SLURM has requeued the job.
+        restarts: number of times SLURM has requeued the job.
         token: ID of this lock; one process may acquire several, one after another.
     """
 

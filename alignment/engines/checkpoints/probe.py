@@ -24,7 +24,7 @@ def check_shared_folder(folder: Path) -> None:
     If ``folder`` does not exist yet, the nearest parent that exists on the first rank is used.
 
     Raises:
-        OutputError: On every rank, naming the hosts that see another folder or cannot write to it.
+        OutputError: on every rank, naming the hosts that see another folder or cannot write to it.
     """
     name = f"{PROBE}{uuid.uuid4().hex}"
     levels = _existing_level(folder) if rank() == 0 else 0

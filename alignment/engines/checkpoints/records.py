@@ -14,7 +14,7 @@ class FileRecord(NamedTuple):
     """The manifest's record of a file.
 
     Attributes:
-        size: Size in bytes.
+        size: size in bytes.
         checksum: xxh3_128 of the content, 32 hexadecimal digits.
     """
 
@@ -26,7 +26,7 @@ def record_of(path: Path) -> FileRecord:
     """Compute size and checksum of a file, which is read in chunks.
 
     Raises:
-        CheckpointError: The file cannot be read.
+        CheckpointError: the file cannot be read.
     """
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(4 * 2**20))

@@ -55,13 +55,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     64 MiB at a time, also from a device. Only non-contiguous tensors are copied entirely.
 
     Args:
-        path: The file, which is overwritten in place if it exists; write to a folder that has no readers yet.
-        tensors: Tensors by name, of any shape and device.
-        metadata: Strings by name.
+        path: the file, which is overwritten in place if it exists; write to a folder that has no readers yet.
+        tensors: tensors by name, of any shape and device.
+        metadata: strings by name.
 
     Raises:
-        OSError: The file cannot be written, or the disk is full.
-        CheckpointError: The format does not support the dtype of a tensor.
+        OSError: the file cannot be written, or the disk is full.
+        CheckpointError: the format does not support the dtype of a tensor.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # aligns all of them
     header = _header(ordered, metadata)
@@ -93,14 +93,14 @@ class TensorFile:
     Use it as a context manager, or call :meth:`close`.
 
     Args:
-        path: The file.
+        path: the file.
 
     Attributes:
-        path: The file.
-        metadata: Strings by name.
+        path: the file.
+        metadata: strings by name.
 
     Raises:
-        CheckpointError: The file cannot be opened, or is not a complete safetensors file.
+        CheckpointError: the file cannot be opened, or is not a complete safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -158,12 +158,12 @@ class TensorFile:
         Contiguous CPU tensors are filled directly, all others through a buffer of at most 64 MiB.
 
         Args:
-            key: Name of the tensor.
-            target: Tensor of the same dtype and any shape; its size is the number of elements to read.
-            start: First element of the flattened tensor.
+            key: name of the tensor.
+            target: tensor of the same dtype and any shape; its size is the number of elements to read.
+            start: first element of the flattened tensor.
 
         Raises:
-            CheckpointError: There is no such tensor, the dtype differs, it has too few elements, or reading fails.
+            CheckpointError: there is no such tensor, the dtype differs, it has too few elements, or reading fails.
         """
         entry = self._entry(key)
         if target.dtype != entry.dtype:

@@ -16,13 +16,13 @@ class CheckpointView:
     """A checkpoint.
 
     Attributes:
-        name: Folder name.
-        step: Step in the folder name.
-        problem: Why it is not complete; None if it is.
-        bytes: Total size of its files; 0 if unknown.
-        resumable: Whether a run can be resumed from it.
-        total_steps: Number of steps of the run at the time of writing; 0 if unknown.
-        run: Name of the run that wrote it.
+        name: of its folder.
+        step: from its name.
+        problem: why it is incomplete; None if it is complete.
+        bytes: total size of its files; 0 if unknown.
+        resumable: whether a run can resume from it.
+        total_steps: of the run when the checkpoint was written; 0 if unknown.
+        run: name of the run that wrote it.
     """
 
     name: str
@@ -34,11 +34,11 @@ class CheckpointView:
     run: str = field(default="", repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to a JSON object."""
+        """The checkpoint as a JSON object."""
         return {
             "name": self.name,
             "step": self.step,
-            "whole": self.problem is None,
+            "complete": self.problem is None,
             "problem": self.problem,
             "bytes": self.bytes,
             "resumable": self.resumable,
@@ -46,11 +46,11 @@ class CheckpointView:
 
 
 class CheckpointReader:
-    """Reads the checkpoints of a folder; manifests are cached.
+    """Reads the checkpoints of a folder; each manifest is read once.
 
     Args:
-        folder: The output folder.
-        read_all: Also compare the content of every file with its checksum, once.
+        folder: the output folder.
+        read_all: also compare the contents of every file with its checksum, once.
     """
 
     def __init__(self, folder: Path, *, read_all: bool = False) -> None:
@@ -59,14 +59,12 @@ class CheckpointReader:
         self._compared: set[tuple[str, int]] = set()
 
     def views(self) -> list[CheckpointView]:
-        """All checkpoints, newest first."""
+        """All checkpoints, the newest first."""
         found = [(folder, self._view(folder)) for folder in reversed(checkpoints(self.folder))]
-        return [
-            view for folder, view in found if view.problem is None or folder.is_dir()
-        ]  # or was removed in the meantime
+        return [view for folder, view in found if view.problem is None or folder.is_dir()]  # or removed meanwhile
 
     def being_written(self) -> list[str]:
-        """The names of checkpoints that are being written, or were when their process was killed."""
+        """Names of checkpoints that are being written, or were when their process was killed."""
         return sorted(path.name for path in self.folder.glob(partial_of(self.folder / "checkpoint-*").name))
 
     def _view(self, folder: Path) -> CheckpointView:
@@ -101,5 +99,5 @@ class CheckpointReader:
 
 
 def _without_folder(message: str, folder: Path) -> str:
-    """Shorten the full paths in a message, which follows the checkpoint's name here."""
+    """The message without the folder's path, since the checkpoint's name precedes it."""
     return message.removeprefix(f"{folder}/").removeprefix(f"{folder}: ")

@@ -1,7 +1,7 @@
 """Whether the process of a run is still alive.
 
-On the same machine, the process table shows it. From elsewhere, only changes do: of the heartbeat in ``.lock``, and of
-other files that a run writes. They are watched by the observer's own clock, since the clocks of two hosts may differ.
+On the same host the process table tells. On another host only changes do: of the heartbeat in ``.lock`` and of the
+other files that a run writes. They are timed with the observer's clock, since the clocks of two hosts may differ.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from alignment.reporting.status_file import STATUS, RunStatus
 
 SILENT_S = 20.0  # four heartbeats
 _CLOCKS_DIFFER_S = 30.0
-_SIGNS = (LOCK, STATUS, "log.jsonl")
+_HEARTBEATS = (LOCK, STATUS, "log.jsonl")
 
 
 @dataclass(frozen=True)
@@ -27,23 +27,23 @@ class Life:
     """What is known about a run's process.
 
     Attributes:
-        lives: Whether it is alive; None until that is known.
-        owner: The process that holds the output folder, if any.
-        reason: Why it is considered dead.
+        alive: None as long as it has to be watched.
+        owner: the process that holds the output folder, if any.
+        reason: how it is known that the process is gone.
     """
 
-    lives: bool | None
+    alive: bool | None
     owner: Owner | None = None
     reason: str = ""
 
 
 class Pulse:
-    """Looks for activity of the process that writes into an output folder.
+    """Watches for heartbeats of the process that writes to an output folder.
 
     Args:
-        folder: The output folder.
-        own: The observer; None: the calling process.
-        clock: Clock of the observer, in seconds.
+        folder: the output folder.
+        own: the observer. Defaults to the calling process.
+        clock: the observer's, in seconds.
     """
 
     def __init__(self, folder: Path, *, own: Owner | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,15 +53,15 @@ class Pulse:
         self._changed = False
 
     def look(self) -> Life:
-        """What is known at this point; each call may know more than the previous one."""
+        """What is known so far; each call may know more than the previous one."""
         text = _content(self.folder / LOCK)
         owner = None if text is None else Owner.parsed(text)
         standing = Standing.UNKNOWN if owner is None else owner.standing(self._own)
         if standing is Standing.LIVES:
             return Life(True, owner)
         if standing is Standing.GONE:
-            return Life(False, owner, f"{owner} has exited")
-        return self._watched(owner, (text, *(_stamp(self.folder / name) for name in _SIGNS)))
+            return Life(False, owner, f"{owner} is gone")
+        return self._watched(owner, (text, *(_stamp(self.folder / name) for name in _HEARTBEATS)))
 
     def _watched(self, owner: Owner | None, seen: tuple[object, ...]) -> Life:
         now = self._clock()
@@ -70,26 +70,26 @@ class Pulse:
             self._seen, self._since = seen, now
         silent = now - self._since
         if silent >= SILENT_S:
-            return Life(False, owner, f"nothing has been written for {silent:.0f} s")
+            return Life(False, owner, f"nothing was written for {silent:.0f} s")
         return Life(True if self._changed else None, owner)
 
 
-def last_sign(folder: Path) -> float | None:
-    """The time of the run's last write, by the clock of the file system, in seconds since 1970."""
-    times = [stamp[0] for name in _SIGNS if (stamp := _stamp(folder / name)) is not None]
+def last_heartbeat(folder: Path) -> float | None:
+    """When the run last wrote to its folder, by the file system's clock, in seconds since 1970."""
+    times = [stamp[0] for name in _HEARTBEATS if (stamp := _stamp(folder / name)) is not None]
     return max(times, default=None)
 
 
 def clocks(folder: Path, status: RunStatus, now: Callable[[], float] = time.time) -> str | None:
-    """A note if two of the clocks that times are read from visibly differ, otherwise None.
+    """A sentence if two of the clocks involved visibly differ, else None.
 
-    ``status.json`` has one time from the clock of the run's host, and one from the file system's.
+    The time in ``status.json`` is from the clock of the run's host; its modification time is from the file system's.
     """
     said, stamp = seconds_of(status.time), _stamp(folder / STATUS)
     if said is None or stamp is None:
         return None
     for ahead, whose, other in (
-        (said - stamp[0], f"the clock of {status.host or 'the run'}", "the file system's"),
+        (said - stamp[0], f"the clock of {status.host or 'the run'}", "that of the file system"),
         (max(0.0, stamp[0] - now()), "the clock of the file system", "this machine's"),
     ):
         if abs(ahead) >= _CLOCKS_DIFFER_S:
@@ -105,7 +105,7 @@ def _content(path: Path) -> bytes | None:
 
 
 def _stamp(path: Path) -> tuple[float, int] | None:
-    """Time and size of a file."""
+    """Modification time and size of a file."""
     try:
         found = os.stat(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""The state of a run, from its output folder alone: while it runs, after its end, and after it was killed."""
+"""The state of a run, read from its output folder: while it runs, after its end, and after it was killed."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from alignment.engines.checkpoints.folder import checkpoints
 from alignment.engines.checkpoints.lock import LOCK
 from alignment.engines.checkpoints.manifest import MANIFEST
 from alignment.engines.inspecting.checkpoints import CheckpointReader, CheckpointView
-from alignment.engines.inspecting.life import Life, Pulse, clocks, last_sign
+from alignment.engines.inspecting.life import Life, Pulse, clocks, last_heartbeat
 from alignment.engines.inspecting.view import LOST, UNKNOWN, RunView
 from alignment.reporting.log_reading import LogReader, Record, metrics_of, number
 from alignment.reporting.status_file import ENDED, STATUS, RunStatus, read_status
 
 _LOG, _REPORT = "log.jsonl", "report.md"
-_STATE = "run_state-00000.json"  # file of the first rank in a checkpoint
+_STATE = "run_state-00000.json"  # of the first rank, in a checkpoint
 _LARGEST_STATE = 64 * 2**20
 _LARGEST_COUNT = 2**53
 
 
 class RunReader:
-    """Reads an output folder, repeatedly if needed.
+    """Reads an output folder, as often as needed.
 
     Args:
-        folder: The output folder.
-        read_all: Also compare the content of checkpoints with their checksums.
+        folder: the output folder.
+        read_all: also compare the contents of checkpoints with their checksums.
 
     Raises:
-        OutputError: It is not the output folder of a run.
+        OutputError: it is not the output folder of a run.
     """
 
     def __init__(self, folder: Path, *, read_all: bool = False) -> None:
@@ -43,7 +43,7 @@ class RunReader:
         self._phases: dict[str, dict[str, Record]] = {}
 
     def read(self) -> RunView:
-        """Read the present state."""
+        """The current state."""
         problems: list[str] = []
         status, life = self._status_and_life(problems)
         try:
@@ -58,9 +58,9 @@ class RunReader:
             folder=str(self.folder),
             state=state,
             reason=reason,
-            last_sign=_text_of(last_sign(self.folder)),
-            lives=life.lives,
-            holder="" if life.owner is None or life.lives is False else str(life.owner),
+            last_heartbeat=_text_of(last_heartbeat(self.folder)),
+            alive=life.alive,
+            holder="" if life.owner is None or life.alive is False else str(life.owner),
             checkpoints=found,
             partial=self._checkpoints.being_written(),
             report=str(self.folder / _REPORT) if (self.folder / _REPORT).is_file() else None,
@@ -72,27 +72,27 @@ class RunReader:
         )
 
     def _status_and_life(self, problems: list[str]) -> tuple[RunStatus | None, Life]:
-        """A consistent pair of ``status.json`` and process state: a run writes its end before releasing the folder."""
+        """A consistent ``status.json`` and process state: a run writes its end there before it releases the folder."""
         for _ in range(3):
             status, problem = _read(self.folder)
             life = self._life(status)
-            if life.lives is not False or _read(self.folder)[0] == status:
+            if life.alive is not False or _read(self.folder)[0] == status:
                 break
         problems += [problem] if problem else []
         return status, life
 
     def _life(self, status: RunStatus | None) -> Life:
-        """The state of the process; final, without waiting, if the run has ended or left neither status nor lock."""
+        """Do not wait for a run that has ended, or that has neither status nor lock."""
         life = self._pulse.look()
         says_so = status is not None and status.state not in ENDED
         holds = status is None and self._log.ended is None and (self.folder / LOCK).exists()
-        return life if life.lives is not None or says_so or holds else Life(False, life.owner)
+        return life if life.alive is not None or says_so or holds else Life(False, life.owner)
 
     def _state(self, status: RunStatus | None, life: Life) -> tuple[str, str]:
         if status is not None and status.state in ENDED:
             return status.state, ""
-        if life.lives is not False:
-            # Another process than that of status.json: a new attempt that has not written its own file yet.
+        if life.alive is not False:
+            # Not the process of status.json: the next attempt, which has not written its own status yet.
             if status is None:
                 return "running" if self._log.events else "starting", ""
             another = life.owner is not None and life.owner.pid != status.pid
@@ -102,7 +102,7 @@ class RunReader:
         return LOST, life.reason
 
     def _identity(self, status: RunStatus | None, found: list[CheckpointView]) -> dict[str, Any]:
-        """Which run it is and which process runs it: from the status or, without one, from the log."""
+        """The run's identity and process: from the status or, without one, from the log."""
         start, begun = self._log.newest("start"), self._log.newest("start", "resume")
         if status is None:
             return {
@@ -151,7 +151,7 @@ class RunReader:
         }
 
     def _phase_times(self, found: list[CheckpointView]) -> dict[str, Any]:
-        """Phase times from the end of the log or, if the run has not ended, from its newest checkpoint."""
+        """From the end event of the log or, before the end, from the newest checkpoint."""
         ended = self._log.ended
         if ended is not None:
             return {"phases": _phases_in(ended), "phases_of": "the whole run"}
@@ -164,7 +164,7 @@ class RunReader:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise OutputError unless ``folder`` contains files of a run."""
+    """Raise OutputError unless ``folder`` contains a run."""
     try:
         if not folder.is_dir():
             raise OutputError(f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}")
@@ -175,12 +175,12 @@ def _check_folder(folder: Path) -> None:
         raise OutputError(f"{folder}: cannot be read: {error.strerror or error}") from error
     hint = ""
     if (folder / MANIFEST).is_file():
-        hint = f"; it is a checkpoint, so pass the output folder {folder.absolute().parent} instead"
+        hint = f"; it is a checkpoint: pass the output folder, {folder.absolute().parent}"
     elif inside:
         more = f" and {len(inside) - 5} more" if len(inside) > 5 else ""
-        hint = f"; pass one of the runs in it: {listing(inside[:5])}{more}"
+        hint = f"; it contains runs in {listing(inside[:5])}{more}"
     raise OutputError(
-        f"{folder}: not the output folder of a run, because it has no {STATUS}, no {_LOG} and no checkpoint{hint}"
+        f"{folder}: not the output folder of a run: it has no {STATUS}, no {_LOG} and no checkpoint{hint}"
     )
 
 
@@ -190,11 +190,11 @@ def _is_run(folder: Path) -> bool:
 
 
 def _read(folder: Path) -> tuple[RunStatus | None, str]:
-    """Read ``status.json``, or describe its problem."""
+    """``status.json``, or the reason why it cannot be read."""
     try:
         status = read_status(folder)
         if status is not None and max(status.step, status.total_steps, status.attempt) > _LARGEST_COUNT:
-            raise ValueError("an impossible number of steps or attempts")
+            raise ValueError("the number of steps or attempts is out of range")
         return status, ""
     except ValueError as error:
         return None, f"{STATUS}: cannot be read ({one_line(error)})"
@@ -203,7 +203,7 @@ def _read(folder: Path) -> tuple[RunStatus | None, str]:
 
 
 def _state_in(checkpoint: Path) -> Record:
-    """The phase records of the first rank in a checkpoint; empty if they cannot be read."""
+    """The run state of the first rank in a checkpoint; empty if it cannot be read."""
     try:
         path = checkpoint / _STATE
         found = json.loads(path.read_bytes()) if path.stat().st_size <= _LARGEST_STATE else {}
@@ -214,7 +214,7 @@ def _state_in(checkpoint: Path) -> Record:
 
 
 def _phases_in(record: Record) -> dict[str, Record]:
-    """Phases by name, each with its seconds."""
+    """Phases by name, those with a valid time."""
     found = record.get("phases")
     phases = found.items() if isinstance(found, dict) else ()
     return {name: one for name, one in phases if isinstance(one, dict) and number(one.get("seconds")) is not None}

@@ -1,4 +1,4 @@
-"""The state of a run according to its files, in plain values."""
+"""A run as seen in its files, in plain values."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ LOST, UNKNOWN = "lost", "unknown"  # states in addition to those of status.json
 
 @dataclass(frozen=True)
 class RunView:
-    """The state of a run according to its files. Unknown values are None or empty.
+    """A run as seen in its files. Unknown values are None or empty.
 
     Attributes:
-        folder: The output folder.
-        state: ``starting``, ``running``, ``preempted``, ``stopped``, ``failed`` or ``finished``, from
-            ``status.json``; ``lost``: the file reports a running process, but there is no sign of it; ``unknown``:
-            there is no readable ``status.json``, and neither log nor lock show the state.
-        reason: Why the run is considered lost.
-        last_sign: Time of the run's last write, by the clock of the file system.
-        lives: Whether its process is alive; None if unknown, or not known yet.
-        signal, error, method, run, attempt, stalled, host, pid, world_size, job, restarts, phase, started: From
-            ``status.json``.
-        updated: When ``status.json`` was written.
+        folder: the output folder.
+        state: ``starting``, ``running``, ``preempted``, ``stopped``, ``failed`` or ``finished``, as ``status.json``
+            says; ``lost``: it says that the run is in progress, but its process is gone; ``unknown``: there is no
+            readable ``status.json``, and neither log nor lock tell.
+        reason: how it is known that the run is lost.
+        last_heartbeat: when the run last wrote something, by the clock of the file system.
+        alive: whether its process is alive; None if this is not known, or not known yet.
+        signal, error, method, run, attempt, stalled, host, pid, world_size, job, restarts, phase, started: as
+            ``status.json`` says.
+        updated: when ``status.json`` was written.
         name: ``run_name``.
-        holder: The process that holds the output folder.
-        step, total_steps: Optimizer steps.
-        eta_seconds: Time to the last step at the present rate.
-        steps_per_second, tokens_per_second: See :meth:`LogReader.rates`.
-        tokens: Number of tokens trained on so far.
-        metrics, metrics_step: The newest training entry of the log.
-        evaluation, evaluation_step: The newest evaluation.
-        resumes: Resumes from checkpoints: time, attempt, step.
-        phases: Time, tokens and peak memory of each phase on the first rank.
-        phases_of: Whether these are for the whole run or up to a checkpoint.
-        checkpoints: All checkpoints, newest first.
-        partial: Checkpoints that are being written, or were when the run was killed.
-        report: Path of the report.
-        notes: Notes for the reader, such as differing clocks.
-        problems: Files that could not be read.
+        holder: the process that holds the output folder.
+        step, total_steps: optimizer steps.
+        eta_seconds: until the last step, at the current rate.
+        steps_per_second, tokens_per_second: see :meth:`LogReader.rates`.
+        tokens: trained on so far.
+        metrics, metrics_step: of the newest training entry of the log.
+        evaluation, evaluation_step: of the newest evaluation.
+        resumes: each resume from a checkpoint: time, attempt, step.
+        phases: time, tokens and peak memory of each phase, of the first rank.
+        phases_of: what the phases cover: the whole run, or the run up to a checkpoint.
+        checkpoints: the newest first.
+        partial: checkpoints that are being written, or were when the run was killed.
+        report: path of the report.
+        notes: caveats, such as clocks that differ.
+        problems: files that could not be read.
     """
 
     folder: str
     state: str
     reason: str = ""
-    last_sign: str | None = None
-    lives: bool | None = None
+    last_heartbeat: str | None = None
+    alive: bool | None = None
     signal: str | None = None
     error: str | None = None
     method: str = ""
@@ -86,23 +86,23 @@ class RunView:
     problems: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to a JSON object. The keys are the names of the attributes and are stable."""
+        """The run as a JSON object; the keys are the names of the attributes, and are stable."""
         values = {each.name: _strict(getattr(self, each.name)) for each in fields(self)}
         return {**values, "checkpoints": [one.to_dict() for one in self.checkpoints]}
 
     @property
     def settled(self) -> bool:
-        """Whether it is known if the run is alive."""
-        return self.state not in ("starting", "running") or self.lives is not None
+        """Whether it is known if the run's process is alive."""
+        return self.state not in ("starting", "running") or self.alive is not None
 
     @property
     def over(self) -> bool:
         """Whether this attempt has ended."""
-        return self.state not in ("starting", "running") and self.lives is not True
+        return self.state not in ("starting", "running") and self.alive is not True
 
 
 def _strict(value: Any) -> Any:
-    """Replace inf and nan, which JSON does not support, by None."""
+    """The value with None for inf and nan, which are not valid JSON."""
     if isinstance(value, dict):
         return {name: _strict(one) for name, one in value.items()}
     if isinstance(value, list):

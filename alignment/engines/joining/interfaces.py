@@ -35,10 +35,10 @@ def check_named(backend: str, own: Interfaces) -> None:
 
     Args:
         backend: ``gloo`` or ``nccl``.
-        own: Interfaces of this host.
+        own: interfaces of this host.
 
     Raises:
-        AlignmentError: It selects none, or names one that does not exist.
+        AlignmentError: it selects none, or names one that does not exist.
     """
     text = os.environ.get(variable(backend), "")
     if not text:
@@ -57,10 +57,10 @@ def address_for_others(backend: str, own: Interfaces) -> str:
 
     Args:
         backend: ``gloo`` or ``nccl``.
-        own: Interfaces of this host.
+        own: interfaces of this host.
 
     Raises:
-        AlignmentError: The address is reachable from this host only.
+        AlignmentError: the address is reachable from this host only.
     """
     name, host = variable(backend), socket.gethostname()
     others = {each: found for each, found in own.items() if not all(map(is_loopback, found))}
@@ -95,10 +95,10 @@ def gloo_address(host: str) -> str:
     """The address that gloo uses without GLOO_SOCKET_IFNAME: the first one of the host name that belongs to this host.
 
     Args:
-        host: Name of this host.
+        host: name of this host.
 
     Raises:
-        OSError: There is none.
+        OSError: there is none.
     """
     for address in look_up(host, _RESOLVE_S):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET

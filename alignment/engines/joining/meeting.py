@@ -38,10 +38,10 @@ class Meeting:
     """The rendezvous of a run's ranks on their store; on rank 0, this object may serve the store.
 
     Args:
-        place: Where the ranks meet.
-        seconds: Time limit for all ranks to arrive.
-        hint: What to do if they do not arrive.
-        advice: What to do if hosts do not reach each other.
+        place: where the ranks meet.
+        seconds: time limit for all ranks to arrive.
+        hint: what to do if they do not arrive.
+        advice: what to do if hosts do not reach each other.
     """
 
     def __init__(self, place: Place, seconds: float, hint: str = "", advice: str = "") -> None:
@@ -60,13 +60,13 @@ class Meeting:
         """Wait until all ranks have arrived and found that they can join.
 
         Args:
-            check: Raises an AlignmentError if this rank cannot join.
-            address: Returns the address at which ranks of other hosts can reach those of this one; raises an
+            check: raises an AlignmentError if this rank cannot join.
+            address: returns the address at which ranks of other hosts can reach those of this one; raises an
                 AlignmentError if there is none. Called only if there are other hosts.
 
         Raises:
-            AlignmentError: This rank cannot join, or not all ranks arrived in time.
-            ReportedElsewhere: Another rank cannot join, and reports it.
+            AlignmentError: this rank cannot join, or not all ranks arrived in time.
+            ReportedElsewhere: another rank cannot join, and reports it.
         """
 
         def meet() -> None:
@@ -94,11 +94,11 @@ class Meeting:
         """Report that joining failed on this rank after all ranks had met.
 
         Args:
-            problem: The reason.
+            problem: the reason.
 
         Raises:
-            AlignmentError: On the rank that reports it.
-            ReportedElsewhere: On the others.
+            AlignmentError: on the rank that reports it.
+            ReportedElsewhere: on the others.
         """
         try:
             within(_LAST_S, lambda: self._publish(problem))

@@ -15,11 +15,11 @@ def look_up(name: str, seconds: float) -> list[str]:
     """The addresses of a host name, in the resolver's order; unknown names are looked up again.
 
     Args:
-        name: A host name or an address.
-        seconds: Time limit.
+        name: a host name or an address.
+        seconds: time limit.
 
     Raises:
-        OSError: The name does not resolve (with the resolver's reason), or the resolver did not respond in time.
+        OSError: the name does not resolve (with the resolver's reason), or the resolver did not respond in time.
     """
     end = time.monotonic() + seconds
     while True:

@@ -18,13 +18,13 @@ class Place:
     """Where the ranks meet, and which rank this process is.
 
     Attributes:
-        address, port: Address of the store.
-        rank, local_rank, world_size: Numbers of this process.
-        agent: Whether torchrun's agent serves the store instead of rank 0.
-        attempt: Restart count of a launcher that keeps one store across restarts, and the number of the meeting in
+        address, port: address of the store.
+        rank, local_rank, world_size: numbers of this process.
+        agent: whether torchrun's agent serves the store instead of rank 0.
+        attempt: restart count of a launcher that keeps one store across restarts, and the number of the meeting in
             this process: a store may serve several groups, one after another.
-        host: Name of this host.
-        network: Equal for processes that reach each other at loopback addresses.
+        host: name of this host.
+        network: equal for processes that reach each other at loopback addresses.
     """
 
     address: str

@@ -16,13 +16,13 @@ class Listener:
     """A port of this host that others try to connect to; the kernel accepts the connections.
 
     Args:
-        address: Address of this host.
+        address: address of this host.
 
     Attributes:
-        address: The address and the port.
+        address: the address and the port.
 
     Raises:
-        AlignmentError: The address does not belong to this host.
+        AlignmentError: the address does not belong to this host.
     """
 
     def __init__(self, address: str) -> None:

@@ -32,7 +32,7 @@ def join(backend: str) -> None:
         backend: ``gloo`` or ``nccl``.
 
     Raises:
-        AlignmentError: As :func:`meet`, or the ranks cannot connect to each other.
+        AlignmentError: as :func:`meet`, or the ranks cannot connect to each other.
     """
     import deepspeed
     import torch
@@ -65,7 +65,7 @@ def meet(backend: str, seconds: float) -> Meeting:
 
     Args:
         backend: ``gloo`` or ``nccl``.
-        seconds: Time limit for all ranks to arrive.
+        seconds: time limit for all ranks to arrive.
 
     Returns:
         The meeting. Keep it until the group has been joined: on rank 0 it may serve the store.
@@ -73,7 +73,7 @@ def meet(backend: str, seconds: float) -> Meeting:
     Raises:
         AlignmentError: MASTER_ADDR does not resolve, the port is in use, or the other ranks do not arrive or cannot
             reach this one.
-        ReportedElsewhere: Another rank cannot join.
+        ReportedElsewhere: another rank cannot join.
     """
     place = Place.of_environment()
     several = int(os.environ["LOCAL_WORLD_SIZE"]) < place.world_size

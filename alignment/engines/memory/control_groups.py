@@ -11,9 +11,9 @@ class ControlGroup(NamedTuple):
     """One control group.
 
     Attributes:
-        folder: Folder of its files.
+        folder: folder of its files.
         version: 1 or 2; the file names differ.
-        path: Path of this process's own group, which is inside this one, as in ``/proc/self/cgroup``.
+        path: path of this process's own group, which is inside this one, as in ``/proc/self/cgroup``.
     """
 
     folder: Path
@@ -26,7 +26,7 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[ControlG
 
     Args:
         controller: ``cpu`` or ``memory``.
-        root: Root of the file system.
+        root: root of the file system.
     """
     mounts = root / "sys/fs/cgroup"
     for line in text_of(root / "proc/self/cgroup").splitlines():

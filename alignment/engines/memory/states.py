@@ -24,7 +24,7 @@ def bytes_to_come(engine: Any, device: torch.device) -> int:
 
     Args:
         engine: DeepSpeed engine, with or without an optimizer.
-        device: Device of interest.
+        device: device of interest.
     """
     if engine.optimizer is None or not hasattr(engine.optimizer, "param_groups"):
         return 0  # an inference engine

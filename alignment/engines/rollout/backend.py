@@ -21,15 +21,15 @@ class Sampling:
     """The sampling distribution, and where a completion ends.
 
     Attributes:
-        max_new_tokens: Maximum length of a completion, including EOS.
-        eos_token_ids: A completion ends with the first of these; if empty, at ``max_new_tokens``.
-        pad_token_id: Pads batches; never part of a completion. May be one of ``eos_token_ids``.
-        temperature: Above 0, because greedy completions of a prompt would all be the same.
-        top_p: Probability mass to sample from; 1: all.
-        top_k: Number of tokens to sample from; 0: all.
-        min_p: Minimum probability relative to that of the most likely token; None: no minimum.
-        repetition_penalty: Divides the scores of tokens that have already occurred; 1: no penalty.
-        extra: Additional keys of transformers' ``GenerationConfig`` (:func:`.processors.check_generation_kwargs`).
+        max_new_tokens: maximum length of a completion, including EOS.
+        eos_token_ids: a completion ends with the first of these; if empty, at ``max_new_tokens``.
+        pad_token_id: pads batches; never part of a completion. May be one of ``eos_token_ids``.
+        temperature: above 0, because greedy completions of a prompt would all be the same.
+        top_p: probability mass to sample from; 1: all.
+        top_k: number of tokens to sample from; 0: all.
+        min_p: minimum probability relative to that of the most likely token; None: no minimum.
+        repetition_penalty: divides the scores of tokens that have already occurred; 1: no penalty.
+        extra: additional keys of transformers' ``GenerationConfig`` (:func:`.processors.check_generation_kwargs`).
     """
 
     max_new_tokens: int
@@ -48,11 +48,11 @@ class RolloutRequest:
     """This rank's share of a rollout.
 
     Attributes:
-        prompts: Token ids of this rank's prompts; may be empty.
-        num_generations: Completions per prompt.
-        sampling: Identical on every rank.
-        seed: Seed of all randomness; a function of the run's seed, the step and the rank.
-        logps: Whether to return log-probs.
+        prompts: token ids of this rank's prompts; may be empty.
+        num_generations: completions per prompt.
+        sampling: identical on every rank.
+        seed: seed of all randomness; a function of the run's seed, the step and the rank.
+        logps: whether to return log-probs.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -67,9 +67,9 @@ class Completion:
     """One generated completion.
 
     Attributes:
-        ids: Token ids, including the EOS if there is one.
-        ended: Whether it ended with an EOS.
-        logps: Log-prob in nats of each token under the distribution that it was sampled from, after temperature,
+        ids: token ids, including the EOS if there is one.
+        ended: whether it ended with an EOS.
+        logps: log-prob in nats of each token under the distribution that it was sampled from, after temperature,
             penalties and truncation; None unless requested.
     """
 
@@ -89,9 +89,9 @@ class Work:
     """A number of completions of one prompt; a chunk is a list of these.
 
     Attributes:
-        prompt: Index of the prompt in the request; -1 for a dummy, whose completions are discarded.
-        ids: Token ids of the prompt.
-        count: Number of completions.
+        prompt: index of the prompt in the request; -1 for a dummy, whose completions are discarded.
+        ids: token ids of the prompt.
+        count: number of completions.
     """
 
     prompt: int
@@ -125,12 +125,12 @@ class Generation:
     """The context in which a backend generates a chunk.
 
     Attributes:
-        model: The model in eval mode; its weights are unsharded, or gathered around the forward pass of each layer.
-        sampling: The sampling distribution.
-        device: Device of the model.
-        by_layer: Weights are gathered layer by layer: keep computing until every rank has finished.
-        logps: Whether to return log-probs.
-        tick: Called for each unit of progress.
+        model: the model in eval mode; its weights are unsharded, or gathered around the forward pass of each layer.
+        sampling: the sampling distribution.
+        device: device of the model.
+        by_layer: weights are gathered layer by layer: keep computing until every rank has finished.
+        logps: whether to return log-probs.
+        tick: called for each unit of progress.
     """
 
     model: PreTrainedModel
@@ -145,9 +145,9 @@ class RolloutBackend(ABC):
     """One way to generate completions on each rank.
 
     Attributes:
-        name: Value of ``rollout_backend``.
-        needs_whole_weights: Not usable if ZeRO-3 gathers weights layer by layer.
-        unit: Unit of the progress bar.
+        name: value of ``rollout_backend``.
+        needs_whole_weights: not usable if ZeRO-3 gathers weights layer by layer.
+        unit: unit of the progress bar.
     """
 
     name: ClassVar[str]
@@ -182,9 +182,9 @@ class RolloutBackend(ABC):
         """Generate the completions of each entry of a chunk, sampled with torch's global generator.
 
         Args:
-            chunk: At least one prompt of at least one token.
-            generation: The context to generate in.
+            chunk: at least one prompt of at least one token.
+            generation: the context to generate in.
 
         Raises:
-            TrainingError: Generation failed.
+            TrainingError: generation failed.
         """

@@ -45,13 +45,13 @@ def choose_backend(asked: str, model: PreTrainedModel, sampling: Sampling, *, wh
     """The backend that ``rollout_backend`` selects; ``auto``: the first usable one that is worthwhile.
 
     Args:
-        asked: A name, or ``auto``.
-        model: The policy's model.
-        sampling: The sampling distribution.
-        whole: Whether every rank has unsharded weights during a rollout.
+        asked: a name, or ``auto``.
+        model: the policy's model.
+        sampling: the sampling distribution.
+        whole: whether every rank has unsharded weights during a rollout.
 
     Raises:
-        OptionError: The selected backend does not exist or is not usable; the message gives the reason.
+        OptionError: the selected backend does not exist or is not usable; the message gives the reason.
     """
     known = backends()
     if asked == "auto":
@@ -86,12 +86,12 @@ class RolloutEngine:
     varies, a run is exactly reproducible only with ``batch_size`` and ``gather`` set.
 
     Args:
-        policy: The training engine.
-        backend: Value of ``rollout_backend``, including ``auto`` (:func:`choose_backend`).
-        batch_size: Completions generated at the same time on each rank; None: as many as fit.
-        gather: Whether ZeRO-3 gathers all weights for a rollout; None: if they fit (:func:`.memory.measure_room`).
-        longest_context: Maximum length of prompt and completion together, in tokens.
-        progress: Show a progress bar during a rollout.
+        policy: the training engine.
+        backend: value of ``rollout_backend``, including ``auto`` (:func:`choose_backend`).
+        batch_size: completions generated at the same time on each rank; None: as many as fit.
+        gather: whether ZeRO-3 gathers all weights for a rollout; None: if they fit (:func:`.memory.measure_room`).
+        longest_context: maximum length of prompt and completion together, in tokens.
+        progress: show a progress bar during a rollout.
     """
 
     def __init__(
@@ -114,10 +114,10 @@ class RolloutEngine:
         """Generate completions, indexed by prompt and generation. Collective, including ranks without prompts.
 
         Raises:
-            DataError: A prompt has no tokens.
-            OptionError: The backend does not support this model, these processors or layer-wise gathering.
-            TrainingError: Continuous batching failed.
-            Cut: A stop was requested; raised on every rank.
+            DataError: a prompt has no tokens.
+            OptionError: the backend does not support this model, these processors or layer-wise gathering.
+            TrainingError: continuous batching failed.
+            Cut: a stop was requested; raised on every rank.
         """
         _check_prompts(request.prompts)
         room, backend = self._decide(request)

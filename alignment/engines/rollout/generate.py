@@ -42,8 +42,8 @@ class _WithoutPadding(LogitsProcessor):
     """Calls a processor on the rows without their padding, grouped by length.
 
     Args:
-        inner: The processor; must not hold state per row.
-        padding: Number of padding tokens on the left of each row of the batch.
+        inner: the processor; must not hold state per row.
+        padding: number of padding tokens on the left of each row of the batch.
     """
 
     def __init__(self, inner: LogitsProcessor, padding: Sequence[int], device: torch.device) -> None:
@@ -66,9 +66,9 @@ def padding_unseen(model: PreTrainedModel, padding: Sequence[int], device: torch
     """Hide padding, within this context, from the processors that ``model.generate`` creates for a batch.
 
     Args:
-        model: The model.
-        padding: Number of padding tokens on the left of each row of the batch.
-        device: Device of the batch.
+        model: the model.
+        padding: number of padding tokens on the left of each row of the batch.
+        device: device of the batch.
     """
     if not any(padding):
         yield

@@ -23,8 +23,8 @@ class Room:
     """What fits on the device with the least free memory.
 
     Attributes:
-        gather: Whether ZeRO-3 weights are gathered once for the entire rollout.
-        batch_size: Completions generated at the same time on each rank.
+        gather: whether ZeRO-3 weights are gathered once for the entire rollout.
+        batch_size: completions generated at the same time on each rank.
     """
 
     gather: bool
@@ -51,14 +51,14 @@ def measure_room(
     power of two so that small differences in free memory have no effect.
 
     Args:
-        model: The policy's model.
-        context: Maximum length of prompt and completion together, in tokens.
-        gather: Requested value; None: decide by memory.
-        batch_size: Requested value; None: decide by memory.
-        generations: Completions per prompt.
-        scores: Additional fp32 vectors of the vocabulary's size per completion.
-        page: Tokens per page of the cache; 1: no pages.
-        to_come: Bytes of this rank's device that are free now but will be allocated permanently.
+        model: the policy's model.
+        context: maximum length of prompt and completion together, in tokens.
+        gather: requested value; None: decide by memory.
+        batch_size: requested value; None: decide by memory.
+        generations: completions per prompt.
+        scores: additional fp32 vectors of the vocabulary's size per completion.
+        page: tokens per page of the cache; 1: no pages.
+        to_come: bytes of this rank's device that are free now but will be allocated permanently.
     """
     free = free_bytes(device()) - to_come
     least = -largest_over_ranks(torch.tensor([-free], dtype=torch.int64, device=device()))

@@ -47,7 +47,7 @@ def check_generation_kwargs(extra: Mapping[str, Any]) -> None:
     """Reject unusable additional sampling keys; needs no model.
 
     Raises:
-        OptionError: A key is unknown, a separate option, or not applicable to a rollout; or its value is invalid.
+        OptionError: a key is unknown, a separate option, or not applicable to a rollout; or its value is invalid.
     """
     known = set(vars(GenerationConfig()))
     for key, value in extra.items():
