@@ -50,10 +50,10 @@ def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--settings", "lora"], "--settings has an effect with --gpu only"),
-        (["--limit_gb", "16"], "--limit_gb has an effect with --gpu only"),
-        (["--tiny"], "--tiny has an effect with --gpu only"),
-        (["--gpu", "--lora"], "--lora: with --gpu it is --settings lora"),
+        (["--settings", "lora"], "--settings requires --gpu"),
+        (["--limit_gb", "16"], "--limit_gb requires --gpu"),
+        (["--tiny"], "--tiny requires --gpu"),
+        (["--gpu", "--lora"], "--lora: use --settings lora with --gpu"),
         (["--gpu", "--batch", "1"], "--batch must be 2 or more"),
         (["--gpu", "--limit_gb", "0"], "--limit_gb and --seconds must be above 0"),
     ],
