@@ -104,7 +104,7 @@ FOLDERS = [
     folder("STOP a folder", folder_of("out/STOP"), "@out/STOP: cannot be removed (Is a directory)", **LATEST),
     folder("a checkpoint that is a file", file_of("out/checkpoint-4", ""), "@out is not empty", **LATEST),
     folder("an empty checkpoint", folder_of("out/checkpoint-4"), "it has no manifest.json", **LATEST),
-    folder("no such checkpoint", None, "there is no such folder", resume_from_checkpoint="5"),
+    folder("no such checkpoint", None, "no such folder", resume_from_checkpoint="5"),
     folder("a checkpoint's name too long", None, "File name too long", resume_from_checkpoint="a" * 300),
     Case(
         "folder: export to NUL",

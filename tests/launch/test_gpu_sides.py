@@ -44,7 +44,7 @@ def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert side_by_side.main(["--gpu"]) == 2
     said = capsys.readouterr()
-    assert said.err.startswith("no CUDA GPU: ") and said.err.count("\n") == 1 and said.out == ""
+    assert said.err.startswith("torch finds no CUDA GPU") and said.err.count("\n") == 1 and said.out == ""
 
 
 @pytest.mark.parametrize(
