@@ -1,7 +1,7 @@
 """What a rollout backend is, what it is asked for, and what it answers: token ids in, token ids out.
 
 A new backend is a module beside this one with a subclass of :class:`RolloutBackend`, listed in
-:func:`alignment.engines.rollout.engine.backends`.
+``alignment.engines.rollout.engine.backends``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Sampling:
         top_k: number of tokens that are kept; 0: all.
         min_p: least probability that is kept, as a share of the largest one; None: all.
         repetition_penalty: divides the scores of tokens that are there already; 1: none.
-        extra: further keys of transformers' ``GenerationConfig`` (:func:`.processors.check_generation_kwargs`).
+        extra: further keys of transformers' ``GenerationConfig`` (``processors.check_generation_kwargs``).
     """
 
     max_new_tokens: int
