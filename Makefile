@@ -17,6 +17,7 @@
 # make quality   lint, types and the floors of alignment/
 # make tables    regenerate the option tables in docs/reference/
 # make style     format, and mend what can be mended by itself
+# make release VERSION=0.2.0  date the changelog, build and check the wheel and the sdist, commit and tag
 # make clean     remove .venv and caches
 
 VENV ?= .venv
@@ -43,7 +44,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 SOURCES := alignment benchmarks examples launch tests tools setup.py
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
 
-.PHONY: install test test-ci test-slow resume-matrix chaos signals slurm hosts test-newest mutations mutants renames demo quality style tables \
+.PHONY: install test test-ci test-slow resume-matrix chaos signals slurm hosts test-newest mutations mutants renames demo quality style tables release \
 	clean
 
 install: $(READY)
@@ -130,6 +131,9 @@ style: $(READY)
 tables: $(READY)
 	@$(BIN)/python -m alignment.cli.help docs/reference/options.md
 	@$(BIN)/python -m alignment.cli.coming_from_trl docs/reference/trl-options.md
+
+release: $(READY)
+	@$(BIN)/python -m tools.release $(VERSION)
 
 clean:
 	rm -rf $(VENV) $(NEWEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,4 +1,4 @@
-"""The end of a run: what it did, on the terminal, and as report.md with curves in the output folder."""
+"""The report at the end of a run: on the terminal, and as report.md with curves in the output folder."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from alignment.training.context import RunContext
 from alignment.training.run_engines import RunEngines
 
 REPORT, CURVES = "report.md", "report.png"
-_BOOKKEEPING = ("step", "epoch", "num_tokens")  # of an entry of the log
+_BOOKKEEPING = ("step", "epoch", "num_tokens")  # keys of log entries that are not metrics
 
 
 def write_report(context: RunContext, engines: RunEngines, *, show: bool) -> None:
-    """Write the report, and with ``show`` print it; collective, for its figures are those of all ranks.
+    """Write the report and, with ``show``, print it; collective, since it covers all ranks.
 
-    What goes wrong is told and nothing more: a report must not cost a run its weights.
+    An error is printed and not raised: a report must not fail a run.
     """
     summaries = gathered(context.phases.summary())
     largest = max(gathered(memory_gib(engines.window_pass.device)))
@@ -26,8 +26,8 @@ def write_report(context: RunContext, engines: RunEngines, *, show: bool) -> Non
         return
     try:
         _write(context, engines, over_ranks(summaries), largest, show)
-    except Exception as error:  # matplotlib and the file system have their own classes
-        context.tell(f"{REPORT}: could not be written: {type(error).__name__}: {error}")
+    except Exception as error:  # matplotlib and the file system have their own exception classes
+        context.tell(f"could not write {REPORT}: {type(error).__name__}: {error}")
 
 
 def _write(

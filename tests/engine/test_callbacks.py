@@ -356,7 +356,7 @@ def test_a_metric_that_evaluation_does_not_give(model: str, tmp_path: Path) -> N
     args = KTOConfig(
         **options(tmp_path, eval_strategy="epoch", load_best_model_at_end=True, metric_for_best_model="rewards/margin")
     )
-    with pytest.raises(OptionError, match="gives no such metric; did you mean 'rewards/margins'"):
+    with pytest.raises(OptionError, match="has no such metric; did you mean 'rewards/margins'"):
         KTOTrainer(model=model, args=args, train_dataset=unpaired_rows(4), eval_dataset=unpaired_rows(4))
     assert not Path(args.output_dir or "").exists()
 

@@ -140,8 +140,8 @@ def test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one(
     trainer.train(resume_from_checkpoint="latest")
     trainer.close()
     said = capsys.readouterr().out
-    assert "model.safetensors: its content is not what was written" in said
-    assert f"checkpoint-{STEPS} of later steps moved to {folder / 'previous-1'}" in said
+    assert "model.safetensors: the content has changed since it was written" in said
+    assert f"moved checkpoint-{STEPS} of later steps to {folder / 'previous-1'}" in said
     assert (folder / f"checkpoint-{STEPS}" / "model.safetensors").read_bytes() == weights
     steps = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps if "loss" in line] == list(range(1, STEPS + 1))
@@ -152,9 +152,9 @@ def test_no_run_begins_over_damaged_checkpoints(whole: Path, tmp_path: Path) -> 
     shutil.copytree(whole, folder)
     for path in checkpoints(folder):
         truncate(path / "run_state.json", 3)
-    with pytest.raises(CheckpointError, match="has checkpoints and none to go on from") as refused:
+    with pytest.raises(CheckpointError, match="no checkpoint in .* can be resumed from") as refused:
         taken(folder)
-    assert str(refused.value).count("run_state.json: it has 3 bytes") == len(checkpoints(folder))
+    assert str(refused.value).count("run_state.json: has 3 bytes") == len(checkpoints(folder))
 
 
 def test_a_checkpoint_of_another_run_is_not_the_newest(whole: Path, tmp_path: Path, model: str) -> None:
@@ -165,7 +165,7 @@ def test_a_checkpoint_of_another_run_is_not_the_newest(whole: Path, tmp_path: Pa
     shutil.copytree(whole, folder)
     shutil.copytree(other.output_dir / f"checkpoint-{STEPS}", folder / "checkpoint-9")
     step, told = taken(folder)
-    assert step == STEPS and told == [f"resume_from_checkpoint: {folder / 'checkpoint-9'}: it is of another run"]
+    assert step == STEPS and told == [f"resume_from_checkpoint: {folder / 'checkpoint-9'}: belongs to another run"]
 
 
 def test_a_model_alone_is_passed_over(model: str, whole: Path, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_model_alone_is_passed_over(model: str, whole: Path, tmp_path: Path) -
     trainer.close()
     newest = trainer.output_dir / f"checkpoint-{STEPS}"
     assert not any(newest.glob("optimizer*")) and (newest / "model.safetensors").is_file()
-    with pytest.raises(CheckpointError, match="it holds the model only"):
+    with pytest.raises(CheckpointError, match="contains only the model"):
         taken(trainer.output_dir)
     shutil.copytree(whole / "checkpoint-2", tmp_path / "kept")
     manifest = Manifest.read(newest)
@@ -223,7 +223,7 @@ def test_a_full_disk_costs_one_checkpoint(
     trainer.close()
     said = capsys.readouterr().out
     assert len(met) == 1
-    assert said.count("checkpoint-2: not written, No space left on device") == 1
+    assert said.count("checkpoint-2: could not be written: No space left on device") == 1
     assert [path.name for path in checkpoints(trainer.output_dir)] == ["checkpoint-4", "checkpoint-6"]
     assert not any(trainer.output_dir.glob(".checkpoint-*"))
     assert taken(trainer.output_dir)[0] == STEPS
@@ -247,11 +247,11 @@ def test_space_is_checked_before_anything_is_written(
     trainer = make(model, tmp_path)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(LastCheckpointError, match="it takes 1.[0-9]* MB, and 1 kB are free"):
+    with pytest.raises(LastCheckpointError, match=r"requires 1\.[0-9]* MB, but .* has only 1 kB of free space"):
         trainer.train()
     trainer.close()
     assert checkpoints(trainer.output_dir) == []
-    assert capsys.readouterr().out.count("not written, it takes") == STEPS // 2
+    assert capsys.readouterr().out.count("could not be written: requires") == STEPS // 2
 
 
 class Filling(TrainerCallback):

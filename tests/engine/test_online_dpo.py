@@ -327,16 +327,22 @@ def test_what_a_function_returns_is_checked(paths: dict[str, str], tmp_path: Pat
 def test_what_cannot_go_together_is_refused_by_the_trainer(paths: dict[str, str], tmp_path: Path) -> None:
     common: dict[str, Any] = {"model": paths["policy"], "train_dataset": prompts(4)}
     for given, said in (
-        ({}, "nothing scores the completions"),
-        ({"reward_funcs": letters, "judge": lambda prompts, pairs: [0]}, "judge: given beside reward_funcs"),
-        ({"reward_model": "nowhere", "judge": lambda prompts, pairs: [0]}, "judge: given beside reward_model"),
+        ({}, "nothing ranks the completions"),
+        (
+            {"reward_funcs": letters, "judge": lambda prompts, pairs: [0]},
+            "judge: cannot be combined with reward_funcs",
+        ),
+        (
+            {"reward_model": "nowhere", "judge": lambda prompts, pairs: [0]},
+            "judge: cannot be combined with reward_model",
+        ),
         ({"reward_funcs": lambda completions, answer: [0.0]}, "needs 'answer'"),
         ({"judge": 3}, "judge"),
         ({"peft_config": object(), "reward_funcs": letters}, "is not a configuration of PEFT"),
     ):
         with pytest.raises(OptionError, match=said):
             OnlineDPOTrainer(args=arguments(tmp_path), **common, **given)
-    with pytest.raises(OptionError, match="reward_funcs: given both"):
+    with pytest.raises(OptionError, match="reward_funcs: set both"):
         OnlineDPOTrainer(args=arguments(tmp_path, reward_funcs="a.py:f"), reward_funcs=letters, **common)
     with pytest.raises(OptionError, match="missing_eos_penalty=1.0: a judge decides by itself"):
         OnlineDPOTrainer(args=arguments(tmp_path, missing_eos_penalty=1.0), judge=lambda p, q: [0], **common)
@@ -374,17 +380,17 @@ def test_each_reward_model_has_its_own_tokenizer_and_engine(paths: dict[str, str
     assert trainer.resources.classifiers[0].rows.tokenizer is own
     one: dict[str, Any] = {"reward_model": reward, "reward_processing_class": own}
     for given, said in (
-        ({"reward_funcs": [letters, reward], "reward_processing_classes": [own]}, "1 for 2 sources of rewards"),
-        ({"reward_funcs": [letters, reward], "reward_processing_classes": [own, None]}, "given for a function"),
+        ({"reward_funcs": [letters, reward], "reward_processing_classes": [own]}, "1 for 2 reward sources"),
+        ({"reward_funcs": [letters, reward], "reward_processing_classes": [own, None]}, "a function has no tokenizer"),
         ({"reward_funcs": letters, "reward_processing_class": own}, "given for 0 reward models; leave it out"),
         ({"judge": lambda p, q: [0], "reward_processing_class": own}, "no effect with a judge"),
         ({"reward_funcs": [reward, reward], "reward_processing_classes": [own, own]}, "in use already"),
         ({**one, "reward_model": policy}, "in use already"),
-        ({**one, "reward_model": letters}, "give a function as reward_funcs"),
+        ({**one, "reward_model": letters}, "pass functions as reward_funcs"),
     ):
         with pytest.raises(OptionError, match=said):
             OnlineDPOTrainer(model=policy, args=arguments(tmp_path), **common, **given)
-    with pytest.raises(OptionError, match="ds3_gather_for_generation=True: has no effect at ZeRO stage 0"):
+    with pytest.raises(OptionError, match="ds3_gather_for_generation=True: has no effect with ZeRO stage 0"):
         OnlineDPOTrainer(model=policy, args=arguments(tmp_path, ds3_gather_for_generation=True), **common, **one)
 
 

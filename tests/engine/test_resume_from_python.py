@@ -156,7 +156,7 @@ def test_a_best_model_that_is_damaged_is_not_loaded(
     trainer.train()
     trainer.save_model()
     trainer.close()
-    assert "model.safetensors: its content is not what was written" in capsys.readouterr().out
+    assert "model.safetensors: the content has changed since it was written" in capsys.readouterr().out
     last = trainer.output_dir / f"checkpoint-{STEPS}" / "model.safetensors"
     assert (trainer.output_dir / "model.safetensors").read_bytes() == last.read_bytes()
 
@@ -180,7 +180,7 @@ def test_a_trainer_on_a_finished_run_replaces_nothing(model: str, tmp_path: Path
     before = {path.name: path.read_bytes() for path in first.output_dir.iterdir() if path.is_file()}
     second = make(model, tmp_path)
     second.evaluate()
-    with pytest.raises(OutputError, match="holds an earlier run"):
+    with pytest.raises(OutputError, match="contains an earlier run"):
         second.save_model()
     with pytest.raises(OutputError, match="is not empty; choose another folder, resume_from_checkpoint: latest"):
         second.train()
@@ -196,7 +196,7 @@ def test_a_folder_without_checkpoints_is_taken(model: str, tmp_path: Path) -> No
     first.close()
     logged = (first.output_dir / "log.jsonl").read_bytes()
     second = make(model, tmp_path, save_strategy="no")
-    with pytest.raises(OutputError, match="holds an earlier run"):
+    with pytest.raises(OutputError, match="contains an earlier run"):
         second.save_model()
     second.train()
     second.close()

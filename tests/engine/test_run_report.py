@@ -110,7 +110,7 @@ def test_a_report_that_cannot_be_written_costs_nothing(tmp_path: Path, capsys: p
     trainer.train()
     trainer.save_model()
     trainer.close()
-    assert "report.md: could not be written: IsADirectoryError" in capsys.readouterr().out
+    assert "could not write report.md: IsADirectoryError" in capsys.readouterr().out
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 

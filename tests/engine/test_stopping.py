@@ -253,7 +253,7 @@ def test_a_signal_while_the_model_loads(
     monkeypatch.setattr(ACTIVITY, "step", 500)  # of a run before it in this process
     error = stopped(trainer)
     assert steps == [0]
-    assert "preempted by SIGTERM in phase load: no step was under way" in str(error)
+    assert "preempted by SIGTERM in phase load; no training step was in progress" in str(error)
     status = read_status(trainer.output_dir)
     assert status is not None
     assert (status.state, status.signal, status.error) == ("preempted", "SIGTERM", None)
@@ -310,7 +310,7 @@ def test_the_file_stop(models: dict[str, str], tmp_path: Path, capsys: pytest.Ca
     stop.touch()
     trainer.add_callback(Asks("on_step_end", 3, stop.touch))
     error = stopped(trainer)
-    assert f"{stop}: left over from an earlier run, removed" in capsys.readouterr().out
+    assert f"{stop}: removed, since it is from an earlier run" in capsys.readouterr().out
     assert (error.code, error.reason) == (130, StopReason.STOP)
     status = read_status(trainer.output_dir)
     assert status is not None and (status.state, status.signal, status.step) == ("stopped", "STOP", 3)

@@ -450,7 +450,7 @@ def test_a_non_finite_loss_stops_before_the_update(
     assert trainer.sampler is not None and trainer.train_data is not None
     plan = trainer.sampler.plan(0, 1)
     row = trainer.train_data.source_row(plan.micro_batches[1][0].rows[1])
-    with pytest.raises(TrainingError, match=rf"loss of this window is nan.* rows with a non-finite loss: {row}\."):
+    with pytest.raises(TrainingError, match=rf"loss of this window is nan.* Rows with a non-finite loss: {row}\."):
         trainer.train()
     assert trainer.state.global_step == 1 and losses(trainer) == [pytest.approx(losses(trainer)[0])]
     trainer.save_model(tmp_path / "stopped")
@@ -539,7 +539,7 @@ def test_a_schedule_needs_its_optimizer(paths: dict[str, str], tmp_path: Path) -
     one, other = (torch.optim.SGD(model.parameters(), lr=0.5) for _ in range(2))
     schedule = torch.optim.lr_scheduler.ConstantLR(one, factor=1.0)
     for optimizers in ((None, schedule), (other, schedule)):
-        with pytest.raises(OptionError, match="the schedule steps another optimizer"):
+        with pytest.raises(OptionError, match="the scheduler belongs to a different optimizer"):
             args = CPOConfig(**options(tmp_path))
             CPOTrainer(model=model, args=args, optimizers=optimizers, train_dataset=paired_rows(4))
 
@@ -573,7 +573,7 @@ def test_options_set_on_a_trainer_are_checked_when_it_trains(paths: dict[str, st
     with pytest.raises(OptionError, match="^learning_rate='x'.*a number"):
         trainer.train()
     trainer.args.learning_rate, trainer.args.eval_strategy = 0.1, "epoch"  # type: ignore[assignment]
-    with pytest.raises(OptionError, match="eval_strategy: epoch .* needs data to evaluate on"):
+    with pytest.raises(OptionError, match="eval_strategy: epoch .* requires evaluation data"):
         trainer.train()
 
 
@@ -581,10 +581,10 @@ def test_data_that_is_named_twice(paths: dict[str, str], tmp_path: Path) -> None
     """In Python an option that names data would do nothing: it is refused, or named where data is missing."""
     for more in ({"dataset_name": "nowhere.jsonl"}, {"dataset_mixture": {"nowhere.jsonl": 1}}):
         args = CPOConfig(**options(tmp_path, **more))
-        with pytest.raises(OptionError, match=f"^{next(iter(more))}=.*train_dataset was given as well"):
+        with pytest.raises(OptionError, match=f"^{next(iter(more))}=.*train_dataset is also passed"):
             CPOTrainer(model=paths["policy"], args=args, train_dataset=paired_rows(4))
-        said = r"is read by the command; pass load_dataset\(...\) in Python\)"
-        with pytest.raises(OptionError, match=f"^`train_dataset` is required.*{said}; a trainer that only evaluates"):
+        said = r"only the command line reads dataset_name; pass load_dataset\(...\) in Python\)"
+        with pytest.raises(OptionError, match=f"^`train_dataset` is required.*{said}; a trainer for evaluation only"):
             CPOTrainer(model=paths["policy"], args=args)
         trainer = CPOTrainer(model=paths["policy"], args=args, eval_dataset=paired_rows(4))
         with pytest.raises(OptionError, match=f"{said}, so there is nothing to train on"):
@@ -594,7 +594,7 @@ def test_data_that_is_named_twice(paths: dict[str, str], tmp_path: Path) -> None
 def test_a_trainer_needs_rows(tmp_path: Path) -> None:
     """It says so before it looks for the model."""
     for nothing in (None, {}):
-        with pytest.raises(OptionError, match="^`train_dataset` is required; a trainer that only evaluates takes"):
+        with pytest.raises(OptionError, match="^`train_dataset` is required; a trainer for evaluation only needs"):
             KTOTrainer(model=str(tmp_path / "nowhere"), args=KTOConfig(**options(tmp_path)), eval_dataset=nothing)
 
 

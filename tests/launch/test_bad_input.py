@@ -157,7 +157,7 @@ def live_model() -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"callbacks": [print]}, "callbacks: builtin_function_or_method is no transformers TrainerCallback"),
+        ({"callbacks": [print]}, "callbacks: builtin_function_or_method is not a transformers TrainerCallback"),
         ({"peft_config": {"r": 8}}, "peft_config: dict is not a configuration of PEFT"),
         ({"compute_metrics": len}, "compute_metrics: not supported yet"),
         ({"preprocess_logits_for_metrics": len}, "preprocess_logits_for_metrics: no logits exist"),
@@ -167,10 +167,13 @@ def live_model() -> PreTrainedModel:
         ({"model": None}, "model: KTOTrainer got none"),
         ({"model": 7}, "model_name_or_path: int is neither a path nor a transformers model"),
         ({"processing_class": "gpt2"}, "processing_class: str is not a transformers tokenizer"),
-        ({"optimizers": (object(), None)}, "optimizers: they need a live model"),
+        ({"optimizers": (object(), None)}, "optimizers: requires a live model"),
         ({"train_dataset": []}, "an empty list was given"),
         ({"train_dataset": {"train": unpaired_rows(4)}}, "a dataset with splits (train)"),
-        ({"train_dataset": IterableDataset.from_generator(lambda: iter(unpaired_rows(4)))}, "no end; set max_steps"),
+        (
+            {"train_dataset": IterableDataset.from_generator(lambda: iter(unpaired_rows(4)))},
+            "may be endless; set max_steps",
+        ),
         ({"train_dataset": [{**CHAT, "label": "yes"}]}, "train_dataset row 1: label is 'yes' (a string)"),
     ],
 )
@@ -187,7 +190,7 @@ def test_the_reference_may_not_be_the_policy_itself(kto: Callable[..., KTOTraine
     said = refusal(
         lambda: kto(model=model, ref_model=model, processing_class=tokenizer, train_dataset=unpaired_rows(4))
     )
-    assert said.startswith("ref_model: is the very object given as model")
+    assert said.startswith("ref_model: is the same object as model")
 
 
 def test_misspelt_arguments_are_python_errors(kto: Callable[..., KTOTrainer]) -> None:
@@ -196,10 +199,10 @@ def test_misspelt_arguments_are_python_errors(kto: Callable[..., KTOTrainer]) ->
 
 
 def test_calls_without_what_they_need(kto: Callable[..., KTOTrainer], loads: list[Any], tmp_path: Path) -> None:
-    assert refusal(kto).startswith("`train_dataset` is required; a trainer that only evaluates takes eval_dataset")
+    assert refusal(kto).startswith("`train_dataset` is required; a trainer for evaluation only needs eval_dataset")
     judged, full = kto(eval_dataset=unpaired_rows(4)), kto(train_dataset=unpaired_rows(4))
-    assert refusal(judged.train).startswith("train_dataset: none was given")
-    assert refusal(full.evaluate).startswith("eval_dataset: none was given")
+    assert refusal(judged.train).startswith("train_dataset: required for training")
+    assert refusal(full.evaluate).startswith("eval_dataset: required for evaluation")
     said = refusal(functools.partial(full.train, resume_from_checkpoint="checkpoint-4"))
     assert said.startswith("resume_from_checkpoint='checkpoint-4': there is no such folder")
     assert "label is 3 (an integer)" in refusal(
@@ -207,6 +210,6 @@ def test_calls_without_what_they_need(kto: Callable[..., KTOTrainer], loads: lis
     )
     assert refusal(lambda: full.evaluate(unpaired_rows(2), ignore_keys=["logits"])).startswith("ignore_keys=")
     assert refusal(full.push_to_hub).startswith("push_to_hub: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set")
-    assert refusal(lambda: full.add_callback(3)).startswith("callbacks: int is no transformers TrainerCallback")
+    assert refusal(lambda: full.add_callback(3)).startswith("callbacks: int is not a transformers TrainerCallback")
     assert loads == []
     assert not any(tmp_path.iterdir())

@@ -242,9 +242,9 @@ def test_quantization_of_a_model_that_is_given_by_name(tmp_path: Path) -> None:
     changed = with_quantization(options, "model", weights)
     assert changed.model_init_kwargs == {"revision": "main", "quantization_config": weights}
     assert options.model_init_kwargs == {"revision": "main"} and with_quantization(options, "model", None) is options
-    with pytest.raises(OptionError, match="model_init_kwargs has one as well"):
+    with pytest.raises(OptionError, match="also set in model_init_kwargs"):
         with_quantization(changed, "model", weights)
-    with pytest.raises(OptionError, match="is a live model"):
+    with pytest.raises(OptionError, match="cannot be applied to a live model"):
         with_quantization(options, fresh_model(), weights)
 
 

@@ -1,4 +1,4 @@
-"""``python -m tools.architectures [TYPE …]``: examine these types, or all and write ``docs/reference/architectures.md``."""
+"""``python -m tools.architectures [TYPE …]`` examines these types, or all of them and writes the reference page."""
 
 from __future__ import annotations
 
