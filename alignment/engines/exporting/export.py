@@ -20,8 +20,8 @@ def export(
     Args:
         source: a checkpoint, an output folder, or any other folder of an adapter or a full model.
         out: a folder that does not exist or is empty.
-        quantization: for an adapter alone, as for :func:`merge_adapter`.
-        **options: as for :func:`merge_adapter` and :func:`export_model`.
+        quantization: for an adapter alone, as for ``merge_adapter``.
+        **options: as for ``merge_adapter`` and ``export_model``.
 
     Raises:
         OptionError: an option cannot be used, or not with a full model.

@@ -31,10 +31,10 @@ class Verdict:
     """Why the job ends, as published by the rank that claims the last word.
 
     Attributes:
-        code: Exit status of every rank.
-        state, signal: Values for ``status.json``.
-        hung: Whether every rank writes its stack traces.
-        dead: Ranks that do not respond and cannot exit by themselves.
+        code: exit status of every rank.
+        state, signal: values for ``status.json``.
+        hung: whether every rank writes its stack traces.
+        dead: ranks that do not respond and cannot exit by themselves.
     """
 
     code: int = 1
@@ -54,9 +54,9 @@ class LastWord:
     """One rank's view of the right to report why the job ends.
 
     Args:
-        store: The store that the ranks share; None if this process is on its own.
-        rank: This rank.
-        bury: Called with the verdict, the line and whether this rank reports, before the process exits; takes care of
+        store: the store that the ranks share; None if this process is on its own.
+        rank: this rank.
+        bury: called with the verdict, the line and whether this rank reports, before the process exits; takes care of
             dead ranks.
     """
 
@@ -79,12 +79,12 @@ class LastWord:
         """Report why the job ends, unless another rank does, and exit.
 
         Args:
-            line: Message for the user.
-            verdict: Verdict for the other ranks.
-            living: Returns the other ranks that still respond.
-            trace: Traceback that precedes the line.
-            at_once: Do not wait for the others to fall silent.
-            speaks: Whether this rank writes the line, if there is no store to agree on it; None: ask the store.
+            line: message for the user.
+            verdict: verdict for the other ranks.
+            living: returns the other ranks that still respond.
+            trace: traceback that precedes the line.
+            at_once: do not wait for the others to fall silent.
+            speaks: whether this rank writes the line, if there is no store to agree on it; None: ask the store.
         """
         claimed = bounded(lambda: self._claim(verdict), ASK_S) if self._store is not None and speaks is None else None
         if claimed is False:
@@ -165,9 +165,9 @@ def record(line: str, verdict: Verdict, seconds: float = WRITE_S) -> None:
     """Record in ``status.json`` how the run ended, if this process writes that file and the disk responds.
 
     Args:
-        line: Message for the user.
-        verdict: How the run ended.
-        seconds: Time limit for the write.
+        line: message for the user.
+        verdict: how the run ended.
+        seconds: time limit for the write.
     """
     status = ACTIVITY.status
     if status is not None:
