@@ -45,12 +45,22 @@ EXTRAS = {
         "build>=1.2,<2",
         "twine>=6,<7",
         "types-PyYAML",
+        # The tests that run the code blocks of the documentation read them with the parser of the site.
+        "markdown-it-py>=3,<5",
+        "mdit-py-plugins>=0.4.1,<0.8",
         # Its interpreter runs the head's kernels on a CPU. Users have the release that torch's CUDA wheels pin.
         "triton>=3.4,<4",
         "liger-kernel>=0.8,<0.9",
     ],
     # For use_liger_kernel: 0.8 is the release whose kernels were compared with transformers' layers, type by type.
     "liger": ["liger-kernel>=0.8,<0.9"],
+    # For `make docs`.
+    "docs": [
+        "sphinx>=8.1,<10",
+        "myst-parser>=4,<6",
+        "furo>=2024.8.6",
+        "sphinx-copybutton>=0.5.2,<0.6",
+    ],
     # For `make mutants`: mutmut's operators on syntax trees, and which tests run which lines.
     "mutants": ["mutmut==3.8.*", "pytest-cov>=7,<8"],
     # For benchmarks/side_by_side.py: the release whose trainers it was written against.

@@ -129,11 +129,11 @@ def test_a_run_with_too_many_bad_steps_ends(action: str, in_process: Callable[..
     ended = in_process("ended", spoilt=spoilt, on_bad_step=action, max_bad_steps=2)
     error = outcome(ended)["error"]
     assert error.startswith("step 7: the gradient norm is nan") and "\n" not in error
-    assert "2 bad steps came before it (max_bad_steps=2). The weights of step 6 are in checkpoint-6" in error
+    assert "2 bad steps occurred before (max_bad_steps=2). The weights of step 6 are in checkpoint-6" in error
     assert outcome(ended)["weights finite"] and len(events(ended, "bad_step")) == 2
     # The count is of the whole run: one that goes on may have no more.
     again = in_process("again", spoilt=spoilt, go_on=("ended", 6), on_bad_step=action, max_bad_steps=2)
-    assert "2 bad steps came before it" in outcome(again)["error"]
+    assert "2 bad steps occurred before" in outcome(again)["error"]
     more = in_process("more", spoilt=spoilt, go_on=("ended", 6), on_bad_step=action, max_bad_steps=3)
     assert differences(more, in_process("whole", spoilt=spoilt, on_bad_step=action), 7) == []
 

@@ -76,7 +76,7 @@ def test_tables_and_an_undisturbed_run(tmp_path: Path, ranks: RankServer, nproc:
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     result = ranks.run(DRIVERS / "eval_answers.py", tmp_path, tmp_path / "cases.json", nproc=nproc, timeout=400)
     assert "dpo has no reference" not in result.stdout and result.stdout.count("cpo has no reference, so the") == 1
-    assert result.stdout.count("a precomputed reference is no model, so the tables") == 1
+    assert result.stdout.count("a precomputed reference has no model, so the tables") == 1
     for case in cases:
         plain, sampled = json.loads((tmp_path / f"{case['name']}.json").read_text())
         assert [*map(timeless, sampled)] == [*map(timeless, plain)], case["name"]

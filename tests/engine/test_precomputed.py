@@ -402,7 +402,7 @@ def test_new_data_under_a_live_policy(models: dict[str, str], tmp_path: Path, bu
     after = trainer.evaluate(new)
     assert after["eval_rewards/margins"] != 0 and built.count("reference") == 2
     with pytest.raises(
-        OptionError, match=r"^eval_dataset: .* the policy as given, which is the reference, was trained"
+        OptionError, match=r"^eval_dataset: .* the initial policy, which is the reference, has been trained"
     ):
         trainer.evaluate(newer)
     trainer.close()
@@ -430,7 +430,7 @@ def test_what_cannot_be_precomputed_is_refused(models: dict[str, str], tmp_path:
         Silent(models["policy"], args=args, train_dataset=unpaired_rows(4))
     live = make("KTO", models["policy"], None, tmp_path, ref_placement=None)
     assert live.engine_plan.reference is not None and not live.engine_plan.reference.precomputed
-    with pytest.raises(OptionError, match=r"^ref_placement=None: nothing is precomputed for it"):
+    with pytest.raises(OptionError, match=r"^ref_placement=None: has nothing to precompute"):
         live.precompute()
 
 
@@ -442,7 +442,7 @@ def test_what_it_saves_is_said(models: dict[str, str], tmp_path: Path, capsys: p
     computed = said(num_train_epochs=1)
     assert len(computed) == 3 and "of train_dataset: computed in " in computed[0]
     assert "kept in " in computed[0] and "(10 rows, " in computed[0]
-    assert "from the second epoch on this saves about a third of a LoRA step, in the first only memory" in computed[0]
-    assert computed[0].endswith("so with num_train_epochs=1 only later runs gain time")
+    assert "from the second epoch on, this saves about a third of the time of a LoRA step" in computed[0]
+    assert computed[0].endswith("; with num_train_epochs=1, only later runs are faster")
     found = said()
     assert [line.partition(": ")[2].split(" in ")[0] for line in found] == ["found"] * 3

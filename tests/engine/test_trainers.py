@@ -450,7 +450,7 @@ def test_a_non_finite_loss_stops_before_the_update(
     assert trainer.sampler is not None and trainer.train_data is not None
     plan = trainer.sampler.plan(0, 1)
     row = trainer.train_data.source_row(plan.micro_batches[1][0].rows[1])
-    with pytest.raises(TrainingError, match=rf"loss of this window is nan.* rows with a non-finite loss: {row}\."):
+    with pytest.raises(TrainingError, match=rf"loss of this window is nan.* Rows with a non-finite loss: {row}\."):
         trainer.train()
     assert trainer.state.global_step == 1 and losses(trainer) == [pytest.approx(losses(trainer)[0])]
     trainer.save_model(tmp_path / "stopped")
@@ -573,7 +573,7 @@ def test_options_set_on_a_trainer_are_checked_when_it_trains(paths: dict[str, st
     with pytest.raises(OptionError, match="^learning_rate='x'.*a number"):
         trainer.train()
     trainer.args.learning_rate, trainer.args.eval_strategy = 0.1, "epoch"  # type: ignore[assignment]
-    with pytest.raises(OptionError, match="eval_strategy: epoch .* needs data to evaluate on"):
+    with pytest.raises(OptionError, match="eval_strategy: epoch .* requires evaluation data"):
         trainer.train()
 
 

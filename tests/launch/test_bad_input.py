@@ -201,8 +201,8 @@ def test_misspelt_arguments_are_python_errors(kto: Callable[..., KTOTrainer]) ->
 def test_calls_without_what_they_need(kto: Callable[..., KTOTrainer], loads: list[Any], tmp_path: Path) -> None:
     assert refusal(kto).startswith("`train_dataset` is required; a trainer for evaluation only needs eval_dataset")
     judged, full = kto(eval_dataset=unpaired_rows(4)), kto(train_dataset=unpaired_rows(4))
-    assert refusal(judged.train).startswith("train_dataset: none was given")
-    assert refusal(full.evaluate).startswith("eval_dataset: none was given")
+    assert refusal(judged.train).startswith("train_dataset: required for training")
+    assert refusal(full.evaluate).startswith("eval_dataset: required for evaluation")
     said = refusal(functools.partial(full.train, resume_from_checkpoint="checkpoint-4"))
     assert said.startswith("resume_from_checkpoint='checkpoint-4': there is no such folder")
     assert "label is 3 (an integer)" in refusal(

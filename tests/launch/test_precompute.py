@@ -57,7 +57,9 @@ def test_the_command_fills_the_stores_and_nothing_else(
         return [line for line in (out if code == 0 else err).splitlines() if "reference log-probs of" in line or code]
 
     placed = ("--ref_placement", "precomputed")
-    assert [line.split(": ")[1].split(", ")[0] for line in said(train, *placed, "--dry_run")] == ["not there yet"] * 2
+    assert [line.split(": ")[1].split(", ")[0] for line in said(train, *placed, "--dry_run")] == [
+        "not computed yet"
+    ] * 2
     assert not list((tmp_path / "cache").glob(STORES)), "a dry run writes no store"
     computed = said(precompute)
     assert [line.split(": ")[1].split(" in ")[0] for line in computed] == ["computed"] * 2
@@ -70,7 +72,7 @@ def test_the_command_fills_the_stores_and_nothing_else(
     wrong = said(precompute, "--ref_placement", "replica", code=1)
     assert wrong[-1].startswith("error: precompute_ref_log_probs=True and ref_placement='replica': they contradict")
     wrong = said(precompute, "--precompute_ref_log_probs", "false", code=1)
-    assert wrong[-1].startswith("error: ref_placement=None: nothing is precomputed for it")
+    assert wrong[-1].startswith("error: ref_placement=None: has nothing to precompute")
 
 
 def values(cache: Path) -> dict[str, np.ndarray]:

@@ -74,10 +74,10 @@ def test_the_weights_that_it_names_leave_nothing_to_say(rows: tuple[int, int], w
 
 
 def test_one_label_alone() -> None:
-    assert "all 100 rows are desirable: " in said((100, 0))
+    assert "all 100 rows are desirable, " in said((100, 0))
     assert "set learning_rate below the usual value (it is 1e-06)" in said((0, 7))
-    assert "all 7 rows are undesirable: " in said((0, 7))
-    assert "weighted" not in said((100, 0))
+    assert "all 7 rows are undesirable, " in said((0, 7))
+    assert "weighted ratio" not in said((100, 0))
     assert said((99, 1), undesirable_weight=99) == ""
 
 

@@ -111,7 +111,7 @@ def test_a_table_and_what_is_shown_of_it(run: Any) -> None:
     row = {"step": 3, "dataset": "eval", "prompt": "1 2", "policy": "policy 3", "reference": "reference 3"}
     assert run.lines()[0] == row and len(run.lines()) == 4
     assert run.speakers == ["policy", "reference", "policy"]  # a reference does not change
-    shown = ["step 3: answers to 2 prompts of eval", "  prompt     '1 2'", "  policy     'policy 3'"]
+    shown = ["step 3: completions for 2 prompts of eval", "  prompt     '1 2'", "  policy     'policy 3'"]
     assert "\n".join([*shown, "  reference  'reference 3'", ""]) in run.out()
     assert shortened("x" * 160) == "x" * 160 and shortened("x" * 161) == f"{'x' * 80} … {'x' * 80}"
 
@@ -123,8 +123,11 @@ def test_without_a_reference_or_prompts_it_is_said_once(run: Any) -> None:
         made(run.models("policy"), data([[], []], "none"), "eval")
     assert "reference" not in run.lines()[0]
     out = run.out()
-    assert out.count("generate_during_eval: cpo has no reference, so the tables hold the policy's answers alone") == 1
-    assert out.count("generate_during_eval: eval_dataset: its rows have no prompts") == 1
+    assert (
+        out.count("generate_during_eval: cpo has no reference, so the tables contain only the policy's completions")
+        == 1
+    )
+    assert out.count("generate_during_eval: eval_dataset: no row has a prompt") == 1
 
 
 def test_the_file_of_an_earlier_run_is_left_alone(run: Any) -> None:
@@ -179,7 +182,7 @@ def test_the_callback(run: Any) -> None:
         LogCompletionsCallback(trainer, freq=0)
     with pytest.raises(OptionError, match="num_beams=2"):
         LogCompletionsCallback(trainer, GenerationConfig(num_beams=2))
-    with pytest.raises(OptionError, match="no trainer of this package"):
+    with pytest.raises(OptionError, match="not a trainer of this package"):
         LogCompletionsCallback(object())
 
 

@@ -86,7 +86,7 @@ def test_a_spike_is_described(tmp_path: Path) -> None:
     with pytest.raises(LossSpike) as caught:
         Steps(tmp_path, loss_spike_factor=3).after([0.5] * 12).check(7.25)
     assert str(caught.value).startswith(
-        "the loss of this window is 7.25 where the median of the last 12 is 0.5 (loss_spike_factor=3): no update"
+        "the loss of this window is 7.25, but the median of the last 12 is 0.5 (loss_spike_factor=3); no update"
     )
 
 
@@ -103,8 +103,8 @@ def test_skipped_windows_are_counted(tmp_path: Path) -> None:
     assert not steps.rewinds(NonFiniteLoss("the loss is nan"), plan(1, 0), 6, lambda: ("checkpoint-1", 0))
     assert steps.metrics == {"bad_steps": 2.0}
     assert steps.told == [
-        "step 2: the gradient norm is nan; its window was skipped (bad step 1, at most 2)",
-        "step 6: the loss is nan; its window was skipped (bad step 2, at most 2)",
+        "step 2: the gradient norm is nan; its window was skipped (bad step 1 of at most 2)",
+        "step 6: the loss is nan; its window was skipped (bad step 2 of at most 2)",
     ]
     assert steps.lines[1] == {
         "event": "bad_step",
@@ -116,7 +116,7 @@ def test_skipped_windows_are_counted(tmp_path: Path) -> None:
         "bad_steps": 2,
         "rows": [0, 1],
     }
-    with pytest.raises(NonFiniteGradient, match=r"nan; 2 bad steps came before it \(max_bad_steps=2\)$"):
+    with pytest.raises(NonFiniteGradient, match=r"nan; 2 bad steps occurred before \(max_bad_steps=2\)$"):
         steps.rewinds(FAULT, plan(1, 1), 7, lambda: ("checkpoint-1", 0))
 
 
@@ -134,14 +134,12 @@ def test_a_rewind_keeps_what_was_left_out_before(tmp_path: Path) -> None:
     state = steps.state_dict()
     assert (state["count"], state["omitted"], state["losses"]) == (2, [[0, 3], [1, 1]], [1.0])
     assert steps.lines[1]["checkpoint"] == "checkpoint-1" and steps.lines[1]["omitted"] == [(1, 1)]
-    assert steps.told[0].endswith(
-        "the run returned to checkpoint-1 and leaves out 1 window(s) (bad step 1, at most 10)"
-    )
+    assert steps.told[0].endswith("the run returned to checkpoint-1 and skips 1 window(s) (bad step 1 of at most 10)")
     again = Steps(tmp_path)
     again.load_state_dict(state)
     assert again.state_dict() == state
     assert again.omits(plan(1, 1), 7) and not again.omits(plan(1, 2), 8) and not again.omits(plan(2, 1), 9)
-    assert again.told == ["step 7: window 2 of epoch 2 is left out, no update was made"]
+    assert again.told == ["step 7: skipped window 2 of epoch 2, no update was made"]
     assert again.lines == [{"event": "omitted_window", "step": 7, "window": [1, 1]}]
 
 
@@ -162,14 +160,14 @@ def test_what_a_checkpoint_holds_is_not_left_out(tmp_path: Path) -> None:
     steps = Steps(tmp_path, on_bad_step="rewind", rewind_windows=4)
     assert steps.rewinds(FAULT, plan(1, 1), 7, lambda: ("checkpoint-5", 5))
     assert steps.state_dict()["omitted"] == [[1, 0], [1, 1]]
-    assert "leaves out 2 window(s)" in steps.told[0] and steps.lines[0]["omitted"] == [(1, 0), (1, 1)]
+    assert "skips 2 window(s)" in steps.told[0] and steps.lines[0]["omitted"] == [(1, 0), (1, 1)]
 
 
 def test_without_a_checkpoint_only_the_window_is_skipped(tmp_path: Path) -> None:
     steps = Steps(tmp_path, on_bad_step="rewind", rewind_windows=3)
     assert not steps.rewinds(FAULT, plan(0, 3), 4, lambda: None)
     assert steps.state_dict()["omitted"] == [[0, 3]] and steps.lines[0]["action"] == "skip"
-    assert "its window was skipped, as there is no checkpoint to return to yet" in steps.told[0]
+    assert "its window was skipped, since there is no checkpoint to return to yet" in steps.told[0]
 
 
 @pytest.mark.parametrize(

@@ -160,10 +160,10 @@ def test_nothing_is_made_where_one_only_looks(hub: FakeHub) -> None:
 @pytest.mark.parametrize(
     ("faults", "more", "message", "transient"),
     [
-        ({}, {"token": "hf_wrongwrongwrong"}, "does not accept the token (HTTP 401); run `hf auth login`", False),
-        ({}, {"repo": "org/x"}, "may not write to org/x (HTTP 403)", False),
+        ({}, {"token": "hf_wrongwrongwrong"}, "rejected the token (HTTP 401); run `hf auth login`", False),
+        ({}, {"repo": "org/x"}, "no write access to org/x (HTTP 403)", False),
         ({"whoami": [429]}, {}, "HTTP 429", True),
-        ({"commit": [403]}, {}, "may not write to x (HTTP 403)", False),
+        ({"commit": [403]}, {}, "no write access to x (HTTP 403)", False),
         ({"commit": [500]}, {}, "HTTP 500: Server error", True),
         ({"PUT": [500] * 9}, {}, "HTTP 500", True),
         ({"commit": [BREAK] * 9}, {}, "RemoteProtocolError", True),
@@ -185,14 +185,14 @@ def test_failures(
 def test_a_token_that_may_only_read(hub: FakeHub) -> None:
     hub.role = "read"
     found = worker.answer(request())
-    assert "may only read" in found["error"] and not found["transient"] and hub.repos == {}
+    assert "the token is read-only" in found["error"] and not found["transient"] and hub.repos == {}
 
 
 def test_without_a_token(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
     found = worker.answer(request(token=None))
-    assert found["error"] == "there is no token; run `hf auth login`, or set hub_token" and not found["transient"]
+    assert found["error"] == "no token found; run `hf auth login`, or set hub_token" and not found["transient"]
 
 
 def test_offline_is_said_without_a_request(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_a_process_uploads(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_process_is_bounded_and_can_be_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path, "time.sleep(60)", monkeypatch)
     began = time.monotonic()
-    assert HubCall()(request(), 0.2) == Answer(error="it was given up after 0 s", transient=True)
+    assert HubCall()(request(), 0.2) == Answer(error="timed out after 0 s", transient=True)
     call = HubCall()
     threading.Timer(0.1, call.cut_off).start()
     assert call(request(), 60) == Answer(error=CUT_OFF) == call(request(), 60)
@@ -265,7 +265,7 @@ def test_the_name_is_that_of_the_folder(tmp_path: Path) -> None:
     assert named_repository(KTOConfig(str(tmp_path / "my-run"))).name == "my-run"
     assert named_repository(KTOConfig("out", hub_model_id="a/b")).name == "a/b"
     for options in ({"output_dir": "my run"}, {"hub_model_id": "a/b/c", "output_dir": "out"}):
-        with pytest.raises(OptionError, match=r"hub_model_id.*cannot name a repository"):
+        with pytest.raises(OptionError, match=r"hub_model_id.*is not a valid repository name"):
             named_repository(KTOConfig(**options))
     with pytest.raises(OptionError) as refused:
         named_repository(KTOConfig("out", hub_token="hf_my token\n"))
@@ -415,13 +415,11 @@ def test_a_failure_is_said_once_and_no_more_is_tried_after_three(tmp_path: Path)
         run.idle()
     assert len(run.calls.requests) == 3
     assert len(run.said) == 2 and "step 1" not in run.said[1]
-    assert run.said[0].startswith(
-        "warning: push_to_hub: checkpoint-1 could not be uploaded (HTTP 500); training goes on"
-    )
-    assert "3 uploads in a row" in run.said[1]
+    assert run.said[0].startswith("warning: push_to_hub: could not upload checkpoint-1 (HTTP 500); training continues")
+    assert "3 consecutive uploads" in run.said[1]
     run.save()  # the last one is tried all the same
     run.idle()
-    assert len(run.calls.requests) == 4 and run.said[2] == "push_to_hub: checkpoint-6 is at u"
+    assert len(run.calls.requests) == 4 and run.said[2] == "push_to_hub: uploaded checkpoint-6 to u"
     assert TOKEN not in str(run.said) + str(run.log)
 
 

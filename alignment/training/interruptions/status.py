@@ -1,4 +1,4 @@
-"""``status.json`` of a run: which attempt it is, and how it ends where no command's guard writes that."""
+"""``status.json`` of a run: the current attempt, and its end if no guard of a command writes it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _EVERY_S = 5.0
 def begin_status(
     folder: Path, method: str, resumed_from: str | None, resumes: bool, tell: Callable[[str], None]
 ) -> None:
-    """Write the status of an attempt that starts, on the first rank, which then keeps it up to date.
+    """Write the status of a new attempt on the first rank, which then keeps it up to date.
 
     Args:
         folder: the output folder.
-        method: of the run.
-        resumed_from: name of the checkpoint that it resumes from; None where it starts from scratch.
-        resumes: whether it was to resume; the attempts before it then count.
+        method: the run's method.
+        resumed_from: name of the checkpoint that it resumes from; None if it starts from scratch.
+        resumes: whether a resume was requested; earlier attempts are then counted.
         tell: prints a line.
     """
     before = _earlier(folder, tell) if resumes else None
     job, restarts = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "")
-    # Of this job: one that is submitted anew may try as often as the one before it.
+    # Restarts within this job; a newly submitted job has the full number of attempts again.
     stalls = before is not None and before.job == job and before.resumed_from == (resumed_from or "")
     ACTIVITY.step = 0
     status = RunStatus(
@@ -57,7 +57,7 @@ def _earlier(folder: Path, tell: Callable[[str], None]) -> RunStatus | None:
     try:
         return read_status(folder)
     except (ValueError, OSError) as error:
-        tell(f"{folder / STATUS}: cannot be read ({one_line(error)}), so attempts are counted from 1")
+        tell(f"{folder / STATUS}: cannot be read ({one_line(error)}); attempts are counted from 1")
         return None
 
 
@@ -67,7 +67,7 @@ def _doing() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def ending_in_status() -> Iterator[None]:
-    """Write how the body ends into the status, unless a guard will."""
+    """Write how the body ends to the status, unless a guard does."""
     if ACTIVITY.guarded:
         yield
         return
@@ -83,6 +83,6 @@ def ending_in_status() -> Iterator[None]:
         raise
     finally:
         if ACTIVITY.status is not None:
-            ACTIVITY.status.update(**end)  # of a run that was stopped, it is there already
+            ACTIVITY.status.update(**end)  # already written for a run that was stopped
             ACTIVITY.status.close()
         ACTIVITY.status = ACTIVITY.folder = None
