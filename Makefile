@@ -62,7 +62,7 @@ define INSTALL
 		$(PIP) --retries 1 --no-deps --index-url $(TORCH_CPU_INDEX) $(TORCH) || true)
 	@$(PIP) $(TORCH)
 	@$(PIP) --no-cache-dir --no-build-isolation $(DEEPSPEED)
-	@$(PIP) --no-build-isolation -e ".[test]"
+	@$(PIP) --no-build-isolation -e ".[test,docs]"
 endef
 
 $(READY): setup.py constraints.txt

@@ -279,7 +279,11 @@ def test_a_disk_that_fills_at_every_save(
         trainer.train()
         trainer.close()
         said = capsys.readouterr().out
-        assert [f"checkpoint-{step}: not written" in said for step in range(1, 7)] == [False, *[True] * 4, False]
+        assert [f"checkpoint-{step}: could not be written" in said for step in range(1, 7)] == [
+            False,
+            *[True] * 4,
+            False,
+        ]
         assert [path.name for path in checkpoints(trainer.output_dir)] == [f"checkpoint-{STEPS}"]
         assert taken(trainer.output_dir)[0] == STEPS
         lines = [json.loads(line) for line in (trainer.output_dir / "log.jsonl").read_text().splitlines()]

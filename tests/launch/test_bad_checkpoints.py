@@ -109,7 +109,7 @@ def cases() -> Iterator[tuple[Case, Callable[[Path], None]]]:
     yield Case("truncated manifest by name", ("cannot be read",), at), truncated_manifest
     yield Case("no checkpoint left", ("contains a model but no checkpoint",), LATEST), no_checkpoint_left
     yield (
-        Case("another window", ("takes 2 rows", "took 4; set gradient_accumulation_steps: 2"),
+        Case("another window", ("a step has 2 rows", "took 4; set gradient_accumulation_steps: 2"),
              {**LATEST, "per_device_train_batch_size": "2"}),
         nothing,
     )  # fmt: skip

@@ -20,8 +20,8 @@ def export(
     Args:
         source: a checkpoint, an output folder, or any other folder of an adapter or a full model.
         out: a folder that does not exist or is empty.
-        quantization: for adapters only, as for :func:`merge_adapter`.
-        **options: as for :func:`merge_adapter` and :func:`export_model`.
+        quantization: for adapters only, as for ``merge_adapter``.
+        **options: as for ``merge_adapter`` and ``export_model``.
 
     Raises:
         OptionError: an option is invalid, or not applicable to a full model.
