@@ -109,7 +109,7 @@ def test_a_stop_keeps_the_last_good_step_and_a_resume_may_skip(in_process: Calla
     found = outcome(stopped)
     assert found["weights finite"]
     assert found["error"].startswith("step 6: the gradient norm is ") and "\n" not in found["error"]
-    assert found["error"].endswith(". The weights of step 5 are in checkpoint-5")
+    assert found["error"].endswith(". The weights of step 5 are saved in checkpoint-5")
     again = in_process("again", spoilt=[LATE], go_on=("stopped", 5), on_bad_step="skip")
     assert differences(in_process("skipped", spoilt=[LATE], on_bad_step="skip"), again, 6) == []
     (event,) = events(again, "bad_step")
@@ -129,7 +129,7 @@ def test_a_run_with_too_many_bad_steps_ends(action: str, in_process: Callable[..
     ended = in_process("ended", spoilt=spoilt, on_bad_step=action, max_bad_steps=2)
     error = outcome(ended)["error"]
     assert error.startswith("step 7: the gradient norm is nan") and "\n" not in error
-    assert "2 bad steps occurred before (max_bad_steps=2). The weights of step 6 are in checkpoint-6" in error
+    assert "2 bad steps occurred before (max_bad_steps=2). The weights of step 6 are saved in checkpoint-6" in error
     assert outcome(ended)["weights finite"] and len(events(ended, "bad_step")) == 2
     # The count is of the whole run: one that goes on may have no more.
     again = in_process("again", spoilt=spoilt, go_on=("ended", 6), on_bad_step=action, max_bad_steps=2)

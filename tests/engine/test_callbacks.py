@@ -267,8 +267,8 @@ def test_the_evaluation_at_the_start_is_not_of_a_checkpoint(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"eval_strategy": "steps"}, "EarlyStoppingCallback follows metric_for_best_model"),
-        ({"metric_for_best_model": "loss"}, "EarlyStoppingCallback needs evaluations"),
+        ({"eval_strategy": "steps"}, "EarlyStoppingCallback requires metric_for_best_model"),
+        ({"metric_for_best_model": "loss"}, "EarlyStoppingCallback requires evaluation"),
     ],
 )
 def test_early_stopping_without_what_it_needs(

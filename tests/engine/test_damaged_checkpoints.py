@@ -140,7 +140,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one(
     trainer.train(resume_from_checkpoint="latest")
     trainer.close()
     said = capsys.readouterr().out
-    assert "model.safetensors: its content is not what was written" in said
+    assert "model.safetensors: the content has changed since it was written" in said
     assert f"moved checkpoint-{STEPS} of later steps to {folder / 'previous-1'}" in said
     assert (folder / f"checkpoint-{STEPS}" / "model.safetensors").read_bytes() == weights
     steps = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
@@ -154,7 +154,7 @@ def test_no_run_begins_over_damaged_checkpoints(whole: Path, tmp_path: Path) -> 
         truncate(path / "run_state.json", 3)
     with pytest.raises(CheckpointError, match="no checkpoint in .* can be resumed from") as refused:
         taken(folder)
-    assert str(refused.value).count("run_state.json: it has 3 bytes") == len(checkpoints(folder))
+    assert str(refused.value).count("run_state.json: has 3 bytes") == len(checkpoints(folder))
 
 
 def test_a_checkpoint_of_another_run_is_not_the_newest(whole: Path, tmp_path: Path, model: str) -> None:
@@ -279,7 +279,11 @@ def test_a_disk_that_fills_at_every_save(
         trainer.train()
         trainer.close()
         said = capsys.readouterr().out
-        assert [f"checkpoint-{step}: not written" in said for step in range(1, 7)] == [False, *[True] * 4, False]
+        assert [f"checkpoint-{step}: could not be written" in said for step in range(1, 7)] == [
+            False,
+            *[True] * 4,
+            False,
+        ]
         assert [path.name for path in checkpoints(trainer.output_dir)] == [f"checkpoint-{STEPS}"]
         assert taken(trainer.output_dir)[0] == STEPS
         lines = [json.loads(line) for line in (trainer.output_dir / "log.jsonl").read_text().splitlines()]

@@ -130,7 +130,7 @@ def test_a_stop_waits_for_no_upload(
     began = time.monotonic()
     with pytest.raises(RunStopped):
         trainer.train()
-    assert time.monotonic() - began < 60 and "the upload of checkpoint-1 was cut off" in capsys.readouterr().out
+    assert time.monotonic() - began < 60 and "the upload of checkpoint-1 was cancelled" in capsys.readouterr().out
     assert hub.repos["me/out"].commits == [] and (tmp_path / "out" / "checkpoint-2").is_dir()
     trainer.close()
 

@@ -358,7 +358,7 @@ def test_what_was_learnt_before_a_reward_failed_is_saved(paths: dict[str, str], 
 
     args = arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=100)
     trainer = OnlineDPOTrainer(model=paths["policy"], reward_funcs=failing, args=args, train_dataset=prompts(8))
-    said = r"^step 3: .*RuntimeError: no answer.* The weights of step 2 are in checkpoint-2$"
+    said = r"^step 3: .*RuntimeError: no answer.* The weights of step 2 are saved in checkpoint-2$"
     with pytest.raises(RewardError, match=said):
         trainer.train()
     assert (tmp_path / "out" / "checkpoint-2" / "model.safetensors").is_file()
@@ -382,10 +382,10 @@ def test_each_reward_model_has_its_own_tokenizer_and_engine(paths: dict[str, str
     for given, said in (
         ({"reward_funcs": [letters, reward], "reward_processing_classes": [own]}, "1 for 2 reward sources"),
         ({"reward_funcs": [letters, reward], "reward_processing_classes": [own, None]}, "a function has no tokenizer"),
-        ({"reward_funcs": letters, "reward_processing_class": own}, "given for 0 reward models; leave it out"),
+        ({"reward_funcs": letters, "reward_processing_class": own}, "one tokenizer, but 0 reward models; remove it"),
         ({"judge": lambda p, q: [0], "reward_processing_class": own}, "no effect with a judge"),
-        ({"reward_funcs": [reward, reward], "reward_processing_classes": [own, own]}, "in use already"),
-        ({**one, "reward_model": policy}, "in use already"),
+        ({"reward_funcs": [reward, reward], "reward_processing_classes": [own, own]}, "already used"),
+        ({**one, "reward_model": policy}, "already used"),
         ({**one, "reward_model": letters}, "pass functions as reward_funcs"),
     ):
         with pytest.raises(OptionError, match=said):

@@ -415,7 +415,7 @@ def test_what_cannot_be_precomputed_is_refused(models: dict[str, str], tmp_path:
 
     args = alignment.KTOConfig(**options(tmp_path, ref_placement="precomputed", max_steps=2))
     stream = IterableDataset.from_generator(endless)
-    with pytest.raises(OptionError, match=r"^ref_placement='precomputed': not .* which train_dataset is: "):
+    with pytest.raises(OptionError, match=r"^ref_placement='precomputed': not supported for train_dataset, "):
         alignment.KTOTrainer(models["policy"], args=args, train_dataset=stream)
     trainer = alignment.KTOTrainer(models["policy"], args=args, train_dataset=unpaired_rows(4))
     with pytest.raises(OptionError, match=r"^ref_placement='precomputed': not .* which eval_dataset is: "):
@@ -441,7 +441,7 @@ def test_what_it_saves_is_said(models: dict[str, str], tmp_path: Path, capsys: p
 
     computed = said(num_train_epochs=1)
     assert len(computed) == 3 and "of train_dataset: computed in " in computed[0]
-    assert "kept in " in computed[0] and "(10 rows, " in computed[0]
+    assert "stored in " in computed[0] and "(10 rows, " in computed[0]
     assert "from the second epoch on, this saves about a third of the time of a LoRA step" in computed[0]
     assert computed[0].endswith("; with num_train_epochs=1, only later runs are faster")
     found = said()

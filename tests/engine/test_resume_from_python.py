@@ -156,7 +156,7 @@ def test_a_best_model_that_is_damaged_is_not_loaded(
     trainer.train()
     trainer.save_model()
     trainer.close()
-    assert "model.safetensors: its content is not what was written" in capsys.readouterr().out
+    assert "model.safetensors: the content has changed since it was written" in capsys.readouterr().out
     last = trainer.output_dir / f"checkpoint-{STEPS}" / "model.safetensors"
     assert (trainer.output_dir / "model.safetensors").read_bytes() == last.read_bytes()
 

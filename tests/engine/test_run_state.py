@@ -181,7 +181,7 @@ def test_a_run_that_was_rescued_goes_on(
 
     with monkeypatch.context() as patched:
         patched.setattr(TrainingLoop, "_step", failing)
-        with pytest.raises(TrainingError, match="weights of step 4 are in checkpoint-4"):
+        with pytest.raises(TrainingError, match="weights of step 4 are saved in checkpoint-4"):
             broken.train()
     broken.close()
     again = resumed("KTO", models, broken.output_dir, tmp_path / "again", 4, **rare)

@@ -212,7 +212,7 @@ def test_a_signal_does_not_cut_off_what_saves_the_last_good_step(
 
     monkeypatch.setattr(BadSteps, "check", bad)
     trainer = make("KTO", models, tmp_path, **RUN)
-    with pytest.raises(TrainingError, match="too high. The weights of step 2 are in checkpoint-2$"):
+    with pytest.raises(TrainingError, match="too high. The weights of step 2 are saved in checkpoint-2$"):
         trainer.train()
     trainer.close()
 
@@ -357,7 +357,7 @@ def test_a_request_before_the_first_step(
     """While the policy answers the prompts of an evaluation set: there is nothing to save."""
     trainer = make("OnlineDPO", models, tmp_path, **settings("OnlineDPO"))
     in_rollout(monkeypatch, 2)
-    assert "after step 0: no step was taken" in str(stopped(trainer))
+    assert "after step 0: no step was completed" in str(stopped(trainer))
 
 
 def test_signals_have_their_meanings_back(models: dict[str, str], tmp_path: Path) -> None:

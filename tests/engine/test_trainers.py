@@ -323,7 +323,7 @@ def test_nothing_but_a_new_trainer_after_close(paths: dict[str, str], tmp_path: 
     trainer.train()
     trainer.close()
     for act in (trainer.evaluate, trainer.train, trainer.save_model):
-        with pytest.raises(OptionError, match="make another"):
+        with pytest.raises(OptionError, match="create a new"):
             act()
 
 
@@ -587,7 +587,7 @@ def test_data_that_is_named_twice(paths: dict[str, str], tmp_path: Path) -> None
         with pytest.raises(OptionError, match=f"^`train_dataset` is required.*{said}; a trainer for evaluation only"):
             CPOTrainer(model=paths["policy"], args=args)
         trainer = CPOTrainer(model=paths["policy"], args=args, eval_dataset=paired_rows(4))
-        with pytest.raises(OptionError, match=f"{said}, so there is nothing to train on"):
+        with pytest.raises(OptionError, match=said):
             trainer.train()
 
 

@@ -87,11 +87,11 @@ def test_a_kto_run_as_scripts_look_at_it(policy: str, tmp_path: Path) -> None:
     logs = [trainer.output_dir / name for name in ("log.jsonl", "previous-1/log.jsonl")]
     names = [json.loads(log.read_text().splitlines()[0])["run"] for log in logs]
     assert names[0] != names[1]
-    with pytest.raises(OptionError, match="create another trainer"):
+    with pytest.raises(OptionError, match="create a new trainer"):
         trainer.train(resume_from_checkpoint=True)
     trainer.close()
     for act in (trainer.train, lambda: trainer.model):
-        with pytest.raises(OptionError, match="create another trainer"):
+        with pytest.raises(OptionError, match="create a new trainer"):
             act()
 
 

@@ -97,19 +97,19 @@ def cases() -> Iterator[tuple[Case, Callable[[Path], None]]]:
         nothing,
     )
     yield (
-        Case("a model", ("good: it has a model and no manifest.json",), {**at, "resume_from_checkpoint": "%good"}),
+        Case("a model", ("good: contains a model but no manifest.json",), {**at, "resume_from_checkpoint": "%good"}),
         nothing,
     )
     pairs = [{key: row[key] for key in ("prompt", "chosen", "rejected")} for row in paired_rows(8)]
     yield Case("another method", ("method kto", "is cpo"), {**at, "beta": "0.1"}, pairs, method="cpo"), nothing
-    yield Case("newer format", ("checkpoint-4/manifest.json: it has format 2", "upgrade"), LATEST), newer_format
-    yield Case("older release", ("checkpoint-4: it has a model and no manifest.json",), LATEST), older_release
-    yield Case("missing rank", ("optimizer-00001-of-00001.safetensors: it is missing",), LATEST), missing_rank
-    yield Case("truncated manifest", ("checkpoint-4/manifest.json: it cannot be read",), LATEST), truncated_manifest
-    yield Case("truncated manifest by name", ("it cannot be read",), at), truncated_manifest
+    yield Case("newer format", ("checkpoint-4/manifest.json: format 2 is newer", "upgrade"), LATEST), newer_format
+    yield Case("older release", ("checkpoint-4: contains a model but no manifest.json",), LATEST), older_release
+    yield Case("missing rank", ("optimizer-00001-of-00001.safetensors: missing",), LATEST), missing_rank
+    yield Case("truncated manifest", ("checkpoint-4/manifest.json: cannot be read",), LATEST), truncated_manifest
+    yield Case("truncated manifest by name", ("cannot be read",), at), truncated_manifest
     yield Case("no checkpoint left", ("contains a model but no checkpoint",), LATEST), no_checkpoint_left
     yield (
-        Case("another window", ("takes 2 rows", "took 4; set gradient_accumulation_steps: 2"),
+        Case("another window", ("a step has 2 rows", "took 4; set gradient_accumulation_steps: 2"),
              {**LATEST, "per_device_train_batch_size": "2"}),
         nothing,
     )  # fmt: skip

@@ -159,12 +159,12 @@ def live_model() -> PreTrainedModel:
     [
         ({"callbacks": [print]}, "callbacks: builtin_function_or_method is not a transformers TrainerCallback"),
         ({"peft_config": {"r": 8}}, "peft_config: dict is not a configuration of PEFT"),
-        ({"compute_metrics": len}, "compute_metrics: not supported yet"),
-        ({"preprocess_logits_for_metrics": len}, "preprocess_logits_for_metrics: no logits exist"),
+        ({"compute_metrics": len}, "compute_metrics: not supported"),
+        ({"preprocess_logits_for_metrics": len}, "preprocess_logits_for_metrics: not supported"),
         ({"data_collator": len}, "data_collator: "),
-        ({"model_init": len}, "model_init: not supported yet"),
-        ({"args": CPOConfig("out")}, "args: KTOTrainer needs a KTOConfig, not CPOConfig"),
-        ({"model": None}, "model: KTOTrainer got none"),
+        ({"model_init": len}, "model_init: not supported"),
+        ({"args": CPOConfig("out")}, "args: KTOTrainer expects a KTOConfig, not a CPOConfig"),
+        ({"model": None}, "model: KTOTrainer has no model"),
         ({"model": 7}, "model_name_or_path: int is neither a path nor a transformers model"),
         ({"processing_class": "gpt2"}, "processing_class: str is not a transformers tokenizer"),
         ({"optimizers": (object(), None)}, "optimizers: requires a live model"),
@@ -204,7 +204,7 @@ def test_calls_without_what_they_need(kto: Callable[..., KTOTrainer], loads: lis
     assert refusal(judged.train).startswith("train_dataset: required for training")
     assert refusal(full.evaluate).startswith("eval_dataset: required for evaluation")
     said = refusal(functools.partial(full.train, resume_from_checkpoint="checkpoint-4"))
-    assert said.startswith("resume_from_checkpoint='checkpoint-4': there is no such folder")
+    assert said.startswith("resume_from_checkpoint='checkpoint-4': no such folder")
     assert "label is 3 (an integer)" in refusal(
         lambda: full.evaluate([{"prompt": "ab", "completion": "cd", "label": 3}])
     )

@@ -44,16 +44,16 @@ def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert side_by_side.main(["--gpu"]) == 2
     said = capsys.readouterr()
-    assert said.err.startswith("no CUDA GPU: ") and said.err.count("\n") == 1 and said.out == ""
+    assert said.err.startswith("torch finds no CUDA GPU") and said.err.count("\n") == 1 and said.out == ""
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--settings", "lora"], "--settings has an effect with --gpu only"),
-        (["--limit_gb", "16"], "--limit_gb has an effect with --gpu only"),
-        (["--tiny"], "--tiny has an effect with --gpu only"),
-        (["--gpu", "--lora"], "--lora: with --gpu it is --settings lora"),
+        (["--settings", "lora"], "--settings requires --gpu"),
+        (["--limit_gb", "16"], "--limit_gb requires --gpu"),
+        (["--tiny"], "--tiny requires --gpu"),
+        (["--gpu", "--lora"], "--lora: use --settings lora with --gpu"),
         (["--gpu", "--batch", "1"], "--batch must be 2 or more"),
         (["--gpu", "--limit_gb", "0"], "--limit_gb and --seconds must be above 0"),
     ],

@@ -269,17 +269,17 @@ def test_damage(made: tuple[Path, Named], tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=name):
             check_manifest(source)
         (source / name).unlink()
-        with pytest.raises(CheckpointError, match=f"{name}: it is missing"):
+        with pytest.raises(CheckpointError, match=f"{name}: missing"):
             check_manifest(source)
         (source / name).write_bytes(whole)
     optimizer.write_bytes(optimizer.read_bytes()[:-1] + b"x")
     check_manifest(source)
-    assert f"{optimizer}: its content is not what was written" in refused(source, out, dtype="float32")
+    assert f"{optimizer}: the content has changed since it was written" in refused(source, out, dtype="float32")
     weights = source / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    assert f"{weights}: its content is not what was written" in refused(source, out)
+    assert f"{weights}: the content has changed since it was written" in refused(source, out)
     (source / "manifest.json").write_text("{")
-    assert "manifest.json: it cannot be read" in refused(source, out)
+    assert "manifest.json: cannot be read" in refused(source, out)
     (source / "manifest.json").unlink()
     assert "manifest.json is missing beside optimizer files" in refused(source, out)
 
@@ -288,7 +288,7 @@ def test_an_adapter_of_a_damaged_checkpoint(base: str, tmp_path: Path) -> None:
     adapter = make_adapter(tmp_path / "checkpoint-4", base, lora())
     add_manifest(adapter)
     (adapter / "adapter_config.json").write_text((adapter / "adapter_config.json").read_text().replace("4", "5", 1))
-    assert "adapter_config.json: its content is not what was written" in refused(adapter, tmp_path / "out")
+    assert "adapter_config.json: the content has changed since it was written" in refused(adapter, tmp_path / "out")
 
 
 def test_master_weights_of_another_model(

@@ -38,7 +38,7 @@ MODEL = ["config.json", "generation_config.json", "model.safetensors", "tokenize
 
 
 def test_only_files_on_the_list_are_uploaded(tmp_path: Path) -> None:
-    others = """log.jsonl completions.jsonl status.json report.md report.png trainer_state.json deepspeed.json STOP
+    others = """log.jsonl completions.jsonl status.json report.md report.html trainer_state.json deepspeed.json STOP
         options.json notes.txt vocab.txt rows.json my.safetensors model.bin code.py modeling_mine.py .hidden""".split()
     for name in (*MODEL, *others, "additional_chat_templates/tool.jinja", "checkpoint-1/model.safetensors"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -443,7 +443,7 @@ def test_what_cannot_be_put_aside_ends_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path, hub_strategy="checkpoint")
     run.state.global_step = 3
     run.uploads.on_save(run.args, run.state, TrainerControl())  # a checkpoint that is not there
-    assert "checkpoint-3: there is no such folder" in run.said[0] and run.calls.requests == []
+    assert "checkpoint-3: no such folder" in run.said[0] and run.calls.requests == []
     assert not list((run.root / STAGING).glob("*"))
 
 

@@ -97,7 +97,7 @@ def test_a_method_given_to_a_trainer_is_refused() -> None:
     trainer = object.__new__(CPOTrainer)
     check_attributes(trainer)
     vars(trainer)["compute_loss"] = lambda *_: 0
-    with pytest.raises(OptionError, match=r"trainer\.compute_loss: .* override its losses\(\)"):
+    with pytest.raises(OptionError, match=r"trainer\.compute_loss: .* override losses\(\)"):
         trainer.train()
 
 
