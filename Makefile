@@ -47,8 +47,8 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 SOURCES := alignment benchmarks docs/conf.py examples launch tests tools setup.py
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
 
-.PHONY: install test test-ci test-slow resume-matrix chaos signals slurm hosts test-newest mutations mutants renames demo quality style tables release \
-	clean
+.PHONY: install test test-ci test-slow resume-matrix chaos signals slurm hosts test-newest mutations mutants renames demo quality style tables \
+	docs linkcheck release clean
 
 install: $(READY)
 

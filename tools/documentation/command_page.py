@@ -27,7 +27,8 @@ Every command can be called as `deepspeed-alignment COMMAND`, as `python -m alig
 `python launch/COMMAND.py`. `COMMAND --help` lists its options, and `deepspeed-alignment --version` prints the version.
 
 Commands exit with status 0 on success, 1 after an error and 130 after Ctrl-C. `status`, `report` and `export` exit
-with status 2 if their arguments cannot be parsed. [Preemption](../guides/preemption.md) lists the statuses of stopped runs.
+with status 2 if their arguments cannot be parsed. The statuses of stopped runs are in
+[Preemption](../guides/preemption.md).
 """
 # Commands that take the options of the methods, and what to say of them.
 _OF_METHODS = {
