@@ -1,4 +1,4 @@
-"""Reward-model training: loss, metrics and update against float64, whatever the split and stage; what is saved."""
+"""Reward model training: loss, metrics and update against float64 for all splits and stages; saved files."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def trainer(model: Any, folder: Path, rows: Any = ROWS, **more: Any) -> RewardTr
 
 
 def rewards(model: nn.Module, rows: list[dict[str, Any]], side: str) -> Tensor:
-    """(P,) float64: the head on the last hidden state of each whole sequence, one at a time."""
+    """Return (P,) float64 scores: the head on the last hidden state of each full sequence, one at a time."""
     states = []
     for row in rows:
         ids = torch.tensor([[*row["prompt_ids"], *row[f"{side}_ids"]]])
@@ -74,7 +74,7 @@ def rewards(model: nn.Module, rows: list[dict[str, Any]], side: str) -> Tensor:
 
 
 def dense(path: str, rows: list[dict[str, Any]], center: float) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Metrics and gradient of one window in float64."""
+    """Return metrics and gradient of one window in float64."""
     model = load(AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float64))
     with wide_maths():
         chosen, rejected = rewards(model, rows, "chosen"), rewards(model, rows, "rejected")
@@ -165,7 +165,7 @@ def test_a_language_model_becomes_a_reward_model_that_transformers_can_load(
     made.save_model(tmp_path / "saved")
     made.close()
     assert found["eval_rewards/accuracies"] == 1.0 and found["eval_loss"] < 0.3
-    assert tokenizer.pad_token == tokenizer.eos_token, "the user's own is not changed"
+    assert tokenizer.pad_token == tokenizer.eos_token, "the user's tokenizer is not modified"
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
     saved = AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert model.config.num_labels == 1 and model.config.pad_token_id == saved.pad_token_id != saved.eos_token_id
@@ -212,7 +212,7 @@ def test_a_live_classifier_is_trained_in_place(tmp_path: Path, classifier: str) 
     made.close()
 
 
-# What is saved beside, and what is refused --------------------------------------------------------------------------
+# Further files, and refusals ----------------------------------------------------------------------------------------
 
 
 def test_the_pad_token_does_not_end_a_sequence() -> None:

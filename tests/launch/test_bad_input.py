@@ -1,4 +1,4 @@
-"""Bad input: one line that names key and value, exit code 1, before any weight is loaded and with nothing written."""
+"""Bad input: one line that names key and value, exit status 1, before weights are loaded, and nothing is written."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
-    """Everything below a folder, with the contents of files."""
+    """Return everything in a folder, with the contents of files."""
     return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
 
 
 def the_error(stderr: str) -> str:
-    """The last line, having checked that it is the only report."""
+    """Return the last line after checking that it is the only error."""
     lines = stderr.splitlines()
     assert "Traceback" not in stderr
     assert lines[-1].startswith("error: ")
@@ -131,7 +131,7 @@ def test_the_real_command_prints_the_same(
 
 @pytest.fixture
 def kto(models: Path, tmp_path: Path, loads: list[Any]) -> Callable[..., KTOTrainer]:
-    """A KTO trainer over the good model, with arguments of the test's own."""
+    """Return a KTO trainer of the good model with the test's arguments."""
 
     def make(**arguments: Any) -> KTOTrainer:
         options = KTOConfig(str(tmp_path / "out"), max_length=POSITIONS, max_prompt_length=None)
@@ -141,7 +141,7 @@ def kto(models: Path, tmp_path: Path, loads: list[Any]) -> Callable[..., KTOTrai
 
 
 def refusal(call: Callable[[], Any]) -> str:
-    """The message with which a call is refused; one line."""
+    """Return the error message of a call; one line."""
     with pytest.raises(AlignmentError) as caught:
         call()
     assert "\n" not in str(caught.value)
@@ -149,7 +149,7 @@ def refusal(call: Callable[[], Any]) -> str:
 
 
 def live_model() -> PreTrainedModel:
-    """A small model in memory, with its tokenizer's vocabulary."""
+    """Return a small model in memory with its tokenizer's vocabulary."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(tiny_config("tied"), dtype=torch.float32)
 
