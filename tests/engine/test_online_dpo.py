@@ -89,7 +89,7 @@ def test_a_reward_model_of_two_labels(
     args = arguments(tmp_path, max_steps=1, reward_model_path=two, missing_eos_penalty=0.0)
     trainer = OnlineDPOTrainer(model=paths["policy"], args=args, train_dataset=prompts(4))
     trainer.train()
-    assert "of its 2 labels the score is the logit of the first" in "".join(capfd.readouterr())
+    assert "the score is the logit of the first of its 2 labels" in "".join(capfd.readouterr())
     lines = [json.loads(line) for line in (tmp_path / "out" / "completions.jsonl").read_text().splitlines()]
     tokenizer, model = AutoTokenizer.from_pretrained(two), AutoModelForSequenceClassification.from_pretrained(two)
     for line in lines:
@@ -309,7 +309,7 @@ def test_score_and_reference_have_the_memory_to_themselves(
         ([1.0], "returned 1 scores for 8"),
         ([float("nan")] * 8, "returned nan for train_dataset row"),
         (["good"] * 8, "returned 'good'"),
-        (None, "return a list of 8 scores"),
+        (None, "expected a list of 8 scores"),
     ],
 )
 def test_what_a_function_returns_is_checked(paths: dict[str, str], tmp_path: Path, returned: Any, said: str) -> None:
@@ -332,7 +332,7 @@ def test_what_cannot_go_together_is_refused_by_the_trainer(paths: dict[str, str]
         ({"reward_model": "nowhere", "judge": lambda prompts, pairs: [0]}, "judge: given beside reward_model"),
         ({"reward_funcs": lambda completions, answer: [0.0]}, "needs 'answer'"),
         ({"judge": 3}, "judge"),
-        ({"peft_config": object(), "reward_funcs": letters}, "is not a configuration of PEFT"),
+        ({"peft_config": object(), "reward_funcs": letters}, "is not a PEFT configuration"),
     ):
         with pytest.raises(OptionError, match=said):
             OnlineDPOTrainer(args=arguments(tmp_path), **common, **given)
