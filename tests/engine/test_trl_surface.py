@@ -41,7 +41,7 @@ def copied(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 
 
-def test_a_kto_run_as_scripts_look_at_it(policy: str, tmp_path: Path) -> None:
+def test_a_kto_run_as_seen_by_scripts(policy: str, tmp_path: Path) -> None:
     """The model before and after; loaded once; sets one record each; loaders as training takes rows; trained twice."""
     rows, heard = unpaired_rows(9), Hears()
     args = KTOConfig(**options(tmp_path, max_steps=2, learning_rate=0.1, lr_scheduler_type="linear"))
@@ -95,7 +95,7 @@ def test_a_kto_run_as_scripts_look_at_it(policy: str, tmp_path: Path) -> None:
             act()
 
 
-def test_reading_the_model_changes_no_number(policy: str, tmp_path: Path) -> None:
+def test_accessing_the_model_does_not_affect_training(policy: str, tmp_path: Path) -> None:
     """Adapters with dropout on a live model, by position; the model is the PeftModel around them.
 
     A run that has been read goes on from a checkpoint of one that has not.

@@ -10,6 +10,7 @@ from alignment.reporting.log_reading import number
 
 Point = tuple[float, float]
 _EVALUATION = "eval_"
+_TERMINATED = "completions/mean_terminated_length"
 _MOST_POINTS = 500  # per curve; more cannot be told apart at the size of a chart
 
 
@@ -36,7 +37,7 @@ PANELS = (
     Panel("Score margin", "best minus worst completion of a prompt", {"objective/scores_margin": ""}),
     Panel("Win rate", "share of prompts for which the judge prefers the policy", {"win_rate": ""}),
     Panel("Completion length", "tokens", {
-        "completions/mean_length": "all", "completions/mean_terminated_length": "terminated",
+        "completions/mean_length": "all", _TERMINATED: "terminated",
     }),
     Panel("Log-probabilities", "of the completions", {"logps/chosen": "chosen", "logps/rejected": "rejected"}),
     Panel("Entropy", "of the next token", {"entropy": ""}),
@@ -102,14 +103,15 @@ def charts(history: Sequence[Mapping[str, Any]], marks: Sequence[tuple[int, str]
 
 
 def _of_run(panel: Panel, history: Sequence[Mapping[str, Any]]) -> Iterator[Series]:
-    color, shown = 0, list[list[Point]]()
-    several = len(panel.metrics) > 1
+    color = 0
+    several = sum(bool(points(history, metric)) for metric in panel.metrics) > 1
+    shown: list[list[Point]] = []
     for metric, label in panel.metrics.items():
         trained = points(history, metric)
         evaluated = {name: points(history, name) for name in _evaluations(history, metric)}
         if not trained and not evaluated:
             continue
-        if trained in shown and not evaluated:  # such as the lengths of completions that all terminated
+        if metric == _TERMINATED and trained in shown:  # all completions terminated
             continue
         shown.append(trained)
         color += 1
