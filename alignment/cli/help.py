@@ -94,7 +94,7 @@ def _entry(field: dataclasses.Field[Any]) -> str:
 
 
 def option_tables() -> str:
-    """One folded table for each group of options, and the names that are refused for now."""
+    """One table for each group of options, and the names that are refused for now."""
     parts = [_table(title, fields) for title, fields in _groups()]
     later = ", ".join(f"`{name}`" for name in sorted(refused_fields()))
     return "\n\n".join([*parts, f"Refused by name for now, with the nearest thing that works: {later}."])
@@ -113,8 +113,8 @@ def _groups() -> Iterator[tuple[str, list[dataclasses.Field[Any]]]]:
 
 def _table(title: str, fields: list[dataclasses.Field[Any]]) -> str:
     rows = [f"| `{field.name}` | {default_text(field)} | {field.metadata['help']} |" for field in fields]
-    head = ["| option | default | |", "|---|---|---|"]
-    return "\n".join([f"<details><summary>{title}</summary>", "", *head, *rows, "", "</details>"])
+    head = ["| option | default | description |", "|---|---|---|"]
+    return "\n".join([f"## {title}", "", *head, *rows])
 
 
 def with_tables(text: str) -> str:
