@@ -66,9 +66,7 @@ def help_text(methods: Mapping[str, type[AlignmentConfig]], program: str = "laun
         methods: options classes by the name of their method.
         program: what the command was called by.
     """
-    recipes = ", ".join(packaged_names("recipes"))
-    launchers = _LAUNCHED.get(program) or _LAUNCHED_MODULE.format(name=program.split()[-1])
-    lines = [_USAGE.format(program=program, launchers=launchers, recipes=recipes)]
+    lines = [usage(program)]
     seen: set[type] = set()
     for cls in methods.values():
         for group, fields in grouped_fields(cls):
@@ -80,6 +78,13 @@ def help_text(methods: Mapping[str, type[AlignmentConfig]], program: str = "laun
             lines.append(f"\n{vars(group)['TITLE']}{whose}:")
             lines += [_entry(field) for field in fields]
     return "\n".join(lines)
+
+
+def usage(program: str) -> str:
+    """Return the lines above the options, for a command called ``program``."""
+    recipes = ", ".join(packaged_names("recipes"))
+    launchers = _LAUNCHED.get(program) or _LAUNCHED_MODULE.format(name=program.split()[-1])
+    return _USAGE.format(program=program, launchers=launchers, recipes=recipes)
 
 
 def _entry(field: dataclasses.Field[Any]) -> str:

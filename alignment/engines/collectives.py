@@ -59,7 +59,7 @@ def on_first_rank(compute: Callable[[], Any]) -> Any:
     """Run ``compute`` on the first rank and return its result, or raise its user error, on every rank.
 
     Raises:
-        AlignmentError: The error of the first rank.
+        AlignmentError: the error of the first rank.
     """
     result: Any = None
     failed: AlignmentError | None = None
@@ -79,7 +79,7 @@ def together() -> Iterator[None]:
     """Within this context, ranks work independently; a user error of any rank is raised on every rank at the end.
 
     Raises:
-        CheckpointError: With the message of the first rank that failed.
+        CheckpointError: with the message of the first rank that failed.
     """
     message = None
     try:

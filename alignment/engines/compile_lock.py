@@ -53,7 +53,7 @@ class _Seen:
 
     Attributes:
         holder: PID of the process that holds the lock, if found.
-        everybody: Whether all processes that could hold the lock were visible.
+        everybody: whether all processes that could hold the lock were visible.
     """
 
     holder: int | None
@@ -65,7 +65,7 @@ def abandoned_locks_removed() -> Iterator[None]:
     """Within this context, the lock of a killed process does not block builds.
 
     Raises:
-        AlignmentError: A lock persists, and its holder cannot be determined.
+        AlignmentError: a lock persists, and its holder cannot be determined.
     """
     with looking_before_builds(wait_for_release):
         yield
@@ -75,7 +75,7 @@ def wait_for_release(path: Path) -> None:
     """Wait until a lock is released; remove it if no process holds it.
 
     Raises:
-        AlignmentError: The lock persists, and its holder cannot be determined.
+        AlignmentError: the lock persists, and its holder cannot be determined.
     """
     began = time.monotonic()
     known: _Lock | None = None

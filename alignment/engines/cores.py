@@ -36,9 +36,9 @@ class Cores(NamedTuple):
     """The CPU cores available to a rank.
 
     Attributes:
-        host: Host name.
-        allowed: Core numbers.
-        group: Control group, whose quota its ranks share.
+        host: host name.
+        allowed: core numbers.
+        group: control group, whose quota its ranks share.
         quota: CPU quota of the group in cores; None if unlimited.
     """
 
@@ -76,7 +76,7 @@ def cpu_quota(root: Path = Path("/")) -> tuple[str, float | None]:
     """This process's control group, and the smallest CPU quota of it and its parents, in cores.
 
     Args:
-        root: Root of the file system.
+        root: root of the file system.
     """
     groups = list(control_groups("cpu", root))
     limits = [limit for group in groups for limit in _limit(group.folder)]

@@ -20,12 +20,12 @@ def within(
     It runs in a thread, which is abandoned if it takes too long, so that the main thread can receive signals.
 
     Args:
-        seconds: Time limit.
-        call: The function to call.
-        every: Called several times a second with the seconds waited so far.
+        seconds: time limit.
+        call: the function to call.
+        every: called several times a second with the seconds waited so far.
 
     Raises:
-        TimeoutError: The call exceeded the limit.
+        TimeoutError: the call exceeded the limit.
     """
     found: list[Result] = []
     failed: list[BaseException] = []

@@ -60,8 +60,8 @@ class _Guard:
     """Supervises one call of :func:`guarded`.
 
     Attributes:
-        peers: The other ranks, once all have joined; None in a single process.
-        signals: Receives signals.
+        peers: the other ranks, once all have joined; None in a single process.
+        signals: receives signals.
     """
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ def fills(folder: Path) -> bool:
     """Whether this rank fills ``folder``: rank 0, and one rank of each node that does not see its files. Collective.
 
     Args:
-        folder: Path on this rank's node; created where a rank may have to fill it.
+        folder: path on this rank's node; created where a rank may have to fill it.
     """
     may = local_rank() == 0
     if may:
@@ -56,12 +56,12 @@ def check_filled(folder: Path, names: Sequence[str], what: str) -> None:
     """Check that every rank has the first rank's folders. Collective.
 
     Args:
-        folder: Path on this rank's node.
-        names: Folder names of the first rank.
-        what: Description of the content, for the message.
+        folder: path on this rank's node.
+        names: folder names of the first rank.
+        what: description of the content, for the message.
 
     Raises:
-        DataError: On every rank, naming the hosts without them.
+        DataError: on every rank, naming the hosts without them.
     """
     missing = not _seen(folder, *names)  # another node may have just written them
     found = gathered((socket.gethostname(), str(folder), missing))

@@ -24,10 +24,10 @@ class PhaseRecord:
     """Totals of a phase on this rank.
 
     Attributes:
-        seconds: Wall time.
-        tokens: Non-padding tokens processed.
-        peak_bytes: Peak memory of the device's allocator or, on a CPU, peak resident set size.
-        entries: Number of times the phase was entered.
+        seconds: wall time.
+        tokens: non-padding tokens processed.
+        peak_bytes: peak memory of the device's allocator or, on a CPU, peak resident set size.
+        entries: number of times the phase was entered.
     """
 
     seconds: float = 0.0

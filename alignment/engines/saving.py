@@ -34,9 +34,9 @@ def gathered_state_dict(model: PreTrainedModel, keep: bool, only: Collection[str
     """All parameters and persistent buffers, unsharded, on the CPU. Collective; gathers one parameter at a time.
 
     Args:
-        model: The model inside an engine, or a plain one.
-        keep: Whether this rank needs the result; the others get an empty dict.
-        only: Names to include; None: all.
+        model: the model inside an engine, or a plain one.
+        keep: whether this rank needs the result; the others get an empty dict.
+        only: names to include; None: all.
     """
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -59,7 +59,7 @@ def write_model(model: PreTrainedModel, tokenizer: Any, folder: Path, *, first_r
     the hidden folder is inside it because ``folder`` may be a mount point, and a move is a rename only within it.
 
     Raises:
-        OutputError: The folder cannot be written, or the disk is full.
+        OutputError: the folder cannot be written, or the disk is full.
     """
     state = gathered_state_dict(model, keep=first_rank)
     if first_rank:
@@ -72,15 +72,15 @@ def write_adapters(
     """Write adapters, and fully trained modules, in PEFT's format. Collective.
 
     Args:
-        model: The model inside an engine.
-        adapters: The adapters to write.
-        source: The model that they were trained on; a record of it is written to the same folder.
-        tokenizer: Written to the same folder.
-        folder: As for :func:`write_model`.
-        first_rank: Whether this rank writes.
+        model: the model inside an engine.
+        adapters: the adapters to write.
+        source: the model that they were trained on; a record of it is written to the same folder.
+        tokenizer: written to the same folder.
+        folder: as for :func:`write_model`.
+        first_rank: whether this rank writes.
 
     Raises:
-        OutputError: The folder cannot be written, or the disk is full.
+        OutputError: the folder cannot be written, or the disk is full.
     """
     names = _adapter_names(model, adapters)
     state = gathered_state_dict(model, keep=first_rank, only=set(names.values()))
@@ -162,8 +162,8 @@ def exported_tensors(folder: Path, names: Mapping[str, str]) -> dict[str, tuple[
     """The parameters that a folder's model files contain in unmodified fp32: their file and key by name.
 
     Args:
-        folder: A folder written by :func:`write_model` or :func:`write_adapters`.
-        names: The key of each parameter by its name; a model may be saved under other keys than its own.
+        folder: a folder written by :func:`write_model` or :func:`write_adapters`.
+        names: the key of each parameter by its name; a model may be saved under other keys than its own.
     """
     found = {}
     for file in sorted(folder.glob("*.safetensors")):

@@ -45,7 +45,7 @@ def cpo_loss(
     simpo_gamma: float = 0.5,
     alpha: float = 0.0,
 ) -> CPOLoss:
-    """The preference loss of every pair. The NLL term (``cpo_alpha``) is :func:`nll`, weighted by the caller.
+    """The preference loss of every pair. The NLL term (``cpo_alpha``) is ``nll``, weighted by the caller.
 
     Args:
         chosen_logps: (P,) summed completion log-probs of the chosen answers, with gradient.

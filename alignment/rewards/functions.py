@@ -135,7 +135,7 @@ class FunctionReward:
         """A score per sample; None where the function has nothing to say. Without samples it is not called.
 
         Raises:
-            RewardError: as :func:`score_all`.
+            RewardError: as ``score_all``.
         """
         return score_all([self], samples)[0]
 

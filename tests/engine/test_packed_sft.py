@@ -87,7 +87,7 @@ def test_against_float64(model: str, tmp_path: Path) -> None:
             assert known == pytest.approx(expected(model, cut(rows[:4], strategy))[0], rel=1e-6)
 
 
-def test_the_same_as_unpacked(model: str, tmp_path: Path) -> None:
+def test_packed_training_equals_unpacked_training(model: str, tmp_path: Path) -> None:
     """The same tokens in a window give the same step; only evaluation rows may be packed too."""
     rows = tokenised(9, 7, LENGTH + 1)
     losses = []
@@ -106,7 +106,7 @@ def test_the_same_as_unpacked(model: str, tmp_path: Path) -> None:
     assert abs(losses[0][0] - losses[0][1]) > 1e-2
 
 
-def test_two_ranks_and_going_on(model: str, tmp_path: Path, ranks: Any) -> None:
+def test_two_ranks_and_resuming(model: str, tmp_path: Path, ranks: Any) -> None:
     """Two ranks compute the packs that one does; a run that goes on ends as one that did not stop."""
     rows = tokenised(24, 11, LENGTH + 1)
     given = {

@@ -122,7 +122,7 @@ def stored(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("method", ["KTO", "DPO"])
-def test_a_precomputed_reference_trains_as_a_live_one(
+def test_a_precomputed_reference_trains_like_a_live_one(
     method: str, models: dict[str, str], tmp_path: Path, stores: Path, built: list[str]
 ) -> None:
     """Bit by bit where batches are equal; of two epochs, evaluations and new data."""
@@ -163,7 +163,7 @@ def test_a_precomputed_reference_trains_as_a_live_one(
 
 
 @pytest.mark.ci
-def test_dropout_is_the_same_in_a_run_that_finds_its_store(
+def test_dropout_is_unchanged_if_the_store_exists(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although models may draw as they are loaded."""
@@ -211,7 +211,7 @@ def adapter(model: str, folder: Path, seed: int) -> str:
     return str(folder)
 
 
-def test_the_key_has_all_that_decides_the_numbers(models: dict[str, str], tmp_path: Path) -> None:
+def test_the_key_has_everything_that_affects_the_log_probs(models: dict[str, str], tmp_path: Path) -> None:
     """And nothing that does not: sweeps over these find the store."""
     trainer = make("KTO", models["policy"], None, tmp_path)
     own = key_of(trainer)
@@ -238,7 +238,7 @@ def test_the_key_has_all_that_decides_the_numbers(models: dict[str, str], tmp_pa
     assert key_of(make("KTO", models["policy"], models["reference"], tmp_path))["model"] != own["model"]
 
 
-def test_other_rows_are_another_store(models: dict[str, str], tmp_path: Path) -> None:
+def test_different_rows_have_different_stores(models: dict[str, str], tmp_path: Path) -> None:
     """Known by their tokens, and by nothing else that they were read with."""
 
     def content(rows: list[dict[str, Any]]) -> str:
@@ -263,7 +263,7 @@ def test_other_rows_are_another_store(models: dict[str, str], tmp_path: Path) ->
     assert content([{**row, "more": 1} for row in (first, second)]) == found[0]
 
 
-def test_other_weights_are_another_store(
+def test_different_weights_have_different_stores(
     models: dict[str, str], tmp_path: Path, stores: Path, built: list[str]
 ) -> None:
     folder = shutil.copytree(models["reference"], tmp_path / "reference")
@@ -288,7 +288,7 @@ def test_other_weights_are_another_store(
     assert len(second) == 2 * len(first) and first.items() <= second.items()
 
 
-def test_a_divided_model_has_the_content_of_a_whole_one(models: dict[str, str]) -> None:
+def test_a_partitioned_model_has_the_content_of_an_unpartitioned_one(models: dict[str, str]) -> None:
     alignment.KTOConfig("out", use_cpu=True)
     whole = AutoModelForCausalLM.from_pretrained(models["policy"], dtype=torch.float32)
     with loading({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}):
@@ -332,7 +332,7 @@ def _end() -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("where", ["before a write", "in a write", "after a write"])
-def test_an_interrupted_pass_goes_on(
+def test_an_interrupted_pass_resumes(
     where: str, models: dict[str, str], tmp_path: Path, stores: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice, once with another batch size; what it leaves is what an undisturbed one does."""
@@ -372,7 +372,7 @@ def values_of(trainer: AlignmentTrainer, folder: Path) -> list[float]:
     return values
 
 
-def test_a_torn_part_is_named_and_computed_again(
+def test_a_torn_part_is_reported_and_recomputed(
     models: dict[str, str], tmp_path: Path, stores: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = make("DPO", models["policy"], None, tmp_path)
@@ -390,7 +390,7 @@ def test_a_torn_part_is_named_and_computed_again(
 # What cannot be had -------------------------------------------------------------------------------------------------
 
 
-def test_new_data_under_a_live_policy(models: dict[str, str], tmp_path: Path, built: list[str]) -> None:
+def test_new_data_with_a_live_policy(models: dict[str, str], tmp_path: Path, built: list[str]) -> None:
     """Before training it is copied once more; after it, what it was is known from the store alone."""
     model = AutoModelForCausalLM.from_pretrained(models["policy"], dtype=torch.float32)
     new, newer = rows_of("DPO", 3, seed=5), rows_of("DPO", 3, seed=6)
@@ -408,17 +408,17 @@ def test_new_data_under_a_live_policy(models: dict[str, str], tmp_path: Path, bu
     trainer.close()
 
 
-def test_what_cannot_be_precomputed_is_refused(models: dict[str, str], tmp_path: Path) -> None:
+def test_unsupported_precomputation_is_refused(models: dict[str, str], tmp_path: Path) -> None:
     def endless() -> Iterator[dict[str, Any]]:
         while True:
             yield from unpaired_rows(4)
 
     args = alignment.KTOConfig(**options(tmp_path, ref_placement="precomputed", max_steps=2))
     stream = IterableDataset.from_generator(endless)
-    with pytest.raises(OptionError, match=r"^ref_placement='precomputed': not .* which train_dataset is: "):
+    with pytest.raises(OptionError, match=r"^ref_placement='precomputed': not supported for train_dataset, "):
         alignment.KTOTrainer(models["policy"], args=args, train_dataset=stream)
     trainer = alignment.KTOTrainer(models["policy"], args=args, train_dataset=unpaired_rows(4))
-    with pytest.raises(OptionError, match=r"^ref_placement='precomputed': not .* which eval_dataset is: "):
+    with pytest.raises(OptionError, match=r"^ref_placement='precomputed': not supported for eval_dataset, "):
         trainer.evaluate(stream)
     assert trainer.engines.models is None
 
@@ -434,14 +434,14 @@ def test_what_cannot_be_precomputed_is_refused(models: dict[str, str], tmp_path:
         live.precompute()
 
 
-def test_what_it_saves_is_said(models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_savings_are_reported(models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def said(**more: Any) -> list[str]:
         make("DPO", models["policy"], None, tmp_path, **more).precompute()
         return [line for line in capsys.readouterr().out.splitlines() if line.startswith("reference log-probs of ")]
 
     computed = said(num_train_epochs=1)
     assert len(computed) == 3 and "of train_dataset: computed in " in computed[0]
-    assert "kept in " in computed[0] and "(10 rows, " in computed[0]
+    assert "stored in " in computed[0] and "(10 rows, " in computed[0]
     assert "from the second epoch on, this saves about a third of the time of a LoRA step" in computed[0]
     assert computed[0].endswith("; with num_train_epochs=1, only later runs are faster")
     found = said()

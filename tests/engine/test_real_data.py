@@ -100,7 +100,7 @@ def test_cpo_learns(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["kto", "cpo"])
-def test_ranks_and_stages_agree_on_whole_files(tmp_path: Path, launch: Callable[..., Any], method: str) -> None:
+def test_ranks_and_stages_agree_on_full_files(tmp_path: Path, launch: Callable[..., Any], method: str) -> None:
     """One epoch of the whole file; the first five losses agree to 1e-4, and every result loads."""
     found = {}
     for world in (1, 2):

@@ -29,7 +29,7 @@ from resume_grid import (
 
 from tools.ranks import RankServer
 
-_SAMPLED = "test_it_goes_on_to_the_bit"
+_SAMPLED = "test_a_resumed_run_is_bitwise_equal"
 _STOPPED_AT = 6
 
 
@@ -75,7 +75,7 @@ def trained(
 
 @pytest.mark.ci
 @pytest.mark.parametrize("case", sampled(), ids=name_of)
-def test_it_goes_on_to_the_bit(case: Combination, trained: Path) -> None:
+def test_a_resumed_run_is_bitwise_equal(case: Combination, trained: Path) -> None:
     check(case, trained)
 
 

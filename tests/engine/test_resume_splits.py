@@ -27,7 +27,7 @@ SPLITS: list[Split] = [(stage, ranks) for stage in ("stage0", "stage2", "stage3"
 PAIRS = list(itertools.permutations(SPLITS, 2))
 # The checkpoint is that of a step inside the first epoch, and the norm of the updates after it has to be this close.
 POINT, STEPS, CLOSE = 2, 5, 1e-4
-_TEST = "test_the_updates_are_those_of_the_new_split"
+_TEST = "test_updates_match_those_of_the_new_split"
 KINDS = (None, None, None, None, Kind.TIED, None, Kind.SOME_UNSCORED)
 
 pytestmark = pytest.mark.ci
@@ -123,7 +123,7 @@ def logged(folder: Path, name: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("case", PAIRS, ids=pair_name)
-def test_the_updates_are_those_of_the_new_split(case: tuple[Split, Split], trained: Path) -> None:
+def test_updates_match_those_of_the_new_split(case: tuple[Split, Split], trained: Path) -> None:
     name, before, now = pair_name(case), name_of(case[0]), name_of(case[1])
     made, wanted = update(trained, name, before), update(trained, now, now)
     assert norm(wanted) >= 0.01 * norm(weights(trained, now)), "too small an update could hide a wrong one"

@@ -37,9 +37,7 @@ pytestmark = pytest.mark.ci
 @pytest.mark.parametrize(
     ("dtype", "only", "least"), [("fp32", "", 45), ("fp16", "(model|optimizer|.*engine)", 8)], ids=["fp32", "fp16"]
 )
-def test_no_piece_may_be_missing_or_stale(
-    dtype: str, only: str, least: int, tmp_path: Path, ranks: RankServer
-) -> None:
+def test_every_piece_of_state_is_needed(dtype: str, only: str, least: int, tmp_path: Path, ranks: RankServer) -> None:
     """In fp16 only of what is not there in fp32: masters and a loss scale."""
     cases = [{**_CASE, "dtype": dtype, "point": point} for point in ("first", "inside")]
     (run,) = runs_of(cases, make_models(tmp_path / "models"))

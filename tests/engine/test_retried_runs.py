@@ -42,7 +42,7 @@ def trainer(folder: Path, rows: Unread, **more: Any) -> CPOTrainer:
     return CPOTrainer(model, args=args, train_dataset=rows)
 
 
-def test_reads_are_repeated_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reads_are_retried_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = trainer(tmp_path, Unread(2, OSError(errno.EIO, "Input/output error")))
     assert "train_dataset: DataError: rows.jsonl: cannot be read; retry 2 of 3 in 0 s" in capsys.readouterr().out
     made.train()
@@ -59,7 +59,7 @@ def test_reads_are_repeated_and_counted(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("times", "limit", "error"), [(3, 2, TimeoutError()), (1, 0, TimeoutError()), (1, 3, ValueError("torn"))]
 )
-def test_reads_fail_at_last(times: int, limit: int, error: Exception, tmp_path: Path) -> None:
+def test_reads_fail_after_the_last_retry(times: int, limit: int, error: Exception, tmp_path: Path) -> None:
     rows = Unread(times, error)
     with pytest.raises(DataError, match=r"rows\.jsonl: cannot be read"):
         trainer(tmp_path, rows, retries=limit)

@@ -31,7 +31,7 @@ def wide(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def test_losses_calculated_by_hand() -> None:
+def test_losses_match_hand_computed_values() -> None:
     chosen, rejected = wide(1.2, -1.0, 50.0), wide(0.5, 0.0, -50.0)
     assert bradley_terry(chosen, rejected).losses.tolist() == pytest.approx(
         [0.40318604888545784, 1.3132616875182228, math.exp(-100)], rel=1e-12
@@ -141,7 +141,7 @@ def test_one_step_against_float64(tmp_path: Path, classifier: str, stage: str, m
     assert float(gradients["score.weight"].norm()) > 0.1
 
 
-def test_a_language_model_becomes_a_reward_model_that_transformers_reads(
+def test_a_language_model_becomes_a_reward_model_that_transformers_can_load(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = make_model(tmp_path / "model", "tied", gain=1.0)
@@ -181,7 +181,7 @@ def test_a_language_model_becomes_a_reward_model_that_transformers_reads(
 
 
 @pytest.mark.parametrize("stage", ["stage0", "stage3"])
-def test_the_best_evaluation_comes_back(tmp_path: Path, classifier: str, stage: str) -> None:
+def test_the_best_weights_are_loaded_at_the_end(tmp_path: Path, classifier: str, stage: str) -> None:
     made = trainer(
         classifier,
         tmp_path,
@@ -215,7 +215,7 @@ def test_a_live_classifier_is_trained_in_place(tmp_path: Path, classifier: str) 
 # What is saved beside, and what is refused --------------------------------------------------------------------------
 
 
-def test_the_pad_token_ends_no_sequence() -> None:
+def test_the_pad_token_does_not_end_a_sequence() -> None:
     tokenizer = char_tokenizer()
     eos, start = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_start|>")
     found, number = with_own_pad(tokenizer, {eos})
@@ -229,7 +229,7 @@ def test_the_pad_token_ends_no_sequence() -> None:
     assert with_own_pad(tokenizer, {*range(len(tokenizer))}) == (tokenizer, None)
 
 
-def test_what_cannot_be_trained(tmp_path: Path) -> None:
+def test_models_that_cannot_be_trained(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"^model_name_or_path: .*many' has num_labels=3, and a reward model has 1"):
         trainer(make_classifier(tmp_path / "many", labels=3), tmp_path)
     with pytest.raises(OptionError, match=r"with num_labels=3: must be 1 here; leave num_labels out"):

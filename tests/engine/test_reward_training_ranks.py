@@ -115,7 +115,7 @@ def test_ranks_score_unequal_numbers_of_samples(results: dict[str, Any], placeme
         assert found[f"{placement} afterwards"] == found[placement]
 
 
-def test_every_rank_is_told_what_failed_on_one(results: dict[str, Any]) -> None:
+def test_an_error_on_one_rank_is_raised_on_all(results: dict[str, Any]) -> None:
     for placement in PLACEMENTS:
         told = {found[f"{placement} error"] for found in results["scores"]}
         assert len(told) == 1

@@ -1,8 +1,7 @@
-"""The report at the end of a run: its text to the letter, its curves, and what a real run writes."""
+"""The report at the end of a run: its text to the letter, and what a real run writes."""
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ from helpers import STAGES, make_model, unpaired_rows
 from transformers import TrainerCallback
 
 from alignment import KTOConfig, KTOTrainer
-from alignment.config.errors import OutputError
-from alignment.reporting.report import RunReport, draw_history, duration
-from alignment.training import summary
+from alignment.reporting.report import RunReport, duration
+from alignment.training import run_page
+from alignment.training.run_page import draw_page
 
 REPORT = """\
 # kto: a run
@@ -54,41 +53,12 @@ def test_the_text() -> None:
         train={"loss": 0.48312, "kl": 2.0},
         evaluation={"loss": 0.5, "rewards/chosen": -1.5},
         advice=["use more rows"],
-        plots={"curves": "report.png"},
     )
-    assert report.terminal() == REPORT
-    assert report.markdown() == REPORT + "\n![curves](report.png)\n"
+    assert report.text() == REPORT
 
 
 def test_durations() -> None:
     assert [duration(s) for s in (0.25, 59.0, 61, 3723.4)] == ["0.2 s", "59.0 s", "1 min 01 s", "1 h 02 min 03 s"]
-
-
-def size_of(png: Path) -> tuple[int, int]:
-    data = png.read_bytes()
-    assert data.startswith(b"\x89PNG")
-    width, height = struct.unpack(">II", data[16:24])
-    return width, height
-
-
-def test_curves_have_a_panel_for_what_was_logged(tmp_path: Path) -> None:
-    history = [{"step": step, "loss": 1.0 / step, "eval_loss": None} for step in (1, 2, 3)]
-    assert draw_history(history, tmp_path / "one.png", "one")
-    more = [{**entry, "kl": 0.1, "rewards/margins": 1.0, "grad_norm": 2.0} for entry in history]
-    assert draw_history(more, tmp_path / "four.png", "four")
-    (width, height), (wide, high) = size_of(tmp_path / "one.png"), size_of(tmp_path / "four.png")
-    assert (wide, high) == (3 * width, 2 * height)
-    assert not draw_history([{"step": 1, "train_runtime": 2.0}], tmp_path / "none.png", "none")
-    assert not (tmp_path / "none.png").exists()
-    assert draw_history(history, tmp_path / "other.png", "another title")
-    assert (tmp_path / "other.png").read_bytes() != (tmp_path / "one.png").read_bytes()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="could not write"):
-        draw_history(history, tmp_path / "file" / "x.png", "x")
-
-
-def test_a_name_with_dollar_signs(tmp_path: Path) -> None:
-    assert draw_history([{"step": 1, "loss": 1.0}], tmp_path / "x.png", "${MODEL}_${SEED} $x")
 
 
 class Obstacle(TrainerCallback):
@@ -123,7 +93,7 @@ def table(text: str) -> dict[str, list[str]]:
 def test_a_run_ends_with_its_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(summary, "draw_history", draw_history)  # left out of other runs: see conftest.py
+    monkeypatch.setattr(run_page, "draw_page", draw_page)  # not drawn in other tests: see conftest.py
     model = make_model(tmp_path / "model", "tied")
     args = KTOConfig(
         output_dir=str(tmp_path / "out"),
@@ -140,8 +110,7 @@ def test_a_run_ends_with_its_report(
     trainer.train()
     trainer.close()
     text = (tmp_path / "out" / "report.md").read_text()
-    assert text.replace("\n![curves](report.png)\n", "").rstrip() in capsys.readouterr().out
-    assert size_of(tmp_path / "out" / "report.png")[0] > 300
+    assert text.rstrip() in capsys.readouterr().out
     lines = text.splitlines()
     assert "- steps: 2 of 2, up to 2 rows each, 1 rank(s)" in lines
     assert any(

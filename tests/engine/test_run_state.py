@@ -55,7 +55,7 @@ def state_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in BRIEF else pytest.mark.ci) for m in METHODS])
-def test_a_fresh_trainer_goes_on_from_any_step(method: str, models: dict[str, str], tmp_path: Path) -> None:
+def test_a_fresh_trainer_resumes_from_any_step(method: str, models: dict[str, str], tmp_path: Path) -> None:
     whole = make(method, models, tmp_path / "whole", **EVERY_STEP)
     whole.train()
     whole.close()
@@ -152,7 +152,7 @@ class Heard(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"steps": self.steps, "saves": self.saves}}
 
 
-def test_callbacks_have_heard_the_same(models: dict[str, str], tmp_path: Path) -> None:
+def test_callbacks_receive_the_same_events(models: dict[str, str], tmp_path: Path) -> None:
     heard, again = Heard(), Heard()
     whole = make("KTO", models, tmp_path / "whole", **EVERY_STEP)
     whole.add_callback(heard)
@@ -162,7 +162,7 @@ def test_callbacks_have_heard_the_same(models: dict[str, str], tmp_path: Path) -
     assert (again.steps, again.saves) == (heard.steps, heard.saves) == (STEPS, STEPS)
 
 
-def test_a_run_that_was_rescued_goes_on(
+def test_a_run_resumes_from_a_rescued_checkpoint(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint of a loss that was not finite is that of the last good step, and the window is done again."""
@@ -181,14 +181,14 @@ def test_a_run_that_was_rescued_goes_on(
 
     with monkeypatch.context() as patched:
         patched.setattr(TrainingLoop, "_step", failing)
-        with pytest.raises(TrainingError, match="weights of step 4 are in checkpoint-4"):
+        with pytest.raises(TrainingError, match="weights of step 4 are saved in checkpoint-4"):
             broken.train()
     broken.close()
     again = resumed("KTO", models, broken.output_dir, tmp_path / "again", 4, **rare)
     assert logged(again) == logged(whole)
 
 
-def test_a_checkpoint_is_what_a_step_ends_with(models: dict[str, str], tmp_path: Path) -> None:
+def test_the_checkpoint_is_the_last_act_of_a_step(models: dict[str, str], tmp_path: Path) -> None:
     """The evaluation at the end of an epoch is in the checkpoint of its last step."""
     epochs = {"eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 3}
     whole = make("KTO", models, tmp_path / "whole", **epochs)
@@ -313,7 +313,7 @@ def compared(
 
 
 @pytest.mark.parametrize("method", ["KTO", "OnlineDPO"])
-def test_what_a_step_changes_is_in_the_state(
+def test_everything_a_step_changes_is_in_the_state(
     method: str, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = compared(method, models, tmp_path, monkeypatch)
@@ -328,13 +328,13 @@ PARTS = (
 
 
 @pytest.mark.parametrize("part", [PARTS[0], *(pytest.param(part, marks=pytest.mark.ci) for part in PARTS[1:])])
-def test_a_part_that_is_not_registered_is_missed(
+def test_a_part_that_is_not_registered_is_detected(
     part: str, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert compared("OnlineDPO", models, tmp_path, monkeypatch, without=part).left != {}
 
 
-def test_the_parts_are_these(models: dict[str, str], tmp_path: Path) -> None:
+def test_registered_parts(models: dict[str, str], tmp_path: Path) -> None:
     """``rollout`` changes at the first window only, ``boundary`` where a callback ends the run, ``run`` never,
     ``retries`` where a read or a reward call fails, ``overflows`` in fp16."""
     trainer = make("OnlineDPO", models, tmp_path, max_steps=1)
@@ -355,7 +355,7 @@ def test_the_parts_are_these(models: dict[str, str], tmp_path: Path) -> None:
     trainer.close()
 
 
-def test_parts_that_nobody_knows_are_named() -> None:
+def test_unknown_parts_are_named() -> None:
     state = RunState()
     totals = state.register("totals", Totals())
     loaded = {"totals": {**vars(Totals()), "tokens": 7}, "gone": {}}

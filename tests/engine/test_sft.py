@@ -72,7 +72,7 @@ def accuracy(policy: Any, rows: list[dict[str, Any]]) -> float:
     return hits / tokens
 
 
-def test_it_learns_what_it_is_shown(tmp_path: Path) -> None:
+def test_it_learns_from_its_data(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "tied", gain=1.0)
     args = SFTConfig(
         output_dir=str(tmp_path / "out"),
@@ -94,7 +94,7 @@ def test_it_learns_what_it_is_shown(tmp_path: Path) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
-def test_only_what_labels_say_is_learned(tmp_path: Path, loss_type: str) -> None:
+def test_only_labelled_tokens_are_trained_on(tmp_path: Path, loss_type: str) -> None:
     model = make_model(tmp_path / "model", "untied", seed=1)
     draw = random.Random(5)
     rows = []

@@ -23,7 +23,7 @@ from tools.ranks import RankServer
 BF16, BF16_ROUNDING = 0.05, 2**-8
 # The second step of 8-bit Adam: stages 2 and 3 quantise moments of flattened weights in other blocks than stage 0.
 QUANTISED = 0.05
-_SAMPLED = "test_the_update_is_that_of_the_plainest_run"
+_SAMPLED = "test_the_update_matches_the_baseline_run"
 
 
 def marked(case: Combination) -> Any:
@@ -89,7 +89,7 @@ def found(
 
 
 @pytest.mark.parametrize("case", [marked(case) for case in sampled()], ids=name_of)
-def test_the_update_is_that_of_the_plainest_run(case: Combination, found: Results) -> None:
+def test_the_update_matches_the_baseline_run(case: Combination, found: Results) -> None:
     check(case, found)
 
 

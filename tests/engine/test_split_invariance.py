@@ -45,7 +45,7 @@ def results(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory, ra
 @pytest.mark.parametrize("how", ["tokens", "blocks"])
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("method", ["KTO", "CPO"])
-def test_micro_batches_by_tokens_and_in_blocks(results: dict[int, Results], method: str, world: int, how: str) -> None:
+def test_micro_batches_by_tokens_and_by_blocks(results: dict[int, Results], method: str, world: int, how: str) -> None:
     """The other splits are those of test_split_grid.py."""
     reference, outcome = results[1][f"{method}-plain"], results[world][f"{method}-stage2-{world}-{how}"]
     for step in (0, 1):
@@ -129,7 +129,7 @@ def test_every_split_of_the_pairs_gives_the_same_update(results: dict[int, Resul
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", JUDGED_STAGES)
-def test_a_judge_gives_the_update_of_rewards_that_prefer_alike(
+def test_a_judge_gives_the_same_update_as_equivalent_rewards(
     results: dict[int, Results], stage: str, world: int
 ) -> None:
     """For every split, and with nothing logged that only scores can tell."""
@@ -166,7 +166,7 @@ def test_online_dpo_against_the_float64_oracle(
             assert abs(expected["objective/kl"]) > 0.05
 
 
-def test_what_the_pairs_of_the_runs_are_like(results: dict[int, Results]) -> None:
+def test_the_runs_cover_all_kinds_of_pairs(results: dict[int, Results]) -> None:
     """Prompts dropped for each reason, completions that end and that do not, an odd number of pairs."""
     pairs, metrics = pairs_of(answered(results[1]["OnlineDPO-plain"]["windows"][0], 2))
     assert len(pairs) == 5
@@ -182,7 +182,7 @@ def test_what_the_pairs_of_the_runs_are_like(results: dict[int, Results]) -> Non
 
 
 @pytest.mark.parametrize("name", ["sparse-stage0-1", "sparse-stage2-2", "sparse-stage3-2"])
-def test_windows_without_pairs_leave_the_weights_alone(results: dict[int, Results], name: str) -> None:
+def test_windows_without_pairs_leave_the_weights_unchanged(results: dict[int, Results], name: str) -> None:
     """And with a single pair, of which the second rank has none, the run goes on."""
     outcome = results[int(name[-1])][f"OnlineDPO-{name}"]
     assert [len(pairs_of(answered(window, 2))[0]) for window in outcome["windows"]] == [0, 1, 4]
@@ -199,7 +199,7 @@ def test_windows_without_pairs_leave_the_weights_alone(results: dict[int, Result
     assert end["train_loss"] == pytest.approx(sum(entry["loss"] for entry in outcome["logs"][1:]) / 2, rel=1e-6)
 
 
-def test_online_evaluation_is_the_same_on_two_ranks_and_as_calculated(
+def test_online_evaluation_is_correct_and_the_same_on_two_ranks(
     results: dict[int, Results], solved: dict[str, OnlineSteps]
 ) -> None:
     outcome, (*_, model) = results[1][RANKED[1]], solved[RANKED[1]]

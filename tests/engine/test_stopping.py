@@ -134,7 +134,7 @@ BRIEF = ("after-a-step", "in-an-evaluation")
 
 
 @pytest.mark.parametrize("place", [pytest.param(p, marks=() if p in BRIEF else pytest.mark.ci) for p in PLACES])
-def test_wherever_the_request_comes(
+def test_stopping_at_any_point(
     place: str,
     models: dict[str, str],
     wholes: Callable[[str], AlignmentTrainer],
@@ -174,7 +174,7 @@ AGAIN = ("after-a-step", "between-micro-batches", "in-a-rollout")
 
 
 @pytest.mark.parametrize("place", [pytest.param(p, marks=() if p == AGAIN[1] else pytest.mark.ci) for p in AGAIN])
-def test_a_second_signal_does_not_cut_the_save_off(
+def test_a_second_signal_does_not_interrupt_the_save(
     place: str, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Launchers and schedulers send one after another, and the second may come while the checkpoint is written."""
@@ -201,7 +201,7 @@ def saves_and_hears(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> 
 
 
 @pytest.mark.ci
-def test_a_signal_does_not_cut_off_what_saves_the_last_good_step(
+def test_a_signal_does_not_interrupt_the_save_of_the_last_good_step(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saves_and_hears(monkeypatch, signal.SIGTERM)
@@ -212,7 +212,7 @@ def test_a_signal_does_not_cut_off_what_saves_the_last_good_step(
 
     monkeypatch.setattr(BadSteps, "check", bad)
     trainer = make("KTO", models, tmp_path, **RUN)
-    with pytest.raises(TrainingError, match="too high. The weights of step 2 are in checkpoint-2$"):
+    with pytest.raises(TrainingError, match="too high. The weights of step 2 are saved in checkpoint-2$"):
         trainer.train()
     trainer.close()
 
@@ -274,7 +274,9 @@ class Counts(TrainerCallback, ExportableState):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("step", [3, 4])
-def test_callbacks_hear_of_saves_as_in_an_undisturbed_run(step: int, models: dict[str, str], tmp_path: Path) -> None:
+def test_callbacks_are_notified_of_saves_as_in_an_uninterrupted_run(
+    step: int, models: dict[str, str], tmp_path: Path
+) -> None:
     """A checkpoint that is written because the run was asked to stop is none of these."""
     counts = Counts()
     for resumes in (False, True):
@@ -302,7 +304,7 @@ def test_a_request_at_the_last_step_changes_nothing(models: dict[str, str], tmp_
     assert not REQUESTS.reason, "the next run of this process is not asked to stop"
 
 
-def test_the_file_stop(models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_stop_file(models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It ends the run as Ctrl-C does; one from before the start is removed."""
     trainer = make("KTO", models, tmp_path, **RUN)
     stop = trainer.output_dir / "STOP"
@@ -317,7 +319,7 @@ def test_the_file_stop(models: dict[str, str], tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.ci
-def test_a_job_that_is_requeued_obeys_the_file_stop(
+def test_a_requeued_job_obeys_the_stop_file(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its user made the file while the job waited in the queue; one of another job is left over."""
@@ -357,10 +359,10 @@ def test_a_request_before_the_first_step(
     """While the policy answers the prompts of an evaluation set: there is nothing to save."""
     trainer = make("OnlineDPO", models, tmp_path, **settings("OnlineDPO"))
     in_rollout(monkeypatch, 2)
-    assert "after step 0: no step was taken" in str(stopped(trainer))
+    assert "after step 0: no step was completed" in str(stopped(trainer))
 
 
-def test_signals_have_their_meanings_back(models: dict[str, str], tmp_path: Path) -> None:
+def test_signal_handlers_are_restored(models: dict[str, str], tmp_path: Path) -> None:
     """A handler of the user's stays in place, and is called."""
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
@@ -396,7 +398,7 @@ def test_attempts_without_progress_are_counted(models: dict[str, str], tmp_path:
 
 
 @pytest.mark.ci
-def test_an_attempt_that_only_leaves_again_has_made_no_progress(
+def test_an_attempt_that_stops_immediately_makes_no_progress(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its step is longer than it lasts, and the checkpoint that is there already is not its own."""
@@ -423,7 +425,7 @@ def test_an_attempt_that_only_leaves_again_has_made_no_progress(
 
 
 @pytest.mark.ci
-def test_the_model_outlives_the_final_evaluation(
+def test_the_model_is_saved_before_the_final_evaluation(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second Ctrl-C ends that evaluation; the weights are on the disk by then."""

@@ -41,7 +41,7 @@ def copied(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 
 
-def test_a_kto_run_as_scripts_look_at_it(policy: str, tmp_path: Path) -> None:
+def test_a_kto_run_as_seen_by_scripts(policy: str, tmp_path: Path) -> None:
     """The model before and after; loaded once; sets one record each; loaders as training takes rows; trained twice."""
     rows, heard = unpaired_rows(9), Hears()
     args = KTOConfig(**options(tmp_path, max_steps=2, learning_rate=0.1, lr_scheduler_type="linear"))
@@ -87,15 +87,15 @@ def test_a_kto_run_as_scripts_look_at_it(policy: str, tmp_path: Path) -> None:
     logs = [trainer.output_dir / name for name in ("log.jsonl", "previous-1/log.jsonl")]
     names = [json.loads(log.read_text().splitlines()[0])["run"] for log in logs]
     assert names[0] != names[1]
-    with pytest.raises(OptionError, match="create another trainer"):
+    with pytest.raises(OptionError, match="create a new trainer"):
         trainer.train(resume_from_checkpoint=True)
     trainer.close()
     for act in (trainer.train, lambda: trainer.model):
-        with pytest.raises(OptionError, match="create another trainer"):
+        with pytest.raises(OptionError, match="create a new trainer"):
             act()
 
 
-def test_reading_the_model_changes_no_number(policy: str, tmp_path: Path) -> None:
+def test_accessing_the_model_does_not_affect_training(policy: str, tmp_path: Path) -> None:
     """Adapters with dropout on a live model, by position; the model is the PeftModel around them.
 
     A run that has been read goes on from a checkpoint of one that has not.

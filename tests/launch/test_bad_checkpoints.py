@@ -97,19 +97,19 @@ def cases() -> Iterator[tuple[Case, Callable[[Path], None]]]:
         nothing,
     )
     yield (
-        Case("a model", ("good: it has a model and no manifest.json",), {**at, "resume_from_checkpoint": "%good"}),
+        Case("a model", ("good: contains a model but no manifest.json",), {**at, "resume_from_checkpoint": "%good"}),
         nothing,
     )
     pairs = [{key: row[key] for key in ("prompt", "chosen", "rejected")} for row in paired_rows(8)]
     yield Case("another method", ("method kto", "is cpo"), {**at, "beta": "0.1"}, pairs, method="cpo"), nothing
-    yield Case("newer format", ("checkpoint-4/manifest.json: it has format 2", "upgrade"), LATEST), newer_format
-    yield Case("older release", ("checkpoint-4: it has a model and no manifest.json",), LATEST), older_release
-    yield Case("missing rank", ("optimizer-00001-of-00001.safetensors: it is missing",), LATEST), missing_rank
-    yield Case("truncated manifest", ("checkpoint-4/manifest.json: it cannot be read",), LATEST), truncated_manifest
-    yield Case("truncated manifest by name", ("it cannot be read",), at), truncated_manifest
+    yield Case("newer format", ("checkpoint-4/manifest.json: format 2 is newer", "upgrade"), LATEST), newer_format
+    yield Case("older release", ("checkpoint-4: contains a model but no manifest.json",), LATEST), older_release
+    yield Case("missing rank", ("optimizer-00001-of-00001.safetensors: missing",), LATEST), missing_rank
+    yield Case("truncated manifest", ("checkpoint-4/manifest.json: cannot be read",), LATEST), truncated_manifest
+    yield Case("truncated manifest by name", ("cannot be read",), at), truncated_manifest
     yield Case("no checkpoint left", ("contains a model but no checkpoint",), LATEST), no_checkpoint_left
     yield (
-        Case("another window", ("takes 2 rows", "took 4; set gradient_accumulation_steps: 2"),
+        Case("another window", ("a step has 2 rows", "had 4; set gradient_accumulation_steps: 2"),
              {**LATEST, "per_device_train_batch_size": "2"}),
         nothing,
     )  # fmt: skip
@@ -134,7 +134,7 @@ CASES = list(cases())
 
 
 @pytest.mark.parametrize(("case", "damage"), CASES, ids=[case.name.replace(" ", "-") for case, _ in CASES])
-def test_a_resume_that_cannot_be(
+def test_an_impossible_resume(
     case: Case,
     damage: Callable[[Path], None],
     done: Path,
@@ -171,7 +171,7 @@ def test_the_differences_can_be_overridden(
     assert (tmp_path / "out" / "checkpoint-6").is_dir()
 
 
-def test_the_same_command_begins_and_goes_on(models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_same_command_starts_and_resumes(models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     argv = command(Case("latest", (), LATEST), tmp_path, models)
     for said in ("; starting a new run", "checkpoint-4, after step 4 of 4"):
         with pytest.raises(SystemExit) as leaving:
@@ -187,7 +187,7 @@ def test_the_same_command_begins_and_goes_on(models: Path, tmp_path: Path, capfd
     assert not (tmp_path / "out" / ".lock").exists()
 
 
-def test_the_status_of_what_a_good_command_left(done: Path) -> None:
+def test_the_status_of_a_finished_run(done: Path) -> None:
     """Its log, its manifests and its phases are those that are read."""
     found = RunReader(done).read()
     assert (found.state, found.method, found.step, found.total_steps) == ("finished", "kto", 4, 4)
@@ -237,7 +237,7 @@ def test_two_runs_in_one_folder(
 
 
 @pytest.mark.parametrize("state", ["read-only", "full"])
-def test_a_disk_that_takes_nothing(
+def test_a_disk_that_cannot_be_written(
     state: str, done: Path, models: Path, loads: list[Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with small_disk(tmp_path / "out", 4000) as out:

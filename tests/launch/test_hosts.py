@@ -128,7 +128,7 @@ def test_deepspeed_over_pdsh_comes_to_the_weights_of_one_host(pair: Pair, tmp_pa
     assert compare(tmp_path / "out", pair.reference, []) == []
 
 
-NAMED = "host-b would tell the others to reach it at 127.0.1.1, which its name resolves to and which is each host"
+NAMED = "the host name host-b resolves to 127.0.1.1, a loopback address that other hosts cannot reach"
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def also(function: Callable[..., Any], first: Callable[[], Any]) -> Callable[...
 
 
 @pytest.mark.ci
-def test_one_more_wait_is_counted(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_additional_wait_is_counted(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = lambda: torch.tensor([1.0]).to(DEVICE)  # noqa: E731
     synchronize = lambda: torch.cuda.synchronize()  # noqa: E731
     with monkeypatch.context() as patched:

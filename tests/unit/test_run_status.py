@@ -350,12 +350,12 @@ def flipped(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "says", "seen_by_size"),
     [
-        (truncated, "model.safetensors: it has 100 bytes, and 3000 were written", True),
-        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors: it is missing", True),
-        (lambda folder: (folder / "manifest.json").unlink(), "it has a model and no manifest.json", True),
-        (lambda folder: os.truncate(folder / "manifest.json", 50), "manifest.json: it cannot be read", True),
-        (lambda folder: (folder / "manifest.json").write_text("[" * 9000), "manifest.json: it cannot be read", True),
-        (flipped, "model.safetensors: its content is not what was written", False),
+        (truncated, "model.safetensors: has 100 bytes instead of 3000", True),
+        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors: missing", True),
+        (lambda folder: (folder / "manifest.json").unlink(), "contains a model but no manifest.json", True),
+        (lambda folder: os.truncate(folder / "manifest.json", 50), "manifest.json: cannot be read", True),
+        (lambda folder: (folder / "manifest.json").write_text("[" * 9000), "manifest.json: cannot be read", True),
+        (flipped, "model.safetensors: the content has changed since it was written", False),
     ],
 )
 def test_an_incomplete_checkpoint(

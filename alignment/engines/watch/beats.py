@@ -27,16 +27,16 @@ class Beat:
     """The heartbeat of a rank.
 
     Attributes:
-        count: Sequence number.
-        host, machine, pid: Where the rank runs; ``machine`` is equal for processes that can see each other.
-        phase, step: Current activity.
-        moves: Progress counter.
-        idle: Seconds since the last progress.
-        over: Whether ``idle`` exceeds the limit of the phase.
-        waiting: Whether the main thread is in a collective.
-        finished: Whether the rank has finished its work.
-        asked: The :class:`StopReason` that the rank knows of; 0 if there is none.
-        asker: The rank that received the request, this one or another.
+        count: sequence number.
+        host, machine, pid: where the rank runs; ``machine`` is equal for processes that can see each other.
+        phase, step: current activity.
+        moves: progress counter.
+        idle: seconds since the last progress.
+        over: whether ``idle`` exceeds the limit of the phase.
+        waiting: whether the main thread is in a collective.
+        finished: whether the rank has finished its work.
+        asked: the :class:`StopReason` that the rank knows of; 0 if there is none.
+        asker: the rank that received the request, this one or another.
     """
 
     count: int
@@ -72,8 +72,8 @@ class Pulse:
     """Produces the heartbeats of this process.
 
     Args:
-        rank: Rank of this process.
-        requests: Stop requests of this process.
+        rank: rank of this process.
+        requests: stop requests of this process.
     """
 
     def __init__(self, rank: int = 0, requests: StopRequests = REQUESTS) -> None:
@@ -125,9 +125,9 @@ class Heard:
     """When an observer last received a heartbeat from each rank, by its own clock.
 
     Args:
-        clock: Clock in seconds.
-        awaited: Ranks that are expected to send heartbeats.
-        allowance: Grace period before the first heartbeat, in seconds.
+        clock: clock in seconds.
+        awaited: ranks that are expected to send heartbeats.
+        allowance: grace period before the first heartbeat, in seconds.
     """
 
     def __init__(

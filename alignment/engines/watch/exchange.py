@@ -20,11 +20,11 @@ class Exchange:
     """One rank's side of the exchange.
 
     Args:
-        call: Calls a method of the store, given its name and arguments.
-        rank, world_size: This rank and the number of ranks.
-        pulse: Produces this process's heartbeats.
-        heard: Receives the heartbeats of other ranks.
-        neighbours: Receives the ranks of this machine.
+        call: calls a method of the store, given its name and arguments.
+        rank, world_size: this rank and the number of ranks.
+        pulse: produces this process's heartbeats.
+        heard: receives the heartbeats of other ranks.
+        neighbours: receives the ranks of this machine.
     """
 
     def __init__(

@@ -22,6 +22,7 @@ ASK_S = 3.0  # limit for a call to the store
 _HUSH_S = 5.0  # how long the reporting rank waits for the others to fall silent
 _SPEECH_S = 10.0  # how long a silent rank waits for the reporting rank
 _LONGEST_S = 25.0  # limit for all of it
+_REPORT_S = 10.0  # that the report of a failed run may take
 _HEARD_S = 1.0  # how long a reporting rank 0 keeps the store for the other ranks
 
 
@@ -30,10 +31,10 @@ class Verdict:
     """Why the job ends, as published by the rank that claims the last word.
 
     Attributes:
-        code: Exit status of every rank.
-        state, signal: Values for ``status.json``.
-        hung: Whether every rank writes its stack traces.
-        dead: Ranks that do not respond and cannot exit by themselves.
+        code: exit status of every rank.
+        state, signal: values for ``status.json``.
+        hung: whether every rank writes its stack traces.
+        dead: ranks that do not respond and cannot exit by themselves.
     """
 
     code: int = 1
@@ -53,9 +54,9 @@ class LastWord:
     """One rank's view of the right to report why the job ends.
 
     Args:
-        store: The store that the ranks share; None if this process is on its own.
-        rank: This rank.
-        bury: Called with the verdict, the line and whether this rank reports, before the process exits; takes care of
+        store: the store that the ranks share; None if this process is on its own.
+        rank: this rank.
+        bury: called with the verdict, the line and whether this rank reports, before the process exits; takes care of
             dead ranks.
     """
 
@@ -78,12 +79,12 @@ class LastWord:
         """Report why the job ends, unless another rank does, and exit.
 
         Args:
-            line: Message for the user.
-            verdict: Verdict for the other ranks.
-            living: Returns the other ranks that still respond.
-            trace: Traceback that precedes the line.
-            at_once: Do not wait for the others to fall silent.
-            speaks: Whether this rank writes the line, if there is no store to agree on it; None: ask the store.
+            line: message for the user.
+            verdict: verdict for the other ranks.
+            living: returns the other ranks that still respond.
+            trace: traceback that precedes the line.
+            at_once: do not wait for the others to fall silent.
+            speaks: whether this rank writes the line, if there is no store to agree on it; None: ask the store.
         """
         claimed = bounded(lambda: self._claim(verdict), ASK_S) if self._store is not None and speaks is None else None
         if claimed is False:
@@ -164,12 +165,14 @@ def record(line: str, verdict: Verdict, seconds: float = WRITE_S) -> None:
     """Record in ``status.json`` how the run ended, if this process writes that file and the disk responds.
 
     Args:
-        line: Message for the user.
-        verdict: How the run ended.
-        seconds: Time limit for the write.
+        line: message for the user.
+        verdict: how the run ended.
+        seconds: time limit for the write.
     """
     status = ACTIVITY.status
     if status is not None:
         said = line.strip().removeprefix("error: ") or f"exit status {verdict.code}"
         error = said if verdict.state == "failed" else None
         bounded(lambda: status.update(state=verdict.state, signal=verdict.signal, error=error), seconds)
+        if error is not None and not verdict.hung and ACTIVITY.at_failure is not None:
+            bounded(ACTIVITY.at_failure, _REPORT_S)

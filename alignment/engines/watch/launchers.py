@@ -93,8 +93,8 @@ class Notice(NamedTuple):
     """Time between a request to stop and the kill that follows it.
 
     Attributes:
-        seconds: Its length.
-        source: Where the value comes from.
+        seconds: its length.
+        source: where the value comes from.
     """
 
     seconds: float

@@ -21,9 +21,9 @@ def silent_line(rank: int, beat: Beat | None, seconds: float) -> str:
     """Message about a rank that does not send heartbeats.
 
     Args:
-        rank: The silent rank.
-        beat: Its last heartbeat, if any.
-        seconds: Seconds without a heartbeat.
+        rank: the silent rank.
+        beat: its last heartbeat, if any.
+        seconds: seconds without a heartbeat.
     """
     if beat is None:
         return f"error: rank {rank} has sent no heartbeat since the ranks joined: {_SILENT}"
@@ -52,10 +52,10 @@ def silent_store_line(rank: int, host: str, first: Beat | None, seconds: float, 
     """Message about the process that serves the store and does not respond.
 
     Args:
-        rank, host: The rank that reports it.
-        first: The last heartbeat of rank 0, if any.
-        seconds: Seconds without a response.
-        by_launcher: Whether a launcher serves the store instead of rank 0.
+        rank, host: the rank that reports it.
+        first: the last heartbeat of rank 0, if any.
+        seconds: seconds without a response.
+        by_launcher: whether a launcher serves the store instead of rank 0.
     """
     what, place = "the launcher", ""
     if not by_launcher:

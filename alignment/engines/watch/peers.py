@@ -34,17 +34,17 @@ class Peers:
     """The other ranks, as one rank sees them.
 
     Args:
-        store: The store that the ranks share, over a connection that nothing else uses.
-        rank, world_size: This rank and the number of ranks.
-        server: The store of the process group, which this object keeps alive: on rank 0 it may be the one that serves
+        store: the store that the ranks share, over a connection that nothing else uses.
+        rank, world_size: this rank and the number of ranks.
+        server: the store of the process group, which this object keeps alive: on rank 0 it may be the one that serves
             the others.
-        lost_store: Called when the store is lost, if a launcher serves it: ranks can finish their last step without
+        lost_store: called when the store is lost, if a launcher serves it: ranks can finish their last step without
             it. None if rank 0 serves it, without which the job cannot continue.
-        launcher_stopped: Returns whether a launcher of this process is suspended.
-        clock: Clock in seconds.
+        launcher_stopped: returns whether a launcher of this process is suspended.
+        clock: clock in seconds.
 
     Attributes:
-        alone: The store is lost, and this rank continues without the others' heartbeats.
+        alone: the store is lost, and this rank continues without the others' heartbeats.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class Peers:
         """Report why the job ends if no other rank does, and exit.
 
         Args:
-            line: Message for the user.
-            verdict: Verdict for the other ranks.
-            trace: Traceback that precedes the line.
-            lost: Whether a connection to another rank broke. Other ranks may know better which one it was, and why.
-            at_once: Do not wait for the others to fall silent.
+            line: message for the user.
+            verdict: verdict for the other ranks.
+            trace: traceback that precedes the line.
+            lost: whether a connection to another rank broke. Other ranks may know better which one it was, and why.
+            at_once: do not wait for the others to fall silent.
         """
         if lost:
             line, verdict = self._lost_peer(line, verdict)

@@ -18,8 +18,8 @@ class Watched:
     """A process of this machine, identified when the watch began; its PID may be reused later.
 
     Attributes:
-        pid: Process ID.
-        descriptor: A descriptor that becomes readable when the process ends; None if the kernel does not support it.
+        pid: process ID.
+        descriptor: a descriptor that becomes readable when the process ends; None if the kernel does not support it.
     """
 
     pid: int

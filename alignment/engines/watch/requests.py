@@ -23,12 +23,12 @@ class StopRequests:
     """The requests that this process has received. Any thread may make one.
 
     Args:
-        clock: Clock in seconds.
+        clock: clock in seconds.
 
     Attributes:
-        deferring: Whether the main thread checks for requests by itself and must not be interrupted.
-        detail: Explanation of a reason that is not a signal; otherwise empty.
-        done: The request was carried out, or the work is finished: nothing is interrupted any more.
+        deferring: whether the main thread checks for requests by itself and must not be interrupted.
+        detail: explanation of a reason that is not a signal; otherwise empty.
+        done: the request was carried out, or the work is finished: nothing is interrupted any more.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -61,7 +61,7 @@ class StopRequests:
         """The reason to stop, including the file ``STOP``.
 
         Args:
-            every: Minimum interval between two checks for the file ``STOP``, in seconds.
+            every: minimum interval between two checks for the file ``STOP``, in seconds.
         """
         if self._file is not None and self._clock() - self._looked >= every:
             self._looked = self._clock()
@@ -75,7 +75,7 @@ class StopRequests:
         """Within this context, requests wait until the main thread checks for them.
 
         Args:
-            file: A file whose appearance counts as a request; None on ranks that leave this check to another.
+            file: a file whose appearance counts as a request; None on ranks that leave this check to another.
         """
         self._file, before, self.deferring = file, self.deferring, True
         try:

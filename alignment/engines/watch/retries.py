@@ -64,12 +64,12 @@ class Retries:
     """Repeats calls after transient failures, with pauses that double, and counts the retries.
 
     Args:
-        limit: Maximum number of retries per call.
-        pause: Seconds before the first retry.
-        sleep: Function that waits for a number of seconds.
+        limit: maximum number of retries per call.
+        pause: seconds before the first retry.
+        sleep: function that waits for a number of seconds.
 
     Attributes:
-        count: Retries on all ranks, as reported to :meth:`counted`; part of the state of a run.
+        count: retries on all ranks, as reported to :meth:`counted`; part of the state of a run.
     """
 
     def __init__(self, limit: int, pause: float, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -82,8 +82,8 @@ class Retries:
         """Return the result of ``call``, which is retried after transient failures.
 
         Args:
-            what: Name of the call in messages.
-            call: The function to call.
+            what: name of the call in messages.
+            call: the function to call.
         """
         for number in itertools.count(1):
             try:

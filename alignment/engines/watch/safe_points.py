@@ -32,8 +32,8 @@ class SafePoint:
     next exchange on; the number of calls therefore grows slowly and drops immediately.
 
     Args:
-        requests: Stop requests of this process.
-        clock: Clock in seconds.
+        requests: stop requests of this process.
+        clock: clock in seconds.
     """
 
     def __init__(self, requests: StopRequests = REQUESTS, clock: Callable[[], float] = time.monotonic) -> None:

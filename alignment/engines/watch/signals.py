@@ -36,11 +36,11 @@ class SignalWatch:
     """Turns signals into requests.
 
     Args:
-        requests: Receives the requests.
-        end: Called in the thread to exit immediately: after a second Ctrl-C, or if the main thread does not respond.
-        tell: Called in the thread with a message for the user when a request has to wait.
-        each_tick: Called in the thread twice a second.
-        clock: Clock in seconds.
+        requests: receives the requests.
+        end: called in the thread to exit immediately: after a second Ctrl-C, or if the main thread does not respond.
+        tell: called in the thread with a message for the user when a request has to wait.
+        each_tick: called in the thread twice a second.
+        clock: clock in seconds.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class SignalWatch:
         The ranks act as after SIGTERM.
 
         Args:
-            what: Description of the loss.
+            what: description of the loss.
         """
         if self.requests.done:
             return
@@ -250,7 +250,7 @@ def ignore_stop_signals(worker: int = 0) -> None:
     """Ignore stop signals in a data loader worker, which feeds the step in progress; its parent ends it.
 
     Args:
-        worker: Number of the worker.
+        worker: number of the worker.
     """
     for each in STOP_SIGNALS:
         signal.signal(each, signal.SIG_IGN)

@@ -48,9 +48,9 @@ class RunStopped(Leaving):
     """A run has stopped on request. A script that does not catch this exits with its code.
 
     Args:
-        reason: What requested the stop.
-        message: One line for the user: the state of the run and how to resume it.
-        everywhere: Whether every rank raises it at the same point; otherwise the others do not know of it yet.
+        reason: what requested the stop.
+        message: one line for the user: the state of the run and how to resume it.
+        everywhere: whether every rank raises it at the same point; otherwise the others do not know of it yet.
     """
 
     def __init__(self, reason: StopReason, message: str, *, everywhere: bool = True) -> None:

@@ -121,7 +121,7 @@ class TrainerSurface:
 
     @property
     def tokenizer(self) -> Any:
-        """Older name of :attr:`processing_class`."""
+        """Older name of ``processing_class``."""
         return self.processing_class
 
     @cached_property
