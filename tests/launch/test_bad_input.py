@@ -160,7 +160,7 @@ def live_model() -> PreTrainedModel:
     ("arguments", "says"),
     [
         ({"callbacks": [print]}, "callbacks: builtin_function_or_method is not a transformers TrainerCallback"),
-        ({"peft_config": {"r": 8}}, "peft_config: dict is not a configuration of PEFT"),
+        ({"peft_config": {"r": 8}}, "peft_config: dict is not a PEFT configuration"),
         ({"compute_metrics": len}, "compute_metrics: not supported"),
         ({"preprocess_logits_for_metrics": len}, "preprocess_logits_for_metrics: not supported"),
         ({"data_collator": len}, "data_collator: "),
@@ -172,7 +172,10 @@ def live_model() -> PreTrainedModel:
         ({"optimizers": (object(), None)}, "optimizers: requires a live model"),
         ({"train_dataset": []}, "dataset is an empty list"),
         ({"train_dataset": {"train": unpaired_rows(4)}}, "dataset is a dictionary of splits (train)"),
-        ({"train_dataset": IterableDataset.from_generator(lambda: iter(unpaired_rows(4)))}, "no end; set max_steps"),
+        (
+            {"train_dataset": IterableDataset.from_generator(lambda: iter(unpaired_rows(4)))},
+            "may be endless; set max_steps",
+        ),
         ({"train_dataset": [{**CHAT, "label": "yes"}]}, "train_dataset row 1: label is 'yes' (a string)"),
     ],
 )

@@ -450,7 +450,9 @@ def test_a_base_that_does_not_match(bases: dict[str, str], adapter: Path, tmp_pa
     save_file(state | {"base_model.model.other.weight": torch.ones(1)}, own / "adapter_model.safetensors")
     assert "the unexpected tensor other.weight" in refused(own, out)
     assert "/nowhere" in refused(adapter, out, base="/nowhere")
-    assert "does not name a base model" in refused(changed(tmp_path / "nameless", adapter, base_model_name_or_path=None), out)
+    assert "does not name a base model" in refused(
+        changed(tmp_path / "nameless", adapter, base_model_name_or_path=None), out
+    )
     save_file(state | {first: state[first] * torch.inf}, own / "adapter_model.safetensors")
     assert "contains NaN or infinite values" in refused(own, out, sample_count=0)
     assert not out.exists() and not list(tmp_path.glob(".*"))

@@ -235,7 +235,10 @@ def test_the_key_is_sent_and_kept_nowhere(monkeypatch: pytest.MonkeyPatch) -> No
                 asked(judge(server.url, api_key_env="JUDGE_KEY", retries=0))
             assert KEY not in str(raised.value)
     monkeypatch.setenv("JUDGE_KEY", f"{KEY}\nx")
-    with pytest.raises(RewardError, match="the key in JUDGE_KEY contains invalid characters") as raised, serving(longer) as server:
+    with (
+        pytest.raises(RewardError, match="the key in JUDGE_KEY contains invalid characters") as raised,
+        serving(longer) as server,
+    ):
         asked(judge(server.url, api_key_env="JUDGE_KEY"))
     assert KEY not in str(raised.value)
 
