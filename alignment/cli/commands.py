@@ -26,6 +26,7 @@ COMMANDS = {
     "train": Command("alignment.cli.train", "train a model from a recipe, options, or both"),
     "prepare": Command("alignment.cli.prepare", "tokenize the data and print the plan of a run, without a GPU"),
     "status": Command("alignment.cli.status", "show the state of a run, read from its output folder"),
+    "report": Command("alignment.cli.report", "write the HTML report of a run, or compare several runs"),
     "precompute": Command("alignment.cli.precompute", "compute and store the log-probs of the reference"),
     "export": Command(
         "alignment.cli.export", "export a checkpoint, or an adapter merged into its base, as a full model"

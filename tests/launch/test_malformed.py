@@ -102,7 +102,7 @@ def test_one_line_and_nothing_changed(
     assert leaving.value.code == 1
     for said in case.says:
         assert in_folder(said, tmp_path) in line
-    assert len(line) < _LONGEST and "(this is a defect" not in line
+    assert len(line) < _LONGEST and "(this is a bug" not in line
     assert loads == []
     assert tree(tmp_path) == before
 
@@ -135,7 +135,7 @@ def test_a_cache_that_cannot_be_written(
     with pytest.raises(SystemExit) as leaving:
         main(command(Case("cache", ()), tmp_path, models))
     line = the_error(capfd.readouterr().err)
-    assert leaving.value.code == 1 and f"{cache}: the cache for datasets cannot be written" in line
+    assert leaving.value.code == 1 and f"{cache}: the datasets cache cannot be written" in line
     assert "HF_DATASETS_CACHE" in line and loads == []
 
 

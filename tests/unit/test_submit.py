@@ -482,7 +482,7 @@ def test_ctrl_c(slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         ("--seeds 1-2 --seed 4", "--seed=4: --seeds sets the seed of each run; remove --seed"),
         ("--overwrite_output_dir true", "overwrite_output_dir=true: a requeued job resumes its own run"),
         ("--prepare-time 5", "--prepare-time='5': has no effect without --prepare; add --prepare or remove it"),
-        ("--prepare-sbatch=-H", "--prepare-sbatch=['-H']: has no effect without --prepare; add --prepare or remove it"),
+        ("--prepare-sbatch=-H", "--prepare-sbatch=['-H']: has no effect without --prepare; add --prepare"),
         ("--prepare --prepare-sbatch=--time=5", "--prepare-sbatch='--time=5': use --prepare-time"),
         ("--prepare --prepare-sbatch=-N2", "--prepare-sbatch='-N2': the job runs one task on one node; remove it"),
         ("--prepare --sbatch=--dep=singleton", "--sbatch='--dep=singleton': with --prepare the job waits for its "

@@ -1,0 +1,19 @@
+"""Write the HTML report of a run, or compare several runs: `python launch/report.py outputs/kto`.
+
+Only reads the output folders and needs no GPU. The implementation is in `alignment/`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if (ROOT / "alignment" / "__init__.py").is_file():
+    # Run from a source checkout without installation, ahead of any other package called `alignment`.
+    sys.path.insert(0, str(ROOT))
+
+from alignment.cli.report import main  # noqa: E402
+
+if __name__ == "__main__":
+    main(program="launch/report.py")
