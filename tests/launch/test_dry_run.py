@@ -1,4 +1,4 @@
-"""``--dry_run``: what is printed, and that no weight is loaded and nothing written."""
+"""``--dry_run`` prints the plan, loads no weights and writes nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAME = {"chosen": "a b", "rejected": "a b"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, labelled rows and pairs."""
+    """Return a folder with a model, labeled rows and pairs."""
     folder = tmp_path_factory.mktemp("dry-run")
     make_model(folder / "model")
     long = {"prompt": "a" * 700, "completion": "b", "label": True}
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def dry_run(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """The command with ``--dry_run``; what it prints. It may load and write nothing."""
+    """Run the command with ``--dry_run`` and return its output; loading or writing anything fails."""
 
     def fail(*args: Any, **kwargs: Any) -> None:
         pytest.fail("weights were loaded")

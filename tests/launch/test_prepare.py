@@ -1,4 +1,4 @@
-"""The command ``prepare``: what it tokenises is found by the run, whatever that runs on; nothing else is left."""
+"""The ``prepare`` command: the run finds the tokenized rows on any device, and no other files are left."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHORT = ("--max_steps", "1", "--disable_tqdm", "--save_strategy", "no", "--max_l
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, rows to train and to evaluate on."""
+    """Return a folder with a model, training rows and evaluation rows."""
     folder = tmp_path_factory.mktemp("prepare")
     make_model(folder / "model")
     for name, rows in (("kto", unpaired_rows(12)), ("cpo", paired_rows(8))):
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own; and the machine says nothing about its devices."""
+    """Use a separate cache, and no variables about devices."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("DS_ACCELERATOR")
     return tmp_path / "cache"
@@ -65,7 +65,7 @@ def prepare(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int]]:
-    """Everything below a folder, with times and sizes; the library's lock files are not content."""
+    """Return all files below a folder with times and sizes, except lock files."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock")
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
 
@@ -73,7 +73,7 @@ def tree(folder: Path) -> dict[str, tuple[int, int]]:
 def test_a_run_finds_the_rows(
     prepare: Callable[..., Any], folder: Path, tmp_path: Path, cache: Path, ranks: RankServer
 ) -> None:
-    """Planned for four GPUs; run on two CPUs with another batch: no row is tokenised, nothing is cached anew."""
+    """Planned for four GPUs, run on two CPUs with another batch size: no rows are tokenized or cached again."""
     evaluation = ("--dataset_test_split", "train[:5]", "--eval_strategy", "steps")
     status, out, err = prepare(*evaluation, "--ranks", "4", "--per_device_train_batch_size", "2")
     assert status == 0, err
@@ -106,7 +106,7 @@ def test_the_same_run_may_follow_in_the_same_folder(
 
 
 def test_a_run_that_still_has_the_folder_is_not_waited_for(prepare: Callable[..., Any], tmp_path: Path) -> None:
-    """It will have been requeued or have ended by the time that the next one begins."""
+    """It will have been requeued or have ended when the next one starts."""
     with another_process() as process:
         write_lock(tmp_path / "out", owner_of(process.pid))
         write_status(tmp_path / "out", state="running", pid=process.pid)
@@ -142,7 +142,7 @@ def test_what_the_run_would_refuse_is_refused(prepare: Callable[..., Any], tmp_p
 def test_it_plans_for_gpus_where_there_is_none(
     options: tuple[str, ...], says: str, prepare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the run's own machine decides is not decided by this one; nothing is compiled, and no weight is read."""
+    """Decisions that depend on the machine of the run are left to it; nothing is compiled, and no weights are read."""
     from alignment.engines import optimizers
     from alignment.references import content
 

@@ -1,6 +1,6 @@
-"""A real SLURM on this machine: requeues, lost nodes, preemption, arrays and dependencies, by the rendered script.
+"""Requeues, lost nodes, preemption, arrays and dependencies with a real SLURM on this machine.
 
-A run trains on two nodes, while jobs of a stand-in (``slurm_worker.py``) wait for SLURM on others.
+A run trains on two nodes, while jobs of a placeholder (``slurm_worker.py``) wait for SLURM on others.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DOCS = ROOT / "docs" / "guides" / "slurm.md"
 
 
 def until(reached: Callable[[], object], seconds: float, what: Callable[[], str]) -> None:
-    """Wait a moment at a time; ``what`` tells what was there instead."""
+    """Wait for a condition; ``what`` describes the state if it is not met in time."""
     end = time.monotonic() + seconds
     while not reached():
         assert time.monotonic() < end, f"nothing within {seconds:g} s: {what()}"
@@ -51,7 +51,7 @@ def until(reached: Callable[[], object], seconds: float, what: Callable[[], str]
 
 @dataclass
 class Job:
-    """A job that was submitted by the command, and its output folder."""
+    """A job submitted by the command, and its output folder."""
 
     cluster: Cluster
     number: str
@@ -90,7 +90,7 @@ class Job:
 
 @dataclass
 class Here:
-    """The cluster, what is trained on, and how to submit it."""
+    """The cluster, the model and data, and how to submit a job."""
 
     cluster: Cluster
     folder: Path
@@ -136,7 +136,7 @@ class Here:
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Here]:
-    """The cluster. Its folder has a short name: that of a socket may have 107 characters."""
+    """Start the cluster. Its folder has a short name, as the path of a socket is limited to 107 characters."""
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     cluster, place = Cluster(folder), tmp_path_factory.mktemp("slurm jobs")  # a space, to see that it is quoted
     try:
@@ -151,7 +151,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Here]:
 
 @pytest.fixture(scope="module")
 def waiting(here: Here) -> dict[str, Job]:
-    """Jobs that mostly wait for SLURM, all at once."""
+    """Run jobs that mostly wait for SLURM, all at the same time."""
     jobs = {
         "cancelled": here.stand_in("cancelled", "wait"),
         "near its limit": here.stand_in("limit", "wait", "--time", "2", "--signal", "USR1@59"),
@@ -179,7 +179,7 @@ def waiting(here: Here) -> dict[str, Job]:
 
 
 def documented(start: str) -> list[str]:
-    """The command of the documentation that begins so, up to the script's own arguments."""
+    """Return the documented command with this beginning, up to the arguments of the script."""
     text = DOCS.read_text().replace("\\\n", " ")
     (line,) = [line for line in text.splitlines() if line.startswith(start)]
     return shlex.split(line.partition(" kto --dataset_name ")[0])
@@ -187,7 +187,7 @@ def documented(start: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(here: Here, waiting: dict[str, Job]) -> Path:
-    """The output folder of a run that nothing disturbed, started by the documentation's line."""
+    """Return the output folder of an undisturbed run, started with the documented command."""
     command = documented("srun --nodes 4 --ntasks-per-node 8 ")
     assert command[-2:] == ["python", "launch/train.py"]
     small = {"--nodes": "2", "--ntasks-per-node": "1", "--gpus-per-node": "1", "--cpus-per-task": "1"}
@@ -255,7 +255,7 @@ def test_a_run_of_two_nodes_that_is_disturbed_in_every_way(here: Here, undisturb
 
 
 def differences(folder: Path, reference: Path) -> list[str]:
-    """Files with other bytes, and records of the log that are missing, there twice, or other."""
+    """Return files that differ, and log records that are missing, duplicated or different."""
     names = sorted(str(path.relative_to(reference)) for path in reference.rglob("*.safetensors"))
     assert len(names) > 3
     found = [name for name in names if not same_bytes(folder / name, reference / name)]
@@ -264,7 +264,7 @@ def differences(folder: Path, reference: Path) -> list[str]:
 
 
 def records(folder: Path) -> list[dict[str, object]]:
-    """The log without times, starts and stops."""
+    """Return the log without times, starts and stops."""
     read = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
     return [without_times(record) for record in read if "event" not in record]
 
@@ -308,7 +308,7 @@ def test_a_file_stop_ends_a_job_that_saves_for_a_requeue(waiting: dict[str, Job]
     job = waiting["stopped by a file"]
     assert job.ended(30) == "FAILED"
     assert (job.state()["Restarts"], job.state()["ExitCode"]) == ("0", "85:0")
-    assert f"not requeued: {job.folder}/STOP is there" in job.report()
+    assert f"not requeued: {job.folder}/STOP exists" in job.report()
 
 
 def test_a_job_that_saves_beyond_its_time_limit_is_requeued(waiting: dict[str, Job]) -> None:
@@ -355,7 +355,7 @@ def test_training_waits_for_the_job_that_prepares_it(here: Here, waiting: dict[s
 
 
 def test_the_documented_calls_of_sbatch(here: Here) -> None:
-    """SLURM says when the job would start, and starts nothing."""
+    """SLURM prints when the job would start, without starting it."""
     lines = [line for line in DOCS.read_text().replace("\\\n", " ").splitlines() if line.startswith("sbatch ")]
     assert len(lines) == 3
     for line in lines:
@@ -368,7 +368,7 @@ def test_more_than_the_cluster_has_is_refused(here: Here) -> None:
     for options, message in {
         "--nodes 5": "--nodes=5: the partition gpu allows at most 4 per job; set --nodes 4",
         "--gpus 3": "--gpus=3: the nodes of partition gpu have at most 2; set --gpus to the GPUs per node",
-        "--partition gpus": "--partition='gpus': no such partition; did you mean 'gpu'?; there are: gpu, cpu, low",
+        "--partition gpus": "--partition='gpus': unknown partition; set one of gpu, cpu, low; did you mean 'gpu'?",
         "--time 3-0": "--time=3-00:00:00: the partition gpu allows 2-00:00:00",
         "--account nobody;": "--account='nobody;': expected a name",
     }.items():

@@ -1,4 +1,4 @@
-"""Layer kernels: what is refused before anything is loaded, and what is put into a model where it is loaded."""
+"""Layer kernels: checks before weights are loaded, and the kernels applied to a loaded model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KERNEL_OF = {  # by the class that has it
 
 @pytest.fixture(autouse=True)
 def plain_modelling_files() -> Iterator[None]:
-    """Liger's rotary embedding stays in a modelling file, and would run in Triton's interpreter in later tests."""
+    """Restore modeling files: Liger's rotary embedding would run in Triton's interpreter in later tests."""
     yield
     for name, module in list(sys.modules.items()):
         if name.startswith("transformers.models."):
@@ -58,24 +58,24 @@ def check(*sources: ModelSource, **given: Any) -> list[str]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as the checks are concerned."""
+    """Pretend that there is a GPU in the checks."""
     monkeypatch.setattr(kernels, "has_gpu", lambda: True)
 
 
-def test_nothing_asked_for() -> None:
+def test_no_kernels_requested() -> None:
     assert check() == []
     assert check(use_liger_loss=False) == []
 
 
 @pytest.mark.usefixtures("gpu")
-def test_what_can_be_had() -> None:
+def test_available_kernels() -> None:
     assert check(use_liger_kernel=True) == []
     assert check(use_liger_kernel=True, liger_kernel_config={"rope": False, "fused_linear_cross_entropy": False}) == []
 
 
-def test_a_fused_loss_is_accepted_and_nothing_new() -> None:
+def test_a_fused_loss_is_accepted_without_effect() -> None:
     (line,) = check(use_liger_loss=True)
-    assert line.startswith("use_liger_loss: ") and "changes nothing" in line
+    assert line.startswith("use_liger_loss has no effect: ")
 
 
 @pytest.mark.parametrize("given", [{"use_liger_kernel": True}, {"model_init_kwargs": {"use_kernels": True}}])
@@ -91,7 +91,7 @@ def test_without_a_gpu_nothing_is_loaded(tmp_path: Path, loads: list[Any], given
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"rope_embedding": True}, "has no such kernel for a llama model; set some of rms_norm, rope, swiglu$"),
+        ({"rope_embedding": True}, "has no such kernel for a llama model; expected one of rms_norm, rope, swiglu$"),
         ({"swiglue": True}, "liger_kernel_config: swiglue=True: .* did you mean 'swiglu'"),
         (
             {"cross_entropy": True},
@@ -102,13 +102,13 @@ def test_without_a_gpu_nothing_is_loaded(tmp_path: Path, loads: list[Any], given
         ({"model": True}, "has no such kernel"),
     ],
 )
-def test_kernels_that_are_refused(given: dict[str, Any], said: str) -> None:
+def test_rejected_kernels(given: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match=said):
         check(use_liger_kernel=True, liger_kernel_config=given)
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_type_that_liger_lacks_is_named_with_those_that_it_has() -> None:
+def test_an_unsupported_model_type_lists_the_supported_ones() -> None:
     opt = source(OPTConfig())
     with pytest.raises(
         OptionError, match=r"no kernels for some/model, a opt model; .*gemma2, .*llama, .*qwen3"
@@ -118,7 +118,7 @@ def test_a_type_that_liger_lacks_is_named_with_those_that_it_has() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_libraries_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     with pytest.raises(
         OptionError, match=r'liger-kernel is not installed; run pip install "deepspeed-alignment\[liger'
@@ -130,7 +130,7 @@ def test_libraries_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_options_that_contradict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contradicting_kernel_options(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match="has no effect without use_liger_kernel; set use_liger_kernel: true"):
         check(liger_kernel_config={"rope": True})
     monkeypatch.setattr(kernels, "is_kernels_available", lambda: True)
@@ -143,7 +143,9 @@ def test_options_that_contradict(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_kernels_are_put_where_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
+def test_kernels_are_applied_when_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: bool
+) -> None:
     put: list[Any] = []
     monkeypatch.setattr(model_kernels, "put_into", lambda model, which: put.append((type(model).__name__, which)))
     path = make_model(tmp_path)
@@ -169,7 +171,7 @@ def test_kernels_are_put_where_a_model_is_loaded(tmp_path: Path, monkeypatch: py
     ],
 )
 def test_another_activation_is_never_replaced(model_type: str, changes: dict[str, Any], kernel: str) -> None:
-    """Liger looks at a configuration's activation only where it builds a layer; and other models keep theirs."""
+    """Liger checks the activation of a configuration only when it builds a layer; other models keep theirs."""
     before = dict(dict.items(ACT2FN))
     own = shrunk(model_type)
     put_liger_kernels(AutoModelForCausalLM.from_config(own), None)
@@ -182,7 +184,7 @@ def test_another_activation_is_never_replaced(model_type: str, changes: dict[str
     assert dict(dict.items(ACT2FN)) == before
 
 
-def test_a_class_that_liger_does_not_know_is_refused() -> None:
+def test_a_class_unknown_to_liger_is_rejected() -> None:
     model = AutoModelForCausalLM.from_config(
         OPTConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=9, ffn_dim=8)
     )
@@ -190,8 +192,8 @@ def test_a_class_that_liger_does_not_know_is_refused() -> None:
         put_liger_kernels(model, None)
 
 
-def test_kernels_that_cannot_be_imported_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of Qwen3.5's mixture in Liger 0.8.5, whose file imports a name that another one lacks."""
+def test_kernels_that_cannot_be_imported_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as those of Qwen3.5 MoE in Liger 0.8.5, whose module imports a missing name."""
 
     def broken(model: Any, which: Any) -> None:
         raise ImportError("cannot import name 'Output' from 'liger_kernel'")
@@ -201,8 +203,8 @@ def test_kernels_that_cannot_be_imported_are_refused(monkeypatch: pytest.MonkeyP
         put_liger_kernels(AutoModelForCausalLM.from_config(tiny_config("tied")), None)
 
 
-def test_kernels_of_the_hub_are_those_for_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``from_pretrained`` never hears of them: it would choose them in evaluation mode."""
+def test_hub_kernels_are_those_for_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not passed to ``from_pretrained``, which would select them for evaluation."""
     modes: list[Any] = []
     monkeypatch.setattr(
         LlamaForCausalLM, "set_use_kernels", lambda self, use, config=None: modes.append((self.training, use, config))
@@ -217,7 +219,7 @@ def test_kernels_of_the_hub_are_those_for_training(tmp_path: Path, monkeypatch: 
     assert hub_kernels({"a": 1}) == ({"a": 1}, False)
 
 
-def test_kernels_of_the_hub_that_cannot_be_had_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_hub_kernels_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Any, use: bool, config: Any = None) -> None:
         raise OSError("We couldn't connect to the hub\nand more")
 
@@ -227,8 +229,8 @@ def test_kernels_of_the_hub_that_cannot_be_had_are_refused(monkeypatch: pytest.M
         put_hub_kernels(model)
 
 
-def test_kernels_of_the_hub_are_chosen_where_the_engine_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model is loaded in host memory, and a reference never changes its mode: it would have a CPU's kernels."""
+def test_hub_kernels_match_the_device_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are loaded in host memory, and a reference never changes its mode: it would keep CPU kernels."""
     chosen: list[Any] = []
     monkeypatch.setattr(
         LlamaForCausalLM, "set_use_kernels", lambda self, use, config=None: chosen.append((self.device.type, use))
@@ -242,16 +244,16 @@ def test_kernels_of_the_hub_are_chosen_where_the_engine_is(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_configuration_of_kernels_is_refused() -> None:
-    """It replaces layers before the weights are read, in a class that a JSON or YAML file cannot hold."""
+def test_kernel_config_is_rejected() -> None:
+    """It replaces layers before the weights are read, with a class that JSON or YAML cannot express."""
     with pytest.raises(OptionError, match="kernel_config is not supported; remove it and set use_kernels: true"):
         check(source(kernel_config=object()))
 
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("model_type", "kernel"), [("deepseek_v3", "rope"), ("glm4", "rope"), ("gpt_oss", "swiglu")])
-def test_a_kernel_that_liger_would_leave_out_is_refused(model_type: str, kernel: str) -> None:
-    """It logs a warning and goes on, or raises an error of its own once the weights are loaded."""
+def test_a_kernel_that_liger_would_skip_is_rejected(model_type: str, kernel: str) -> None:
+    """Liger only logs a warning, or raises an error after the weights have been loaded."""
     given = source(CONFIG_MAPPING[model_type]())
     assert check(given, use_liger_kernel=True, liger_kernel_config={kernel: False}) == []
     with pytest.raises(OptionError, match=f"{kernel}=True: Liger's kernel does not support {model_type} model"):
@@ -259,7 +261,7 @@ def test_a_kernel_that_liger_would_leave_out_is_refused(model_type: str, kernel:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_liger_that_cannot_be_imported_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_liger_that_cannot_be_imported_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise ImportError("liger-kernel requires transformers >= 5.0.0, got 4.57")
 
@@ -268,8 +270,8 @@ def test_a_liger_that_cannot_be_imported_is_refused(monkeypatch: pytest.MonkeyPa
         check(use_liger_kernel=True)
 
 
-def test_a_run_goes_on_with_the_kernels_that_it_began_with() -> None:
-    """They round in another way than transformers' layers."""
+def test_a_run_resumes_with_the_same_kernels() -> None:
+    """Their rounding differs from that of transformers' layers."""
     compared = compared_options(KTOConfig("out", use_liger_kernel=True, liger_kernel_config={"rope": False}))
     assert compared["use_liger_kernel"] is True and compared["liger_kernel_config"] == {"rope": False}
     assert "use_liger_loss" not in compared
@@ -280,7 +282,7 @@ def test_the_length_of_answers_at_evaluation_may_change() -> None:
     assert compared_options(OnlineDPOConfig("out", max_new_tokens=7))["max_new_tokens"] == 7
 
 
-def test_refusals_are_errors_of_one_line() -> None:
+def test_errors_are_a_single_line() -> None:
     with pytest.raises(AlignmentError) as caught:
         check(use_liger_kernel=True)
     assert "\n" not in str(caught.value)

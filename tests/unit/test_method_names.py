@@ -1,4 +1,4 @@
-"""No package below ``methods/`` knows a method: neither its classes nor its name, in whatever way it could be used."""
+"""No package below ``methods/`` refers to a method, neither to its classes nor to its name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOWER = sorted(
 
 
 def faults(source: str) -> Iterator[tuple[str, str]]:
-    """Imports from ``alignment.methods``, and texts that are a method's name: the line and what is there."""
+    """Return the lines that import from ``alignment.methods`` or contain a method's name as a string."""
     for node in ast.walk(ast.parse(source)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
@@ -36,7 +36,7 @@ def faults(source: str) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("path", LOWER, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_lower_package_knows_no_method(path: Path) -> None:
+def test_lower_packages_do_not_name_methods(path: Path) -> None:
     name = str(path.relative_to(PACKAGE))
     found = [fault for fault in faults(path.read_text(encoding="utf-8")) if (name, fault[1]) not in _CHANCE]
     assert found == []
@@ -56,5 +56,5 @@ def test_a_lower_package_knows_no_method(path: Path) -> None:
         "def f(name='dpo'): ...",
     ],
 )
-def test_the_walk_sees_it(source: str) -> None:
+def test_the_walk_detects_method_names(source: str) -> None:
     assert list(faults(source))
