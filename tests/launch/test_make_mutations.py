@@ -43,7 +43,7 @@ def test_a_mutation_that_no_test_notices_fails(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "area.yaml").write_text(NOTICED + MISSED)
     assert main(["--folder", str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert "1 of 4 mutations noticed" in out and "noticed " in out
+    assert "1 of 4 mutations detected" in out and "detected " in out
     for name, why in {
         "a docstring has another ending": "every test passed",
         "a test is named that does not exist": "no test was selected",
@@ -88,7 +88,7 @@ def test_a_test_that_fails_without_the_mutation_is_an_error(
     monkeypatch.setattr(ScriptedTree, "runs", [])
     assert main(["--folder", str(tmp_path), "--jobs", "1"]) == 1
     out = capsys.readouterr().out
-    assert "2 of 4 mutations noticed" in out and out.count("[fails without the mutation: broken::test]") == 2
+    assert "2 of 4 mutations detected" in out and out.count("[fails without the mutation: broken::test]") == 2
     # As it is, each command ran once.
     assert sorted(chosen for chosen, mutated in ScriptedTree.runs if not mutated) == ["broken -k x", "good -k y"]
 

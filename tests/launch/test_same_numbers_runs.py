@@ -62,7 +62,7 @@ def test_equal_versions_are_the_same(tree: Tree, capsys: pytest.CaptureFixture[s
     names = ["kto-stage2-2", "online_dpo-model-stage3-1"]
     assert main([str(ROOT), str(tree.folder), "--base-python", sys.executable, "--only", *names]) == 0
     out = capsys.readouterr().out
-    assert all(f"{name}: 0 differences" in out for name in names) and "2 of 2 runs are the same" in out
+    assert all(f"{name}: 0 differences" in out for name in names) and "2 of 2 runs are identical" in out
 
 
 @pytest.mark.slow

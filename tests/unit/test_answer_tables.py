@@ -1,4 +1,4 @@
-"""What is sampled at an evaluation, and when: prompts, sampling, tables that are written once."""
+"""Completions sampled at evaluations: prompts, sampling settings, and tables that are written once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_first_different_prompts() -> None:
     assert first_prompts(data([[0], [0]]), 2) == [], "a text's first token alone asks for nothing"
 
 
-def test_prompts_leave_room_for_an_answer() -> None:
+def test_prompts_leave_space_for_a_completion() -> None:
     model: Any = SimpleNamespace(
         config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=4))
     )
@@ -64,7 +64,7 @@ def test_sampling_of_a_configuration() -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """The first rank's run, whose models answer with their names."""
+    """The first rank's run, with models that return their names."""
     speakers = []
 
     def said(self: Any, speaker: Any, prompts: Any, sampling: Any, phase: str = "") -> list[str]:
@@ -116,7 +116,7 @@ def test_a_table_and_what_is_shown_of_it(run: Any) -> None:
     assert shortened("x" * 160) == "x" * 160 and shortened("x" * 161) == f"{'x' * 80} … {'x' * 80}"
 
 
-def test_without_a_reference_or_prompts_it_is_said_once(run: Any) -> None:
+def test_missing_references_or_prompts_are_reported_once(run: Any) -> None:
     made = run.made()
     for _ in range(2):
         made(run.models("policy"), run.rows, "eval")
@@ -127,12 +127,12 @@ def test_without_a_reference_or_prompts_it_is_said_once(run: Any) -> None:
     assert out.count("generate_during_eval: eval_dataset: its rows have no prompts") == 1
 
 
-def test_the_file_of_an_earlier_run_is_left_alone(run: Any) -> None:
+def test_the_file_of_an_earlier_run_is_not_modified(run: Any) -> None:
     run.made(in_run=False)(run.models("policy"), run.rows, "eval")
     assert not (run.context.output_dir / "completions.jsonl").exists() and "policy 3" in run.out()
 
 
-def test_an_evaluation_that_was_left_in_its_midst_writes_no_table_twice(run: Any) -> None:
+def test_an_interrupted_evaluation_does_not_write_a_table_twice(run: Any) -> None:
     first, second = run.rows, data([[1, 6]], "second")
     made = run.made()
     made(run.models("policy"), first, "eval_a")
@@ -147,7 +147,7 @@ def test_an_evaluation_that_was_left_in_its_midst_writes_no_table_twice(run: Any
     assert [line["dataset"] for line in run.lines()] == ["eval_a"] * 2 + ["eval_b"] + ["eval_a"] * 2 + ["eval_b"]
     run.context.state.global_step = 4
     later = run.made()
-    later.load_state_dict(state)  # and at another step everything is sampled
+    later.load_state_dict(state)  # at another step, everything is sampled
     later(run.models("policy"), first, "eval_a")
     assert [line["step"] for line in run.lines()] == [3, 3, 4, 4]
 
