@@ -31,6 +31,7 @@ REQUIRED = [
     "psutil>=5.9",
     "xxhash>=3.0,<5",
     "matplotlib>=3.8,<4",
+    "jinja2>=3.1,<4",
 ]
 
 EXTRAS = {
@@ -42,13 +43,25 @@ EXTRAS = {
         "ruff>=0.12",
         "mypy>=1.15",
         "import-linter>=2.16,<3",
+        "build>=1.2,<2",
+        "twine>=6,<7",
         "types-PyYAML",
+        # The tests that run the code blocks of the documentation read them with the parser of the site.
+        "markdown-it-py>=3,<5",
+        "mdit-py-plugins>=0.4.1,<0.8",
         # Its interpreter runs the head's kernels on a CPU. Users have the release that torch's CUDA wheels pin.
         "triton>=3.4,<4",
         "liger-kernel>=0.8,<0.9",
     ],
     # For use_liger_kernel: 0.8 is the release whose kernels were compared with transformers' layers, type by type.
     "liger": ["liger-kernel>=0.8,<0.9"],
+    # For `make docs`.
+    "docs": [
+        "sphinx>=8.1,<10",
+        "myst-parser>=4,<6",
+        "furo>=2024.8.6",
+        "sphinx-copybutton>=0.5.2,<0.6",
+    ],
     # For `make mutants`: mutmut's operators on syntax trees, and which tests run which lines.
     "mutants": ["mutmut==3.8.*", "pytest-cov>=7,<8"],
     # For benchmarks/side_by_side.py: the release whose trainers it was written against.
@@ -75,6 +88,7 @@ setup(
     package_dir={"alignment.ds_configs": "ds_configs", "alignment.launch": "launch"},
     package_data={
         "alignment": ["py.typed"],
+        "alignment.reporting.html": ["templates/*"],
         "alignment.ds_configs": ["*.json", "*.md"],
         "alignment.launch": ["recipes/*.yaml", "slurm/*.sbatch"],
     },

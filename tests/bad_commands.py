@@ -182,7 +182,7 @@ DATA = [
     ),
     Case(
         "fewer rows than a window",
-        ("@data.jsonl: 8 rows are fewer than one window of 16", "dataloader_drop_last"),
+        ("@data.jsonl: the 8 rows do not fill a window of 16", "dataloader_drop_last"),
         {"dataloader_drop_last": "true", "gradient_accumulation_steps": "4"},
     ),
 ]

@@ -21,18 +21,19 @@ from alignment.reporting.status_file import STATUS
 
 _ABOUT = """\
 Show where a run stands, from the files in its output folder alone: state, step and time left, speed, last metrics,
-checkpoints and whether they are whole, phase times, attempts. A run whose process is gone is reported with "no sign of
-life since". On the host of the run that is known at once; elsewhere its heartbeat is watched for up to 20 seconds."""
+checkpoints and whether they are complete, phase times, attempts. A run whose process is gone is reported with "no
+heartbeat since". On the host of the run this is known immediately; on another host, the heartbeat is watched for up to
+20 seconds."""
 _POLL_S, _INTERVAL_S = 0.5, 2.0
 _CLEAR_BELOW, _UP = "\x1b[J", "\x1b[{}F"
 
 
 def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment status") -> None:
-    """Show it and exit with the code: 0, 1 where the status cannot be read, 2 after wrong usage.
+    """Show the status and exit: 0 on success, 1 if it cannot be read, 2 after a usage error.
 
     Args:
-        argv: arguments without the program's name; those of this process when None.
-        program: what usage lines call this command.
+        argv: arguments without the program's name. Defaults to those of this process.
+        program: the command's name in usage lines.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser(program)
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
     options = parser.parse_args(arguments)
     if options.interval is not None and not options.follow:
         parser.error(
-            f"argument --interval: {options.interval:g} has no effect without --follow; add it, or leave it out"
+            f"argument --interval: {options.interval:g} has no effect without --follow; add --follow or drop it"
         )
     code = 0
     with surviving_closed_output(), contextlib.suppress(KeyboardInterrupt):
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
 def _run(options: argparse.Namespace) -> int:
     try:
         reader = RunReader(Path(options.run).expanduser(), read_all=options.check)
-        view = _follow(reader, options) if options.follow else _settled(reader)
+        view = _follow(reader, options) if options.follow else settled(reader)
     except (AlignmentError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
@@ -63,12 +64,12 @@ def _run(options: argparse.Namespace) -> int:
     return 1 if unread else 0
 
 
-def _settled(reader: RunReader) -> RunView:
-    """The run as soon as it is known whether it lives."""
+def settled(reader: RunReader) -> RunView:
+    """The run, as soon as it is known whether its process is alive."""
     view, told = reader.read(), False
     while not view.settled:
         if not told:
-            print(f"watching {view.folder} for a sign of life, up to {SILENT_S:.0f} s", file=sys.stderr, flush=True)
+            print(f"watching {view.folder} for a heartbeat, up to {SILENT_S:.0f} s", file=sys.stderr, flush=True)
             told = True
         time.sleep(_POLL_S)
         view = reader.read()
@@ -76,7 +77,7 @@ def _settled(reader: RunReader) -> RunView:
 
 
 def _follow(reader: RunReader, options: argparse.Namespace) -> RunView:
-    """Show every change until the run is over: in place on a terminal, otherwise a line each."""
+    """Show every change until the run ends: in place on a terminal, otherwise one line per change."""
     screen = _Screen() if sys.stdout.isatty() and not options.json else None
     said, shown = "", time.monotonic()
     while True:
@@ -90,18 +91,18 @@ def _follow(reader: RunReader, options: argparse.Namespace) -> RunView:
         if view.over:
             return view
         now = time.monotonic()
-        shown = max(shown + (options.interval or _INTERVAL_S), now)  # after a read that took long none is made up for
+        shown = max(shown + (options.interval or _INTERVAL_S), now)  # missed refreshes are not made up for
         time.sleep(shown - now)
 
 
 class _Screen:
-    """Lines that are written over those from before."""
+    """Lines that overwrite the previous ones."""
 
     def __init__(self) -> None:
         self._count = 0
 
     def show(self, lines: Sequence[str]) -> None:
-        """Put these in the place of the last ones, cut to what the terminal has room for."""
+        """Replace the previous lines; cut to the size of the terminal."""
         size = shutil.get_terminal_size()
         kept = [line[: max(1, size.columns - 1)] for line in lines[: max(1, size.lines - 1)]]
         above = _UP.format(self._count) if self._count else ""
@@ -123,15 +124,19 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, description=_ABOUT, allow_abbrev=False)
     add = parser.add_argument
     add("run", metavar="RUN", help="output folder of the run")
-    add("--json", action="store_true", help="print one JSON object; with --follow one in a line for each change")
-    add("--follow", action="store_true", help="show changes until the run ends; Ctrl-C leaves the run alone")
+    add("--json", action="store_true", help="print one JSON object; with --follow, one per line for each change")
+    add("--follow", action="store_true", help="show changes until the run ends; Ctrl-C does not affect the run")
     add(
         "--interval",
         type=_seconds,
         metavar="SECONDS",
-        help=f"between looks of --follow [{_INTERVAL_S:g}]",
+        help=f"refresh interval of --follow [{_INTERVAL_S:g}]",
     )
-    add("--check", action="store_true", help="compare the content of checkpoints with their checksums; reads them all")
+    add(
+        "--check",
+        action="store_true",
+        help="compare checkpoints with their checksums (reads all of them)",
+    )
     return parser
 
 

@@ -1,4 +1,4 @@
-"""A run as people read it: a table of a few lines, or one line."""
+"""A run as text: a table of a few lines, or a single line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIRST = ("loss", "eval_loss", "rewards/margins", "eval_rewards/margins", "rewar
 
 
 def status_lines(view: RunView) -> list[str]:
-    """Everything about a run, line by line."""
+    """Everything about a run, one line per item."""
     rows = [
         ("state", state_sentence(view)),
         ("step", _step(view)),
@@ -38,23 +38,23 @@ def status_lines(view: RunView) -> list[str]:
 
 
 def status_line(view: RunView) -> str:
-    """The most important of it in one line."""
+    """The most important values in one line."""
     metrics = _metrics({name: view.metrics[name] for name in _FIRST if name in view.metrics}, None)
     return "; ".join(part for part in (state_sentence(view), _step(view), _speed(view), metrics) if part)
 
 
 def state_sentence(view: RunView) -> str:
-    """The state, by whom or what, and where."""
+    """The state, its cause and the phase."""
     if view.state == LOST:
-        return f"no sign of life since {_time(view.last_sign)}: {view.reason}{_where(view, ' in')}"
+        return f"no heartbeat since {_time(view.last_heartbeat)}: {view.reason}{_where(view, ' in')}"
     if view.state == UNKNOWN:
-        return "not known: there is no status.json that can be read, and the log has no end"
+        return "unknown: there is no readable status.json, and the log has no end event"
     said = view.state + (f" by {view.signal}" if view.signal else "")
     if view.state in ("starting", "running"):
         by = view.holder or (f"process {view.pid} on {view.host}" if view.pid and view.host else "")
         said += f": {by}" if by else ""
         said += _where(view, ",") if view.state == "running" else ""
-        return said if view.lives is not None else f"{said} (no sign of life seen yet)"
+        return said if view.alive is not None else f"{said} (no heartbeat seen yet)"
     if view.error:
         said += f": {view.error}"
     return f"{said}; {view.holder} has taken over" if view.holder else said
@@ -74,7 +74,7 @@ def _step(view: RunView) -> str:
 
 
 def _left(seconds: float) -> str:
-    """A time that is an estimate: no seconds beside hours."""
+    """An estimated time, rounded to minutes."""
     hours, minutes = divmod(round(seconds / 60), 60)
     if hours >= 48:
         return f"{hours // 24} d {hours % 24} h"
@@ -118,33 +118,33 @@ def _attempt(view: RunView) -> str:
 def _checkpoints(view: RunView) -> Iterator[str]:
     width = max((len(one.name) for one in view.checkpoints[:_CHECKPOINTS]), default=0)
     for one in view.checkpoints[:_CHECKPOINTS]:
-        yield f"{one.name.ljust(width)}  {_whole(one)}"
+        yield f"{one.name.ljust(width)}  {_completeness(one)}"
     if len(view.checkpoints) > _CHECKPOINTS:
         broken = sum(one.problem is not None for one in view.checkpoints[_CHECKPOINTS:])
-        damaged = f", {broken} of them not whole" if broken else ""
-        yield f"and {len(view.checkpoints) - _CHECKPOINTS} older ones{damaged}"
+        damaged = f", {broken} of them incomplete" if broken else ""
+        yield f"and {len(view.checkpoints) - _CHECKPOINTS} older{damaged}"
     for name in view.partial:
-        yield f"{name}  {'left half written' if view.over else 'being written'}"
+        yield f"{name}  {'incomplete: the run ended while writing it' if view.over else 'being written'}"
 
 
-def _whole(one: CheckpointView) -> str:
+def _completeness(one: CheckpointView) -> str:
     if one.problem is not None:
-        return f"not whole: {one.problem}"
+        return f"incomplete: {one.problem}"
     size = gibibytes(one.bytes) if one.bytes >= 2**30 / 100 else f"{one.bytes / 1e6:.1f} MB"
-    return f"whole, {size}" if one.resumable else f"whole, {size}, the model only"
+    return f"complete, {size}" if one.resumable else f"complete, {size}, weights only"
 
 
 def _phases(view: RunView) -> Iterator[str]:
     ordered = sorted(view.phases.items(), key=lambda item: -item[1]["seconds"])
-    whole = sum(one["seconds"] for _, one in ordered) or 1.0
+    total = sum(one["seconds"] for _, one in ordered) or 1.0
     for name, one in ordered:
-        yield f"{name}: {duration(one['seconds'])} ({100 * one['seconds'] / whole:.0f} %)"
+        yield f"{name}: {duration(one['seconds'])} ({100 * one['seconds'] / total:.0f} %)"
     if ordered:
         yield f"({view.phases_of})"
 
 
 def _named(name: str, lines: Sequence[str]) -> list[tuple[str, str]]:
-    """A table's first line has the name, the others none."""
+    """Name the first line of a table only."""
     return [("" if number else name, line) for number, line in enumerate(lines)]
 
 

@@ -1,4 +1,4 @@
-"""Everything that touches DeepSpeed engines and processes: launch environment, process guard, engines, checkpoints.
+"""DeepSpeed engines and processes: launch environment, process guard, engines, checkpoints.
 
-Importing this package imports neither torch nor DeepSpeed; its modules do so when they are used.
+Importing this package imports neither torch nor DeepSpeed; its modules import them when they are used.
 """

@@ -1,4 +1,4 @@
-"""The few collectives this project needs. Their shapes are fixed, so no rank can wait for one that another skips."""
+"""The few collectives this project needs. Their shapes are fixed, so that no rank waits for one that another skips."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from alignment.data.transfer import transferred
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Add a tensor of the same shape over all ranks, in place; return it."""
+    """Sum a tensor of the same shape over all ranks, in place; return it."""
     dist.all_reduce(values)
     return values
 
 
 def largest_over_ranks(values: Tensor) -> Tensor:
-    """The largest of each element over all ranks, in place; return it."""
+    """Take the maximum of each element over all ranks, in place; return it."""
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return values
 
 
 def largest_numbers(values: Sequence[float]) -> list[float]:
-    """The largest of each number over all ranks, on every rank; the host waits for the device once."""
+    """The maximum of each number over all ranks, on every rank; the host waits for the device once."""
     numbers = torch.tensor(values, dtype=torch.float64)
     found: list[float] = largest_over_ranks(transferred([numbers], device())[0]).tolist()
     return found
 
 
 def gathered(value: Any) -> list[Any]:
-    """A picklable object of every rank, on every rank."""
+    """The picklable objects of all ranks, on every rank."""
     if dist.get_world_size() == 1:
         return [value]  # without a round trip through the device
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -43,7 +43,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def copied_from_first_rank(values: Tensor) -> Tensor:
-    """Give a tensor of the same shape the first rank's values, in place; return it."""
+    """Copy the first rank's values into a tensor of the same shape, in place; return it."""
     dist.broadcast(values, src=0)
     return values
 
@@ -56,10 +56,10 @@ def from_first_rank(value: Any) -> Any:
 
 
 def on_first_rank(compute: Callable[[], Any]) -> Any:
-    """What ``compute`` gives on the first rank, on every rank; what it raises for the user, every rank raises.
+    """Run ``compute`` on the first rank and return its result, or raise its user error, on every rank.
 
     Raises:
-        AlignmentError: that of the first rank.
+        AlignmentError: the error of the first rank.
     """
     result: Any = None
     failed: AlignmentError | None = None
@@ -76,7 +76,7 @@ def on_first_rank(compute: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Within this context ranks work apart; what one of them raises for the user, every rank raises at its end.
+    """Within this context, ranks work independently; a user error of any rank is raised on every rank at the end.
 
     Raises:
         CheckpointError: with the message of the first rank that failed.
@@ -92,9 +92,9 @@ def together() -> Iterator[None]:
 
 
 def barrier() -> None:
-    """Return when every rank has called this; the host waits, on NCCL too.
+    """Return when every rank has called this; the host waits, also with NCCL.
 
-    An all-reduce would not do: on NCCL it orders what the GPU computes, and returns at once.
+    An all-reduce is not enough: with NCCL it only orders the GPU's work and returns immediately.
     """
     here = device()
     dist.barrier(device_ids=[here.index] if here.type == "cuda" else None)

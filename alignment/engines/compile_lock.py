@@ -1,8 +1,8 @@
-"""DeepSpeed compiles its ops at their first use, one process at a time: the lock of a process that was killed.
+"""The lock under which DeepSpeed compiles its ops at their first use, and its removal after a killed process.
 
-torch locks the folder of an extension by a file named `lock`, and waits for as long as that exists. Where every
-process that could hold it can be seen, it is removed once none does. Anywhere else somebody may be compiling on
-another host; after a while the user is asked to look.
+torch locks the folder of an extension with a file named `lock`, and waits as long as that exists. If every process
+that could hold it is visible, it is removed once none does. Otherwise a process of another host may be compiling;
+after a while the user is asked to check.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from alignment.internals.torch import looking_before_builds
 
 _LOOK_S, _LOOK_LATER_S, _PAUSE_S = 1.0, 10.0, 0.1
 _TELL_S = 30.0
-_LIMIT_S = 600.0  # how long to wait for a process that cannot be seen
-_FIRST_PID_SPACE = 0xEFFFFFFC  # the number that Linux gives to the process namespace of the machine itself
+_LIMIT_S = 600.0  # how long to wait for a process that is not visible
+_FIRST_PID_SPACE = 0xEFFFFFFC  # inode number of the host's own PID namespace in Linux
 _OVERLAY = 0x794C7630
-# ext4, xfs, btrfs, tmpfs, f2fs, zfs, bcachefs: what other hosts do not see, by the numbers of statfs(2).
+# ext4, xfs, btrfs, tmpfs, f2fs, zfs, bcachefs: not visible to other hosts; the values are those of statfs(2).
 _LOCAL = frozenset({0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0xF2F52010, 0x2FC12FC1, 0xCA451A4E, _OVERLAY})
 
 
 @dataclass(frozen=True)
 class _Lock:
-    """A lock file, to be told from a later one of the same name."""
+    """A lock file, distinguishable from a later one of the same name."""
 
     device: int
     inode: int
@@ -49,11 +49,11 @@ class _Lock:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a look at the processes of this host has shown.
+    """Result of inspecting the processes of this host.
 
     Attributes:
-        holder: the process that holds the lock.
-        everybody: no process that could hold it was hidden from this one.
+        holder: PID of the process that holds the lock, if found.
+        everybody: whether all processes that could hold the lock were visible.
     """
 
     holder: int | None
@@ -62,20 +62,20 @@ class _Seen:
 
 @contextlib.contextmanager
 def abandoned_locks_removed() -> Iterator[None]:
-    """Within this context a lock that a killed process has left keeps nobody waiting.
+    """Within this context, the lock of a killed process does not block builds.
 
     Raises:
-        AlignmentError: a lock stays, and who holds it cannot be known.
+        AlignmentError: a lock persists, and its holder cannot be determined.
     """
     with looking_before_builds(wait_for_release):
         yield
 
 
 def wait_for_release(path: Path) -> None:
-    """Wait until a lock has gone; remove it if nobody holds it.
+    """Wait until a lock is released; remove it if no process holds it.
 
     Raises:
-        AlignmentError: it stays, and who holds it cannot be known.
+        AlignmentError: the lock persists, and its holder cannot be determined.
     """
     began = time.monotonic()
     known: _Lock | None = None
@@ -89,14 +89,14 @@ def wait_for_release(path: Path) -> None:
             since, unheld = now, 0
         elif seen.everybody and _is_private(path.parent):
             unheld += 1
-            # A process that has just made the file may not have been seen with it yet.
+            # A process that has just created the file may not have been observed with it yet.
             if unheld > 1 and _remove(path, lock):
                 return
         elif now - since > _LIMIT_S:
             raise AlignmentError(
-                f"{path} is the lock of a compilation, and no process of this host has held it for "
-                f"{_LIMIT_S / 60:.0f} minutes: unless one of another host or container is compiling, remove the file, "
-                "which a process that was killed has left, and start again"
+                f"{path} is a compilation lock that no process of this host has held for {_LIMIT_S / 60:.0f} minutes; "
+                "if no other host or container is compiling, it was left by a killed process: remove the file and "
+                "start again"
             )
         if not told and now - began > _TELL_S and os.environ.get("LOCAL_RANK", "0") == "0":
             told = True
@@ -106,28 +106,28 @@ def wait_for_release(path: Path) -> None:
 
 
 def _sleep_while(path: Path, seconds: float) -> None:
-    """Sleep until the next look, or until the file has gone."""
+    """Sleep until the next check, or until the file is gone."""
     end = time.monotonic() + seconds
     while path.exists() and time.monotonic() < end:
         time.sleep(_PAUSE_S)
 
 
 def _remove(path: Path, lock: _Lock) -> bool:
-    """Remove a lock that nobody holds, unless another process has and taken it since."""
+    """Remove a lock without a holder, unless another process has already done so and taken it."""
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)  # of those who judge, one at a time
+        fcntl.flock(folder, fcntl.LOCK_EX)  # one process at a time decides
         if _Lock.at(path) != lock or _look(lock).holder is not None:
             return False
         path.unlink()
     finally:
         os.close(folder)
-    _tell(f"removed {path}: the process that was compiling there was killed")
+    _tell(f"removed {path}, which a killed process had left")
     return True
 
 
 def _look(lock: _Lock) -> _Seen:
-    """Look for a process that has the file open."""
+    """Search for a process that has the file open."""
     everybody = os.geteuid() in (0, lock.owner)
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -144,8 +144,8 @@ def _look(lock: _Lock) -> _Seen:
 
 
 def _is(descriptor: str, lock: _Lock) -> bool:
-    with contextlib.suppress(OSError):  # closed meanwhile
-        # Only files of this name are asked about: others may lie on a disk that gives no answer.
+    with contextlib.suppress(OSError):  # closed in the meantime
+        # Stat only files of this name: others may be on a disk that does not respond.
         if os.readlink(descriptor).endswith("/lock"):
             found = os.stat(descriptor)
             return (found.st_dev, found.st_ino) == (lock.device, lock.inode)
@@ -153,14 +153,14 @@ def _is(descriptor: str, lock: _Lock) -> bool:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether only processes whose numbers this one can see reach a folder: not other hosts, not other containers."""
+    """Whether a folder is accessible only to processes visible to this one: no other hosts or containers."""
     kind = _file_system(folder)
-    # The file system that a container was made with is its own; any other folder may be shared with a second one.
+    # A container's root file system is its own; any other folder may be shared with a second container.
     return kind == _OVERLAY or (kind in _LOCAL and os.stat("/proc/self/ns/pid").st_ino == _FIRST_PID_SPACE)
 
 
 def _file_system(folder: Path) -> int | None:
-    """The kind of file system, by the number that statfs(2) gives; None if it cannot be asked."""
+    """The file system type as returned by statfs(2); None if unavailable."""
     answer = (ctypes.c_ulong * 64)()
     try:
         failed = ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(folder), ctypes.byref(answer))

@@ -1,7 +1,8 @@
-"""The cores of a host, divided among its ranks: how many threads each takes for work in host memory.
+"""The cores of a host, shared among its ranks: the number of threads each uses for work in host memory.
 
-That work is an optimizer or weights in host memory, or training on CPUs. torchrun gives each rank one thread, the
-deepspeed launcher all cores to every rank: the first leaves most of the host idle, the second is many times slower.
+This applies to an optimizer or weights in host memory, and to training on CPUs. torchrun gives each rank one thread;
+the deepspeed launcher gives all cores to every rank. The former leaves most of the host idle, the latter is many times
+slower.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from alignment.engines.memory.control_groups import control_groups, text_of
 from alignment.engines.watch.launchers import launchers
 
 VARIABLE = "OMP_NUM_THREADS"
-# These set the variable to 1 where the user has not; deepspeed sets it where --bind_cores_to_rank asks for that.
+# These set the variable to 1 unless the user has set it; deepspeed sets it only with --bind_cores_to_rank.
 _SETTING = (
     "torchrun",
     "torch.distributed.run",
@@ -32,13 +33,13 @@ _SETTING = (
 
 
 class Cores(NamedTuple):
-    """What a rank may run on.
+    """The CPU cores available to a rank.
 
     Attributes:
-        host: its name.
-        allowed: the numbers of the cores.
-        group: the control group, whose quota its ranks share.
-        quota: cores' worth of time that the group may use; None for no limit.
+        host: host name.
+        allowed: core numbers.
+        group: control group, whose quota its ranks share.
+        quota: CPU quota of the group in cores; None if unlimited.
     """
 
     host: str
@@ -48,7 +49,7 @@ class Cores(NamedTuple):
 
 
 def own_cores() -> Cores:
-    """Those of this process, by its affinity and the quota of its control group."""
+    """The cores of this process, from its affinity and the quota of its control group."""
     if hasattr(os, "sched_getaffinity"):
         allowed = frozenset(os.sched_getaffinity(0))
     else:
@@ -58,9 +59,9 @@ def own_cores() -> Cores:
 
 
 def share(everyone: Sequence[Cores], rank: int) -> int:
-    """Threads of a rank: a core that several may run on is divided among them, a quota among the ranks of its group.
+    """The number of threads of a rank: shared cores are split among their ranks, a quota among those of its group.
 
-    Where a launcher has bound every rank to cores of its own, these are not divided once more.
+    If a launcher has bound every rank to separate cores, these are not split again.
     """
     own = everyone[rank]
     here = [each for each in everyone if each.host == own.host]
@@ -72,10 +73,10 @@ def share(everyone: Sequence[Cores], rank: int) -> int:
 
 
 def cpu_quota(root: Path = Path("/")) -> tuple[str, float | None]:
-    """This process's control group, and the cores' worth of time that it and those above it allow.
+    """This process's control group, and the smallest CPU quota of it and its parents, in cores.
 
     Args:
-        root: that of files.
+        root: root of the file system.
     """
     groups = list(control_groups("cpu", root))
     limits = [limit for group in groups for limit in _limit(group.folder)]
@@ -83,19 +84,19 @@ def cpu_quota(root: Path = Path("/")) -> tuple[str, float | None]:
 
 
 def _limit(folder: Path) -> list[float]:
-    """The limit of one control group; empty for none."""
+    """The quota of one control group, as a list that is empty if there is none."""
     words = text_of(folder / "cpu.max").split() or [
         text_of(folder / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     ]
-    if len(words) != 2 or not all(word.isdecimal() for word in words) or "0" in words:  # "max", -1, or not there
+    if len(words) != 2 or not all(word.isdecimal() for word in words) or "0" in words:  # "max", -1, or missing
         return []
     return [int(words[0]) / int(words[1])]
 
 
 def users_threads() -> str | None:
-    """The user's own OMP_NUM_THREADS; None where there is none, or a launcher has set it to 1 by itself.
+    """The user's own OMP_NUM_THREADS; None if unset, or if a launcher has set it to 1.
 
-    It changes its own environment to do so: the one that it was started with does not have the variable.
+    A launcher does so by changing its own environment; the one that it was started with does not have the variable.
     """
     given = os.environ.get(VARIABLE)
     if given != "1" or os.environ.get("LOCAL_WORLD_SIZE") == "1":
@@ -108,10 +109,10 @@ def users_threads() -> str | None:
 
 
 def share_cores() -> str:
-    """Take this rank's share of the host's cores for torch's threads; collective, once the ranks have joined.
+    """Set torch's number of threads to this rank's share of the host's cores. Collective; the ranks must have joined.
 
     Returns:
-        A sentence for the log.
+        A line for the log.
     """
     import torch
 
@@ -123,13 +124,13 @@ def share_cores() -> str:
         torch.distributed.all_gather_object(everyone, own)
     rank = torch.distributed.get_rank()
     if given is not None:
-        return f"threads: {torch.get_num_threads()} per rank, as {VARIABLE}={given} says"
+        return f"threads: {torch.get_num_threads()} per rank ({VARIABLE}={given})"
     here = sum(each.host == own.host for each in everyone)
     threads = share(everyone, rank)
     if here > 1 or own.quota is not None:
         torch.set_num_threads(threads)
-    limit = "" if own.quota is None else f", of which a quota allows {own.quota:g}"
+    limit = "" if own.quota is None else f", limited to {own.quota:g} by a quota"
     return (
         f"threads: {torch.get_num_threads()} per rank for work in host memory ({len(own.allowed)} cores{limit}, "
-        f"{here} rank(s) on this host); {VARIABLE} sets another number"
+        f"{here} rank(s) on this host); set {VARIABLE} to change it"
     )

@@ -1,4 +1,4 @@
-"""Calls that may not return: name look-ups, connections to a process that is stopped, writes to a disk that hangs."""
+"""Calls that may never return: name lookups, connections to a suspended process, writes to a hanging disk."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _SLICE_S = 0.2
 def within(
     seconds: float, call: Callable[[], Result], *, every: Callable[[float], None] = lambda waited: None
 ) -> Result:
-    """What ``call`` returns, or raises.
+    """Return the result of ``call``, or raise its exception.
 
-    It runs in a thread, which is left behind if it takes longer, so that signals reach the main thread meanwhile.
+    It runs in a thread, which is abandoned if it takes too long, so that the main thread can receive signals.
 
     Args:
-        seconds: that it may take.
-        call: what to do.
+        seconds: time limit.
+        call: the function to call.
         every: called several times a second with the seconds waited so far.
 
     Raises:
-        TimeoutError: it took longer.
+        TimeoutError: the call exceeded the limit.
     """
     found: list[Result] = []
     failed: list[BaseException] = []
@@ -43,7 +43,7 @@ def within(
         thread.join(max(0.0, min(_SLICE_S, seconds - (time.monotonic() - begun))))
         waited = time.monotonic() - begun
         if thread.is_alive() and waited >= seconds:
-            raise TimeoutError(f"no answer within {seconds:g} s")
+            raise TimeoutError(f"no response within {seconds:g} s")
         every(waited)
     if failed:
         raise failed[0]
@@ -51,10 +51,10 @@ def within(
 
 
 def bounded(call: Callable[[], Result], seconds: float) -> Result | None:
-    """What ``call`` returns; None if it takes longer or raises.
+    """Return the result of ``call``; None if it exceeds ``seconds`` or raises.
 
-    For last words: to a store whose process is stopped, a disk that hangs, a terminal that takes nothing. There is
-    nothing to be done about a failure.
+    For the last calls before an exit, to a suspended store, a hanging disk or a blocked terminal. Failures are ignored
+    because nothing can be done about them.
     """
     with contextlib.suppress(Exception):
         return within(seconds, call)

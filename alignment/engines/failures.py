@@ -1,6 +1,6 @@
-"""What an error is called: one line for the user, whether it is a defect, and the exit status.
+"""Description of an error: one line for the user, whether it is a bug, and the exit status.
 
-Nothing here writes or ends anything; the guard does.
+Nothing here writes or exits; the guard does.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from alignment.config.errors import AlignmentError
 
-# What gloo says of a connection that broke, could not be made, or brings nothing any more. Other libraries use these
-# words for connections of their own, so that the place in gloo's sources has to come with them.
+# Gloo's messages about a connection that broke, could not be made, or timed out. Other libraries use the same words
+# for their own connections, so the message must also contain a path of gloo's sources.
 _GLOO = ("/gloo/transport/", "Gloo connectFullMesh failed")
 _BROKEN = (
     *("Connection closed", "Connection reset", "Connection refused", "Connection timed out", "Broken pipe"),
@@ -21,7 +21,7 @@ _BROKEN = (
     *("Read timeout", "Write timeout", "Read error", "Socket closed", "Socket unexpectedly closed"),
     *("Timed out waiting", "Application timeout caused pair closure", "Gloo connectFullMesh failed"),
 )
-# torch.distributed's own classes: for calls to the store whatever they say, for NCCL by what it says.
+# torch.distributed's own classes: store errors count whatever their message, NCCL errors depending on it.
 _STORE = ("torch.DistStoreError", "torch.DistNetworkError")
 _NCCL = "torch.DistBackendError"
 _NCCL_BROKEN = (
@@ -35,17 +35,17 @@ _PATH_NAMES = ("filename", "checkpoint_file", "path", "file", "f", "save_directo
 
 
 class JoinError(AlignmentError):
-    """This rank could not join the others. The message says why, whatever the error behind it."""
+    """This rank could not join the others. The message gives the reason, whatever error caused it."""
 
 
 class ReportedElsewhere(JoinError):
-    """Another rank could not join, and says so itself; a command ends without a word of its own."""
+    """Another rank could not join and reports it; this rank exits without a message."""
 
 
 def describe(error: BaseException) -> tuple[str, bool]:
-    """One line for the user, and whether the error is a defect whose traceback is worth showing.
+    """Return one line for the user, and whether the error is a bug whose traceback is worth showing.
 
-    The line is empty for a `SystemExit` with a number: whoever raised it has already spoken.
+    The line is empty for a `SystemExit` with a number, whose message has already been written.
     """
     kinds = _kinds(error)
     text = " ".join(str(error).split())
@@ -64,38 +64,36 @@ def describe(error: BaseException) -> tuple[str, bool]:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted by the user", False
     if "torch.OutOfMemoryError" in kinds:
-        advice = (
-            "a smaller per_device_train_batch_size or max_length, gradient_checkpointing true, or a deepspeed file"
-        )
-        return f"the GPU is out of memory: set {advice} that offloads ({_shorten(text)})", False
+        advice = "use a smaller per_device_train_batch_size or max_length, set gradient_checkpointing to true, or pass"
+        return f"the GPU is out of memory: {advice} a DeepSpeed file that offloads ({_shorten(text)})", False
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
-        return f"the host is out of memory: use less offload, a smaller model or more ranks ({_shorten(text)})", False
+        return f"the host is out of memory: offload less, use a smaller model or more ranks ({_shorten(text)})", False
     if any(kind.startswith("wandb.") for kind in kinds):
-        advice = "run `wandb login`, set WANDB_MODE=offline in the environment, or report_to: none"
-        return f"report_to: wandb could not be used ({_shorten(text)}): {advice}", False
+        advice = "run `wandb login`, set WANDB_MODE=offline in the environment, or set report_to to none"
+        return f"report_to: wandb failed ({_shorten(text)}); {advice}", False
     if _NCCL in kinds:
-        return f"NCCL failed; NCCL_DEBUG=INFO in the environment shows why ({reason_of(error)})", False
+        return f"NCCL failed ({reason_of(error)}); set NCCL_DEBUG=INFO in the environment for details", False
     full = _disk_full_in(error)
     if full is not None:
-        advice = "free space there, or set output_dir to a folder on another disk"
-        return f"{_path_of(full) or 'a file'} could not be written, the disk is full: {advice}", False
+        advice = "free some space, or set output_dir to a folder on another disk"
+        return f"{_path_of(full) or 'a file'} could not be written because the disk is full; {advice}", False
     if isinstance(error, OSError):
         return _os_error(error, text), False
     if any(kind.endswith(".SafetensorError") for kind in kinds):
         return f"{_path_of(error) or 'a safetensors file'} cannot be read or written: {text}", False
-    return f"{type(error).__name__}: {_shorten(text)} (this is a defect: please report it with the traceback)", True
+    return f"{type(error).__name__}: {_shorten(text)} (this is a bug; please report it with the traceback)", True
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a call failed because another rank, or the network to it, has gone.
+    """Whether a call failed because another rank, or the network connection to it, was lost.
 
-    Whatever caught the error meanwhile, such as what loads a model, took it for one of its own.
+    The causes are inspected because code in between, such as model loading, may have wrapped the error.
     """
     return _lost_peer_in(error) is not None
 
 
 def reason_of(error: BaseException) -> str:
-    """What a library says of a lost peer, without its place in the sources and without its advice."""
+    """A library's message about a lost peer, without source locations and advice."""
     text = " ".join(str(error).split())
     for noise in (r"\[\S+gloo/transport/\S+\] ", r"\[enforce fail at \S+\] ", r"NCCL error in: \S+, "):
         text = re.sub(noise, "", text)
@@ -103,14 +101,14 @@ def reason_of(error: BaseException) -> str:
 
 
 def exit_code(error: BaseException) -> int:
-    """Exit status of a command that ended with this error."""
+    """The exit status of a command that ends with this error."""
     if isinstance(error, KeyboardInterrupt):
         return 130
     return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it comes from, each once; also what ``raise … from None`` hides."""
+    """Yield an error and its causes, each once, including those hidden by ``raise … from None``."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -119,7 +117,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _lost_peer_in(error: BaseException) -> BaseException | None:
-    """The lost peer behind an error, if that is what it comes from."""
+    """The error of a lost peer among the causes of an error, if any."""
     for each in causes(error):
         if isinstance(each, JoinError):
             return None
@@ -135,12 +133,12 @@ def _lost_peer_in(error: BaseException) -> BaseException | None:
 
 
 def _kinds(error: BaseException) -> set[str]:
-    """The classes of an error, each with the library that it belongs to."""
+    """The classes of an error, each prefixed with its top-level package."""
     return {f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
 
 
 def _disk_full_in(error: BaseException) -> BaseException | None:
-    """The full disk behind an error, if that is what it comes from. Libraries wrap it in errors of their own."""
+    """The error of a full disk among the causes of an error, if any. Libraries wrap it in their own errors."""
     for each in causes(error):
         if isinstance(each, OSError) and each.errno in _DISK_FULL:
             return each
@@ -157,12 +155,12 @@ def _os_error(error: OSError, text: str) -> str:
 
 
 def _path_of(error: BaseException) -> str:
-    """The path of a failed read or write: the error's own, or from the innermost frame with a variable named so."""
+    """The path of a failed read or write: the error's own, or that of a variable in the innermost matching frame."""
     own = getattr(error, "filename", None)
     if own is not None:
         return str(own)
     if isinstance(error, OSError) and error.errno not in (*_DISK_FULL, errno.EIO):
-        return ""  # a socket's error, say
+        return ""  # such as a socket error
     found = ""
     trace = error.__traceback__
     while trace is not None:

@@ -1,4 +1,4 @@
-"""When Python's garbage collector runs, and what it looks through."""
+"""Control over when Python's garbage collector runs, and which objects it scans."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Within this context no garbage is looked for: imports make a million objects, and next to none of it is any."""
+    """Disable garbage collection within this context: imports create a million objects, nearly all of them live."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -21,12 +21,12 @@ def uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def old_objects_spared() -> Iterator[None]:
-    """Within this context what was there before is not looked through: modules, above all.
+    """Exclude existing objects, mainly modules, from garbage collection within this context.
 
-    DeepSpeed collects with every engine that it makes, and transformers when continuous batching stops: 0.3 s and more
-    for each collection where both are loaded.
+    DeepSpeed runs a collection for every engine that it creates, and transformers when continuous batching stops:
+    0.3 s and more for each collection if both are loaded.
     """
-    if gc.get_freeze_count():  # someone's own
+    if gc.get_freeze_count():  # the caller has frozen objects
         yield
         return
     gc.freeze()

@@ -1,9 +1,9 @@
-"""One message, and every rank ends: the guard around a command's main function.
+"""The guard around a command's main function: one error message, and every rank exits.
 
-The first rank that fails claims the right to speak. The others fall silent, whatever they were doing, let it write its
-line, and end with the same exit status. The guard also turns signals into requests to stop, and ends a job whose ranks
-have died, fallen silent or hang. Only the command line is guarded; a caller of the Python API gets exceptions. Under
-torchrun, torchrun's own report follows the message; `deepspeed` adds nothing to stderr of its own.
+The first rank that fails claims the right to report. The others fall silent, whatever they are doing, let it write its
+line, and exit with the same status. The guard also turns signals into stop requests, and ends a job whose ranks have
+died, are silent or hang. Only the command line is guarded; callers of the Python API get exceptions. Under torchrun,
+torchrun's own report follows the message; `deepspeed` adds nothing to stderr.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from alignment.engines.watch.stop import RunStopped, StopReason
 from alignment.internals.torch import default_store
 from alignment.reporting.activity import ACTIVITY
 
-_WAY_OUT_S = 30.0  # that a rank has to end once all have finished, with signals ignored
-_RECORD_S = 20.0  # of it, for the disk to take the last status
-_FOR_EVER = timedelta(days=1)  # a store that does not answer is noticed by the clock, not by torch
+_WAY_OUT_S = 30.0  # for a rank to exit once all have finished, with signals ignored
+_RECORD_S = 20.0  # of these, for writing the last status
+_FOR_EVER = timedelta(days=1)  # an unresponsive store is detected by the clock, not by torch
 
 
 def guarded(main: Callable[[], None], use_cpu: bool | Callable[[], bool] = False) -> int:
-    """Run `main` and return the exit status; errors become one line on stderr.
+    """Run `main` and return the exit status; errors are reported in one line on stderr.
 
-    0, 1 after an error, 85 where a launcher or a scheduler asked the run to stop, 130 where a person did.
+    The status is 0, 1 after an error, 85 if a launcher or a scheduler requested a stop, or 130 if the user did.
 
-    With one process neither torch nor DeepSpeed is imported here. With several, the process group is joined first (on
-    the CPU with `use_cpu`, which is called only then), `main` runs under a watch, and after a failure anywhere every
-    rank ends by `os._exit`: this function then does not return.
+    With one process, neither torch nor DeepSpeed is imported here. With several, the process group is joined first (on
+    the CPU with `use_cpu`, which is called only then), and `main` runs under supervision. After a failure on any rank,
+    every rank exits through `os._exit`, so this function does not return.
     """
     guard = _Guard()
     ACTIVITY.reset()
@@ -57,11 +57,11 @@ def guarded(main: Callable[[], None], use_cpu: bool | Callable[[], bool] = False
 
 
 class _Guard:
-    """What watches over one call of :func:`guarded`.
+    """Supervises one call of :func:`guarded`.
 
     Attributes:
-        peers: the other ranks, once all have met; None in a single process.
-        signals: where signals arrive.
+        peers: the other ranks, once all have joined; None in a single process.
+        signals: receives signals.
     """
 
     def __init__(self) -> None:
@@ -70,13 +70,13 @@ class _Guard:
         self._over = threading.Event()
 
     def run(self, main: Callable[[], None], use_cpu: bool | Callable[[], bool]) -> int:
-        """As :func:`guarded`."""
+        """Implement :func:`guarded`."""
         try:
             if orphaned():
-                self.signals.lost("its launcher has ended")
+                self.signals.lost("its launcher has exited")
             prepare_environment()
             if world_size() > 1:
-                # Below errors, torch's sockets write pages of C++ frames when a peer has gone.
+                # Below ERROR, torch's sockets write pages of C++ frames when a peer is lost.
                 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
                 init_distributed(use_cpu() if callable(use_cpu) else use_cpu)
                 self.peers = _peers(self.signals)
@@ -96,17 +96,17 @@ class _Guard:
             self._over.set()
 
     def _finish(self, code: int) -> None:
-        """Wait for the other ranks, and see that this one ends: nobody watches it any more."""
+        """Wait for the other ranks, and make sure that this one exits: it is no longer supervised."""
         REQUESTS.done = True
         if self.peers is None:
             return
         self.peers.finish()
-        # A launcher ends all ranks as soon as one has exited, and this one is about to do so by itself.
+        # A launcher ends all ranks as soon as one has exited, and this one is about to exit anyway.
         ignore_stop_signals()
         end_within(_WAY_OUT_S, code)
 
     def _fail(self, error: BaseException) -> int:
-        """Say what happened, here or to the other ranks, and return the exit status; with other ranks, end."""
+        """Report the error and return the exit status; with other ranks, tell them and exit."""
         REQUESTS.done = True  # a launcher that ends all ranks must not interrupt the last word
         line, trace = _said(error)
         verdict = _verdict(error)
@@ -120,13 +120,13 @@ class _Guard:
         return verdict.code
 
     def end_now(self, reason: StopReason) -> NoReturn:
-        """End every rank in the middle of whatever it does; called in the thread that hears signals."""
-        line = f"{reason.state} by {reason.name} at once, in phase {ACTIVITY.phase} after step {ACTIVITY.step}"
+        """Exit on every rank immediately; called in the thread that receives signals."""
+        line = f"{reason.state} immediately by {reason.name} in phase {ACTIVITY.phase} after step {ACTIVITY.step}"
         verdict = Verdict(code=reason.code, state=reason.state, signal=reason.name)
         self._end(line, verdict)
 
     def _end(self, line: str, verdict: Verdict) -> NoReturn:
-        """In the thread that hears signals: the main thread may never get on."""
+        """Exit from the thread that receives signals: the main thread may be blocked forever."""
         if self.peers is not None and not self.peers.alone:
             self.peers.fail(line, verdict, at_once=True)
         LastWord(None, rank()).speak(line, verdict)
@@ -146,7 +146,7 @@ def _tell(text: str) -> None:
 
 
 def _run(main: Callable[[], None]) -> RunStopped | None:
-    """Run `main`; leaving by `sys.exit(0)`, as `--help` does, is no failure, and neither is a stop of all ranks."""
+    """Run `main`; `sys.exit(0)`, as for `--help`, is not a failure, and neither is a stop of all ranks."""
     try:
         main()
     except RunStopped as stopped:
@@ -160,14 +160,14 @@ def _run(main: Callable[[], None]) -> RunStopped | None:
 
 
 def _peers(signals: SignalWatch) -> Peers:
-    """The other ranks, over a connection of their own: a poll must not wait behind the main thread's calls."""
+    """Connect to the other ranks over a separate connection, so that polling never waits for the main thread."""
     from torch.distributed import PrefixStore, TCPStore
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     with _signals_deferred():
         client = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
         client.set_timeout(_FOR_EVER)
-    # torchrun keeps one store over its restarts.
+    # torchrun keeps one store across its restarts.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"alignment.guard/{attempt}", client)
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -184,9 +184,9 @@ def _peers(signals: SignalWatch) -> Peers:
 
 @contextlib.contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """Within this context signals have to wait.
+    """Within this context, signals are blocked.
 
-    A connection that one breaks off would be tried again by torch, up to 30 s later, and be deaf to it until then.
+    torch would retry a connection that a signal interrupts for up to 30 s, and ignore signals meanwhile.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, set(STOP_SIGNALS))
     try:
@@ -196,7 +196,7 @@ def _signals_deferred() -> Iterator[None]:
 
 
 def _said(error: BaseException) -> tuple[str, str]:
-    """What is written of an error: its line, which begins with `error: ` unless it is a stop, and its traceback."""
+    """The line for an error, with the prefix `error: ` unless it is a stop, and its traceback if it is a bug."""
     if isinstance(error, RunStopped):
         return error.message, ""
     line, is_defect = describe(error)
@@ -219,5 +219,5 @@ def _verdict(error: BaseException) -> Verdict:
 def _leave_group() -> None:
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is not None and deepspeed.comm.is_initialized():
-        # Not torch's function: what DeepSpeed made of this group would stay, and fail a later run in this process.
+        # Not torch's function: DeepSpeed's objects for this group would remain and break a later run in this process.
         deepspeed.comm.destroy_process_group()

@@ -1,8 +1,8 @@
-"""Ranks and the process group, whichever launcher started this process.
+"""Ranks and the process group, for any launcher.
 
-`prepare_environment` completes the variables that torch and DeepSpeed read; it needs neither of them and takes no
-time. `init_distributed` chooses the accelerator, the device and the backend, and joins the process group. Nothing here
-reads options or arguments: the environment says which rank this is, whatever the command line looks like.
+`prepare_environment` completes the variables that torch and DeepSpeed read; it needs neither of them and returns
+immediately. `init_distributed` selects the accelerator, the device and the backend, and joins the process group.
+Nothing here reads options or arguments: only the environment determines this process's rank.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from alignment.internals.torch import hush_deprecated_collectives
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _RANKS = VARIABLES[:4]
-# "pid:port" of the process that made itself a world of one. Its children inherit the variables, and must not take them
-# for a launcher's: the port is in use.
+# "pid:port" of a process that set up a world of one. Its children inherit the variables, which must not be mistaken
+# for a launcher's because the port is in use.
 _SINGLE = "ALIGNMENT_SINGLE_PROCESS"
-# SLURM numbers the steps that no `srun` made (batch, interactive, extern, pending) from the top of 32 bits.
+# SLURM numbers the steps that `srun` did not create (batch, interactive, extern, pending) from the top of 32 bits.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _LAST_PORT = 65535
-NOTICE = "ALIGNMENT_STOP_NOTICE"  # what watch/launchers.py makes of it comes too late to say so
+NOTICE = "ALIGNMENT_STOP_NOTICE"  # checked here, because watch/launchers.py reads it too late for an error
 _MOST_DIGITS = 18
 
 
 def rank() -> int:
-    """This process's place among all processes, 0 where no launcher set one."""
+    """The rank of this process, 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
 def local_rank() -> int:
-    """This process's place among the processes of its node."""
+    """The rank of this process among those of its node."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def world_size() -> int:
-    """Number of processes of this run, or of the one that is planned."""
+    """The number of processes of this run, or of the planned one."""
     machine = planned()
     return int(os.environ.get("WORLD_SIZE", "1")) if machine is None else machine.ranks
 
@@ -53,11 +53,11 @@ def world_size() -> int:
 def prepare_environment() -> None:
     """Complete RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in `os.environ`.
 
-    `deepspeed` and `torchrun` set them; inside a SLURM job step they follow from srun's variables; without any
-    launcher this process is a world of one with a free port. Calling it again changes nothing.
+    `deepspeed` and `torchrun` set them; inside a SLURM job step they are derived from srun's variables; without a
+    launcher, this process becomes a world of one with a free port. Repeated calls have no effect.
 
     Raises:
-        AlignmentError: some are set and others missing, a value is not a number in range, or the launcher is `mpirun`.
+        AlignmentError: only some are set, a value is not a number in range, or the launcher is `mpirun`.
     """
     _forget_parent()
     if "RANK" not in os.environ and _in_slurm_step():
@@ -79,7 +79,7 @@ def _forget_parent() -> None:
 
 
 def _from_launcher() -> None:
-    """Fill in LOCAL_WORLD_SIZE, which `deepspeed` calls LOCAL_SIZE, and insist on the rest."""
+    """Fill in LOCAL_WORLD_SIZE, which `deepspeed` calls LOCAL_SIZE, and require the rest."""
     if "LOCAL_WORLD_SIZE" not in os.environ:
         guess = os.environ.get("LOCAL_SIZE") or ("1" if os.environ.get("WORLD_SIZE") == "1" else None)
         if guess is not None:
@@ -88,7 +88,7 @@ def _from_launcher() -> None:
     if missing:
         given = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
         raise AlignmentError(
-            f"the environment has {', '.join(given)} but not {', '.join(missing)}: set all of {', '.join(VARIABLES)}, "
+            f"the environment has {', '.join(given)} but not {', '.join(missing)}; set all of {', '.join(VARIABLES)}, "
             "or unset them and start with `deepspeed`, `torchrun` or `srun`"
         )
 
@@ -98,7 +98,7 @@ def _single_process() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     values = {name: "1" if name.endswith("WORLD_SIZE") else "0" for name in _RANKS}
-    # A MASTER_ADDR or MASTER_PORT left in the shell means nothing to a world of one.
+    # A MASTER_ADDR or MASTER_PORT left in the shell is irrelevant to a world of one.
     os.environ.update(values, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ[_SINGLE] = f"{os.getpid()}:{port}"
 
@@ -107,7 +107,7 @@ def _refuse_mpi() -> None:
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if os.environ.get(name, "1") != "1":
             raise AlignmentError(
-                f"{name}={os.environ[name]}: mpirun is not supported, its processes would each train alone; "
+                f"{name}={os.environ[name]}: mpirun is not supported, since each process would train on its own; "
                 "start with `deepspeed`, `torchrun` or `srun`"
             )
 
@@ -116,44 +116,44 @@ def _check_numbers() -> None:
     values = {name: _number(name) for name in _RANKS}
     if not 1 <= _number("MASTER_PORT") <= _LAST_PORT:
         raise AlignmentError(
-            f"the environment has MASTER_PORT={os.environ['MASTER_PORT']}: set a free port of rank 0's host, 1 to "
+            f"the environment has MASTER_PORT={os.environ['MASTER_PORT']}; set a free port of rank 0's host, 1 to "
             f"{_LAST_PORT}"
         )
     if not os.environ["MASTER_ADDR"].strip():
-        raise AlignmentError("the environment has an empty MASTER_ADDR: set the name or address of rank 0's host")
-    if _number("DEEPSPEED_TIMEOUT", 1) < 1:  # DeepSpeed reads it as it is imported
-        raise AlignmentError("the environment has DEEPSPEED_TIMEOUT=0: set minutes, 1 or more, or unset it")
+        raise AlignmentError(
+            "the environment has an empty MASTER_ADDR; set it to the name or address of rank 0's host"
+        )
+    if _number("DEEPSPEED_TIMEOUT", 1) < 1:  # DeepSpeed reads it on import
+        raise AlignmentError("the environment has DEEPSPEED_TIMEOUT=0; set it to 1 or more minutes, or unset it")
     notice = os.environ.get(NOTICE, "")
     if notice and not (notice.isascii() and re.fullmatch(r"\d{1,9}(\.\d*)?", notice)):
-        raise AlignmentError(f"the environment variable {setting(NOTICE, notice)} is not a number of seconds: set one")
+        raise AlignmentError(f"{setting(NOTICE, notice)} in the environment: expected a number of seconds")
     for place, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if values[place] >= values[size]:
             raise AlignmentError(
-                f"the environment has {place}={values[place]} with {size}={values[size]}: "
-                f"{place} must lie between 0 and {size} - 1"
+                f"the environment has {place}={values[place]} with {size}={values[size]}; "
+                f"{place} must be between 0 and {size} - 1"
             )
 
 
 def _number(name: str, default: int | None = None) -> int:
-    """A variable that has to be a whole number.
+    """Read an integer variable.
 
     Args:
-        name: of the variable.
-        default: where it is not set.
+        name: name of the variable.
+        default: value if it is not set.
 
     Raises:
-        AlignmentError: it is none.
+        AlignmentError: the value is not an integer of 0 or more.
     """
     text = os.environ.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
-        raise AlignmentError(
-            f"the environment variable {setting(name, text)} is not a number: set a whole number from 0 up"
-        )
+        raise AlignmentError(f"{setting(name, text)} in the environment: expected an integer of 0 or more")
     return int(text)
 
 
 def _in_slurm_step() -> bool:
-    """Whether `srun` started this process. A bare `sbatch` or `salloc` shell has job variables, but is one process."""
+    """Whether `srun` started this process. A bare `sbatch` or `salloc` shell has job variables but is one process."""
     step = os.environ.get("SLURM_STEP_ID", "")
     numbered = step.isascii() and step.isdecimal() and len(step) <= _MOST_DIGITS
     return numbered and int(step) < _FIRST_SPECIAL_STEP and "SLURM_PROCID" in os.environ
@@ -164,7 +164,9 @@ def _from_slurm() -> None:
         for name in names:
             if os.environ.get(name):
                 return os.environ[name]
-        raise AlignmentError(f"this SLURM job step sets no {names[0]}: start with `srun`, `deepspeed` or `torchrun`")
+        raise AlignmentError(
+            f"{names[0]} is not set in this SLURM job step; start with `srun`, `deepspeed` or `torchrun`"
+        )
 
     size = need("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     found = {"RANK": need("SLURM_PROCID"), "WORLD_SIZE": size, "LOCAL_RANK": need("SLURM_LOCALID")}
@@ -172,12 +174,12 @@ def _from_slurm() -> None:
     found["LOCAL_WORLD_SIZE"] = str(tasks_on_node(per_node, _number("SLURM_NODEID", 0)))
     for name, value in found.items():
         if os.environ.setdefault(name, value) != value:
-            raise AlignmentError(f"the environment has {name}={os.environ[name]}, srun says {value}: unset {name}")
+            raise AlignmentError(f"the environment has {name}={os.environ[name]}, but srun set {value}; unset {name}")
     os.environ.setdefault(
         "MASTER_ADDR", first_host(need("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"))
     )
     job = _number("SLURM_JOB_ID" if os.environ.get("SLURM_JOB_ID") else "SLURM_JOBID", 0)
-    # Below Linux's ephemeral ports; two steps of one job, or two neighbouring jobs on a node, get different ones.
+    # Below Linux's ephemeral ports; different for two steps of one job and for two neighbouring jobs on a node.
     os.environ.setdefault("MASTER_PORT", str(15000 + (job + 101 * int(os.environ["SLURM_STEP_ID"])) % 15000))
 
 
@@ -187,9 +189,7 @@ def tasks_on_node(spec: str, node: int) -> int:
     for part in spec.split(","):
         matched = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part, re.ASCII)
         if matched is None:
-            raise AlignmentError(
-                f"{setting('SLURM_STEP_TASKS_PER_NODE', spec)} cannot be read: expected a list such as 2(x3),1"
-            )
+            raise AlignmentError(f"{setting('SLURM_STEP_TASKS_PER_NODE', spec)}: expected a list such as 2(x3),1")
         nodes += int(matched[2] or 1)
         if node < nodes:
             return int(matched[1])
@@ -197,7 +197,7 @@ def tasks_on_node(spec: str, node: int) -> int:
 
 
 def first_host(nodelist: str) -> str:
-    """First host of a SLURM node list such as `node[01-04,7],other`, by `scontrol` or, without it, by its brackets."""
+    """The first host of a SLURM node list such as `node[01-04,7],other`, expanded by `scontrol` if available."""
     if shutil.which("scontrol"):
         answer = subprocess.run(
             ["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=False
@@ -207,19 +207,19 @@ def first_host(nodelist: str) -> str:
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
     if first is None:
         raise AlignmentError(
-            f"the SLURM node list {nodelist!r} cannot be read: set MASTER_ADDR to the first node's name"
+            f"the SLURM node list {nodelist!r} cannot be parsed; set MASTER_ADDR to the first node's name"
         )
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
 
 
 def init_distributed(use_cpu: bool) -> None:
-    """Choose CPU or CUDA, set this rank's device, and join the process group (gloo or NCCL) through DeepSpeed.
+    """Select CPU or CUDA, set this rank's device, and join the process group (gloo or NCCL) through DeepSpeed.
 
-    `use_cpu` takes the CPU even where there is a GPU; without a GPU, or with DS_ACCELERATOR=cpu in the environment,
-    the CPU is taken anyway. Calling it again changes nothing.
+    `use_cpu` selects the CPU even if there is a GPU. The CPU is also used without a GPU, and with DS_ACCELERATOR=cpu
+    in the environment. Repeated calls have no effect.
 
     Raises:
-        OptionError: DeepSpeed was imported for the other kind of device, or this rank has no GPU of its own.
+        OptionError: DeepSpeed was imported for the other kind of device, or there is no GPU for this rank.
         AlignmentError: the environment is incomplete, or rank 0 cannot be reached.
     """
     prepare_environment()
@@ -241,12 +241,12 @@ def init_distributed(use_cpu: bool) -> None:
 
 
 def _accelerator(use_cpu: bool) -> str:
-    """Settle DeepSpeed's accelerator, which it fixes when it is first imported. Returns `cpu` or `cuda`."""
+    """Select DeepSpeed's accelerator, which is fixed at its first import. Returns `cpu` or `cuda`."""
     asked = os.environ.get("DS_ACCELERATOR")
     if asked not in (None, "cpu", "cuda"):
-        raise OptionError(f"DS_ACCELERATOR={asked} is not supported: set it to cpu or cuda, or unset it")
+        raise OptionError(f"DS_ACCELERATOR={asked} is not supported; set it to cpu or cuda, or unset it")
     if asked == "cuda" and use_cpu and "deepspeed" not in sys.modules:
-        raise OptionError("DS_ACCELERATOR=cuda, but there is no usable GPU or use_cpu is set: unset DS_ACCELERATOR")
+        raise OptionError("DS_ACCELERATOR=cuda, but there is no usable GPU or use_cpu is set; unset DS_ACCELERATOR")
     wanted = "cpu" if use_cpu or asked == "cpu" else "cuda"
     if "deepspeed" not in sys.modules:
         os.environ["DS_ACCELERATOR"] = wanted
@@ -255,7 +255,7 @@ def _accelerator(use_cpu: bool) -> str:
     found = get_accelerator().device_name()
     if found != wanted:
         raise OptionError(
-            f"use_cpu={use_cpu}, but DeepSpeed was imported for {found} before: set DS_ACCELERATOR={wanted} in the "
+            f"use_cpu={use_cpu}, but DeepSpeed was already imported for {found}; set DS_ACCELERATOR={wanted} in the "
             "environment, or set use_cpu accordingly"
         )
     return wanted
@@ -267,14 +267,14 @@ def _set_cuda_device() -> None:
     count = torch.cuda.device_count()
     if local_rank() >= count:
         raise OptionError(
-            f"LOCAL_RANK={local_rank()}, but this process sees {count} GPU(s): start at most {count} processes "
+            f"LOCAL_RANK={local_rank()}, but this process sees {count} GPU(s); start at most {count} processes "
             "per node; if srun binds one GPU to each task, add --gpu-bind=none"
         )
     torch.cuda.set_device(local_rank())
 
 
 def _share_cores() -> None:
-    """Divide the cores among this node's ranks: each with all of them is many times slower than one rank alone."""
+    """Split the cores among this node's ranks: if each used all of them, they would be many times slower."""
     import torch
 
     ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -284,6 +284,6 @@ def _share_cores() -> None:
 
 
 def hush_libraries() -> None:
-    """Silence what libraries say about their own inner parts, once per rank, and no user of a command can mend."""
+    """Silence warnings of libraries about their own internals, which every rank would print and no user can fix."""
     hush_missing_kernel()
     hush_deprecated_collectives()

@@ -1,7 +1,7 @@
-"""Folders that every node has, under one name or another: who fills them, and whether all have the same in them.
+"""Folders that exist on every node: which rank fills them, and a check that all nodes have the same content.
 
-A cache may lie on a disk that all nodes share, or each node may have one of its own. On a shared disk two writers
-would do the same work twice and meet; without one, a node that nobody writes for finds nothing.
+A cache may be on a disk that all nodes share, or each node may have its own. On a shared disk, two writers would do
+the same work twice and collide; without one, a node whose cache is not written finds nothing.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from alignment.config.errors import DataError
 from alignment.engines.collectives import barrier, from_first_rank, gathered
 from alignment.engines.launch_env import local_rank, rank
 
-_PROBE = ".seen-by-"  # what the name of its file begins with
-_PATIENCE_S = 2.0  # a shared disk that shows a file later is written twice, which costs time and no more
+_PROBE = ".seen-by-"  # prefix of the probe file
+_PATIENCE_S = 2.0  # if a shared disk shows a file later, it is written twice, which only costs time
 _POLL_S = 0.1
 
 
 def fills(folder: Path) -> bool:
-    """Whether this rank fills ``folder``: the first one, and of each node that does not see its files one; collective.
+    """Whether this rank fills ``folder``: rank 0, and one rank of each node that does not see its files. Collective.
 
     Args:
-        folder: on this rank's node; made where a rank may have to fill it.
+        folder: path on this rank's node; created where a rank may have to fill it.
     """
     may = local_rank() == 0
     if may:
@@ -43,7 +43,7 @@ def fills(folder: Path) -> bool:
 
 
 def _seen(folder: Path, *names: str) -> bool:
-    """Whether files show up; listing their folder makes NFS ask the server, where a look at a name may not."""
+    """Whether files become visible; listing the folder makes NFS query the server, unlike a lookup by name."""
     deadline = time.monotonic() + _PATIENCE_S
     while not {*names} <= {*(os.listdir(folder) if folder.is_dir() else ())}:
         if time.monotonic() > deadline:
@@ -53,21 +53,21 @@ def _seen(folder: Path, *names: str) -> bool:
 
 
 def check_filled(folder: Path, names: Sequence[str], what: str) -> None:
-    """Look whether every rank has the first rank's folders; collective.
+    """Check that every rank has the first rank's folders. Collective.
 
     Args:
-        folder: on this rank's node.
-        names: in it, of the first rank.
-        what: is in them, for the message.
+        folder: path on this rank's node.
+        names: folder names of the first rank.
+        what: description of the content, for the message.
 
     Raises:
-        DataError: on every rank, naming the hosts that lack one.
+        DataError: on every rank, naming the hosts without them.
     """
-    missing = not _seen(folder, *names)  # another node may have written them a moment ago
+    missing = not _seen(folder, *names)  # another node may have just written them
     found = gathered((socket.gethostname(), str(folder), missing))
     lacking = sorted({f"{host} ({place})" for host, place, lacks in found if lacks})
     if lacking:
         raise DataError(
-            f"{what}: {found[0][0]} has prepared rows that are not in the cache of {', '.join(lacking)}; give every "
+            f"{what}: the rows that {found[0][0]} prepared are not in the cache of {', '.join(lacking)}; give every "
             "node the same data files and tokenizer, and all ranks of a node the same HF_DATASETS_CACHE"
         )

@@ -31,28 +31,28 @@ if TYPE_CHECKING:
     from alignment.config.options import AlignmentConfig
 
 
-_TORCH = "adamw_torch"  # what takes the place of a DeepSpeed optimizer that cannot be compiled
+_TORCH = "adamw_torch"  # replaces a DeepSpeed optimizer that cannot be compiled
 _MOST_32_BITS = 2**31 - 1
-_SLOWEST = 0.9999  # decay of AdEMAMix's slow average, as transformers has it
-_BLOCK = 256  # numbers in 8 bits that share one in 32 which scales them
-_PADDING = 2**20  # elements by which ZeRO may lengthen a group so that it divides evenly
+_SLOWEST = 0.9999  # decay of AdEMAMix's slow average, as in transformers
+_BLOCK = 256  # number of 8-bit values that share one 32-bit scale
+_PADDING = 2**20  # maximum number of elements by which ZeRO pads a group
 # The names that transformers' Trainer exempts from weight decay.
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """Where an optimizer's class is found, and the arguments that make it the one that is meant.
+    """The class of an optimizer and its fixed arguments.
 
     Attributes:
         home: module and class.
         arguments: fixed keyword arguments.
-        reads: which of ``adam_beta1`` and ``adam_beta2`` (``betas``) and ``adam_epsilon`` (``eps``) it takes.
-        builder: DeepSpeed's name of the op that it needs compiled; None for a ready one.
-        ignored: arguments that the class takes and does nothing with.
-        states: numbers that it keeps per parameter, in 32 bits or in its ``optim_bits``.
-        further: arguments that have it keep one more each.
-        scratch: 32-bit copies of what it steps on that it makes while it does.
+        reads: which of ``adam_beta1`` and ``adam_beta2`` (``betas``) and ``adam_epsilon`` (``eps``) it uses.
+        builder: DeepSpeed's name of the op that has to be compiled; None if there is none.
+        ignored: arguments that the class accepts and ignores.
+        states: values stored per parameter, in 32 bits or in ``optim_bits``.
+        further: arguments that each add one such value.
+        scratch: temporary 32-bit copies of the parameters during a step.
     """
 
     home: tuple[str, str]
@@ -65,13 +65,13 @@ class OptimizerKind:
     scratch: int = 0
 
     def load(self) -> Callable[..., Optimizer]:
-        """The class; importing it compiles nothing yet."""
+        """Import the class; this does not compile anything yet."""
         module, name = self.home
         made: Callable[..., Optimizer] = getattr(importlib.import_module(module), name)
         return made
 
     def own(self, options: AlignmentConfig, further: dict[str, Any]) -> dict[str, Any]:
-        """The arguments that follow from the options; those of ``further`` that it makes others of are taken out."""
+        """The arguments derived from the options; those of ``further`` that are merged into them are removed."""
         found: dict[str, Any] = {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_epsilon}
         found = {name: value for name, value in found.items() if name in self.reads}
         if self.home[1] == "AdEMAMix":  # transformers' names for the decays of its three averages
@@ -124,7 +124,7 @@ KINDS: dict[str, OptimizerKind] = {
     ),
     "sgd": _torch("SGD", 0, "momentum", scratch=1),
     "rmsprop": _torch("RMSprop", 1, "momentum", "centered", scratch=2),
-    # With the rate of the schedule, as transformers' Trainer makes it.
+    # With the learning rate of the schedule, as in transformers' Trainer.
     "adafactor": OptimizerKind(
         ("transformers", "Adafactor"),
         {"scale_parameter": False, "relative_step": False},
@@ -136,7 +136,7 @@ KINDS: dict[str, OptimizerKind] = {
 
 
 def step_bytes(options: AlignmentConfig) -> float:
-    """Bytes per trained parameter of the optimizer's states, and of its own copies while it steps; 8 of AdamW."""
+    """Bytes per trained parameter of the optimizer's states and temporary copies; 8 for AdamW."""
     kind, _ = optimizer_kind(options)
     given = parse_optim_args(options.optim_args)
     states = kind.states + sum(bool(given.get(name)) for name in kind.further)
@@ -145,23 +145,23 @@ def step_bytes(options: AlignmentConfig) -> float:
 
 
 def missing_to_compile(builder: str, *, cuda: bool) -> str | None:
-    """What this machine lacks to compile a DeepSpeed op at run time; None where nothing is, or it came compiled.
+    """What this machine lacks to compile a DeepSpeed op at run time; None if nothing, or if the op is prebuilt.
 
     Args:
         builder: DeepSpeed's name of the op's builder.
-        cuda: whether it is compiled for a GPU.
+        cuda: whether the op is compiled for a GPU.
     """
     if is_prebuilt(builder):
         return None
     if cuda and builder == "FusedAdamBuilder" and cuda_toolkit() is None:
-        return "the CUDA toolkit (nvcc); CUDA_HOME names it"
+        return "the CUDA toolkit (nvcc, located by CUDA_HOME)"
     if shutil.which(os.environ.get("CXX", "c++")) is None:
-        return "a C++ compiler (Debian: g++); CXX names another"
+        return "a C++ compiler (g++, or the one in CXX)"
     return None if cpp_extension.is_ninja_available() else "ninja (pip install ninja)"
 
 
 def optimizer_kind(options: AlignmentConfig) -> tuple[OptimizerKind, str | None]:
-    """The optimizer that ``optim`` names, or where it cannot be compiled torch's, with a sentence that says so."""
+    """The optimizer that ``optim`` selects or, if it cannot be compiled, torch's with a message that says so."""
     kind = KINDS[options.optim]
     if kind.builder is None:
         return kind, None
@@ -169,21 +169,21 @@ def optimizer_kind(options: AlignmentConfig) -> tuple[OptimizerKind, str | None]
     if missing is None:
         return kind, None
     return KINDS[_TORCH], (
-        f"optim: {options.optim} is compiled at its first use, and this machine lacks {missing}; taking {_TORCH}, "
-        "torch's fused AdamW, which makes the same step at about the same speed"
+        f"optim: {options.optim} is compiled at first use, but this machine lacks {missing}; using {_TORCH} instead, "
+        "torch's fused AdamW, which makes the same updates at about the same speed"
     )
 
 
 def parameter_groups(
     model: nn.Module, weight_decay: float, most: int | None = None, *, all_decayed: bool = False
 ) -> list[dict[str, Any]]:
-    """Trainable parameters in two groups: decayed, and biases and norms, which are not.
+    """Trainable parameters in two groups: with weight decay, and biases and norms without.
 
     Args:
-        model: whole or divided by ZeRO-3.
-        weight_decay: of the first group.
-        most: elements of a group, which is divided into several where it has more, the same at every ZeRO stage.
-        all_decayed: the second group decays as well.
+        model: the model, possibly partitioned by ZeRO-3.
+        weight_decay: weight decay of the first group.
+        most: maximum number of elements of a group; larger groups are split, identically at every ZeRO stage.
+        all_decayed: apply weight decay to the second group as well.
     """
     decayed = set(parameter_names_outside(model, [nn.LayerNorm], _NO_DECAY))
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -200,7 +200,7 @@ def parameter_groups(
 
 
 def _parts(parameters: list[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
-    """Consecutive parameters of at most so many elements together; a larger one is alone."""
+    """Split into lists of consecutive parameters with at most ``most`` elements; a larger parameter is alone."""
     parts: list[list[nn.Parameter]] = []
     room = 0
     for parameter in parameters:
@@ -214,33 +214,33 @@ def _parts(parameters: list[nn.Parameter], most: int) -> list[list[nn.Parameter]
 
 
 def check_counts(optimizer: Optimizer, units: Iterable[Unit]) -> None:
-    """Refuse tensors that are too large for the optimizer's kernels, which would not update them, without a word.
+    """Reject tensors that are too large for the optimizer's kernels, which would silently not update them.
 
     Args:
-        optimizer: the one that takes the steps.
-        units: what it steps on.
+        optimizer: the optimizer.
+        units: the tensors that it updates.
 
     Raises:
-        OptionError: with the sizes.
+        OptionError: a tensor is too large; the message gives the sizes.
     """
     largest = max((unit.master.numel() for unit in units), default=0)
     if largest > _MOST_32_BITS and counts_in_32_bits(optimizer):
         raise OptionError(
-            f"optim: bitsandbytes' {type(optimizer).__name__} counts elements in 32 bits, and this rank would update "
-            f"{largest} of them at once (at most {_MOST_32_BITS}); set optim: adamw_torch, or use ZeRO-3 with more "
-            "ranks or a smaller zero_optimization.sub_group_size"
+            f"optim: bitsandbytes' {type(optimizer).__name__} indexes elements with 32 bits, but this rank would have "
+            f"to update {largest} elements at once (maximum: {_MOST_32_BITS}); set optim: adamw_torch, or use ZeRO-3 "
+            "with more ranks or a smaller zero_optimization.sub_group_size"
         )
 
 
 def build_optimizer(model: nn.Module, options: AlignmentConfig) -> Optimizer:
-    """The optimizer that ``optim`` names, over the trainable parameters of ``model``.
+    """Build the optimizer that ``optim`` selects for the trainable parameters of ``model``.
 
     Raises:
-        OptionError: ``optim_args`` has a key or value that the optimizer does not take, or nothing is trainable.
-        AlignmentError: it has to be compiled, and the lock of another process stays.
+        OptionError: ``optim_args`` has a key or value that the optimizer does not accept, or nothing is trainable.
+        AlignmentError: the optimizer has to be compiled, but the compilation lock of another process persists.
     """
     extra = parse_optim_args(options.optim_args)
-    if "weight_decay" in extra:  # the groups have their own, so this one would do nothing
+    if "weight_decay" in extra:  # the groups have their own values, so this one would have no effect
         raise OptionError(f"optim_args: {options.optim_args!r} has weight_decay; set the option weight_decay instead")
     kind, _ = optimizer_kind(options)
     most = _MOST_32_BITS - _PADDING if kind.home[0].startswith("bitsandbytes") else None
@@ -249,29 +249,27 @@ def build_optimizer(model: nn.Module, options: AlignmentConfig) -> Optimizer:
         raise OptionError("model: no parameter requires a gradient, so there is nothing to train")
     for name in kind.ignored:
         if name in extra:
-            raise OptionError(
-                f"optim_args: {options.optim_args!r}: {options.optim} does nothing with {name}; remove it"
-            )
+            raise OptionError(f"optim_args: {options.optim_args!r}: {options.optim} ignores {name}; remove it")
     own = kind.own(options, extra)
     try:
         with abandoned_locks_removed():
             return kind.load()(groups, lr=options.learning_rate, **(kind.arguments | own | extra))
     except (TypeError, ValueError, NotImplementedError) as error:
         raise OptionError(
-            f"optim_args: {options.optim_args!r} does not suit optim {options.optim!r}: {error}"
+            f"optim_args: {options.optim_args!r} is not valid for optim {options.optim!r}: {error}"
         ) from error
 
 
 def check_optimization(options: AlignmentConfig, steps: int) -> str | None:
-    """Build optimizer and schedule once over two numbers, so that a wrong argument is named before a model is loaded.
+    """Build optimizer and schedule once for two values, so that a wrong argument is found before a model is loaded.
 
-    An optimizer that has to be compiled is compiled here, but not for another machine, whose processor may differ.
+    An optimizer that needs compilation is compiled here, but not for another machine, whose processor may differ.
 
     Returns:
-        A sentence for the user where another optimizer takes the place of the one that was named, else None.
+        A message for the user if another optimizer replaces the selected one, otherwise None.
 
     Raises:
-        OptionError: as :func:`build_optimizer` and :func:`build_scheduler`.
+        OptionError: as for :func:`build_optimizer` and :func:`build_scheduler`.
     """
     model = nn.LayerNorm(1)
     if planned() is not None and KINDS[options.optim].builder is not None:
@@ -285,7 +283,7 @@ def build_scheduler(optimizer: Optimizer, options: AlignmentConfig, steps: int) 
     """transformers' schedule over ``steps`` optimizer steps.
 
     Raises:
-        OptionError: ``lr_scheduler_kwargs`` does not suit the schedule.
+        OptionError: ``lr_scheduler_kwargs`` is not valid for the schedule.
     """
     warmup = options.get_warmup_steps(steps)
     arguments = dict(options.lr_scheduler_kwargs or {})
@@ -309,7 +307,7 @@ def build_scheduler(optimizer: Optimizer, options: AlignmentConfig, steps: int) 
 
 
 def _rising_by_logarithm(schedule: LRScheduler, warmup: int) -> LRScheduler:
-    """The same schedule with the warm-up that DeepSpeed's have by default, which is logarithmic."""
+    """The same schedule with a logarithmic warm-up, the default of DeepSpeed's schedules."""
     assert isinstance(schedule, LambdaLR)
     after = schedule.lr_lambdas[0]
 

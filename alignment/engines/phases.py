@@ -1,4 +1,4 @@
-"""Phases: the unit of measuring and of memory. Each has a name, a time, a number of tokens and a peak of memory."""
+"""Phases: the unit of time and memory measurements. Each has a name, a time, a number of tokens and a memory peak."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 
 from alignment.reporting.activity import ACTIVITY
 
-_EVERY_S = 0.01  # between two samples of the resident set
-# Phases that had another name in the states of older runs.
+_EVERY_S = 0.01  # interval between two samples of the resident set size
+# Names of phases in the states of older runs.
 _NAMES = {"learn": "train"}
 
 
@@ -25,9 +25,9 @@ class PhaseRecord:
 
     Attributes:
         seconds: wall time.
-        tokens: real tokens that it went through.
-        peak_bytes: most memory at any time: what the device's allocator held, or on a CPU the resident set.
-        entries: how often it was entered.
+        tokens: non-padding tokens processed.
+        peak_bytes: peak memory of the device's allocator or, on a CPU, peak resident set size.
+        entries: number of times the phase was entered.
     """
 
     seconds: float = 0.0
@@ -37,7 +37,7 @@ class PhaseRecord:
 
 
 class _Stretch(NamedTuple):
-    """A stretch of a GPU's work of which the end may still be to come."""
+    """An interval of GPU work that may not have finished yet."""
 
     record: PhaseRecord
     begin: torch.cuda.Event
@@ -45,10 +45,10 @@ class _Stretch(NamedTuple):
 
 
 class Phases:
-    """Times named stretches of work, one at a time.
+    """Measures named intervals of work, one at a time.
 
-    A GPU works behind the host, which does not wait for the end of a phase: two events measure it, and their times are
-    read once the GPU has come past them.
+    A GPU works asynchronously, and the host does not wait for the end of a phase: two events measure it, and their
+    times are read once the GPU has reached them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,7 +59,7 @@ class Phases:
 
     @property
     def records(self) -> dict[str, PhaseRecord]:
-        """The totals by name; waits for a GPU to end what has begun."""
+        """The totals by name; waits until the GPU has finished what was measured."""
         if self._running:
             self._running[-1].end.synchronize()
             self._read()
@@ -67,7 +67,7 @@ class Phases:
 
     @contextlib.contextmanager
     def of_evaluation(self) -> Iterator[None]:
-        """Within this context phases are recorded apart from those of training, as ``eval rollout`` …"""
+        """Within this context, phases are recorded separately from those of training, as ``eval rollout`` …"""
         before, self._prefix = self._prefix, "eval "
         try:
             yield
@@ -76,7 +76,7 @@ class Phases:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[PhaseRecord]:
-        """Measure the body as part of phase ``name``, whether it returns or raises; it adds its tokens itself."""
+        """Measure the body as part of phase ``name``, whether it returns or raises; the body adds its tokens."""
         name = name if name == "evaluate" else self._prefix + name
         record = self._records.setdefault(name, PhaseRecord())
         self._reset_peak()
@@ -94,7 +94,7 @@ class Phases:
             record.entries += 1
 
     def _read(self) -> None:
-        """Add the times of what the GPU has done."""
+        """Add the times of the intervals that the GPU has finished."""
         while self._running and self._running[0].end.query():
             record, begin, end = self._running.pop(0)
             record.seconds += begin.elapsed_time(end) / 1e3
@@ -111,20 +111,20 @@ class Phases:
         return int(torch.cuda.max_memory_allocated(self._cuda))
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """The totals as plain numbers, for the log."""
+        """The totals as plain values, for the log."""
         return {name: asdict(record) for name, record in self.records.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The totals."""
+        """State to save: the totals."""
         return {"records": self.summary()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave."""
+        """Restore a state from :meth:`state_dict`."""
         self._running.clear()
         self._records = {_NAMES.get(name, name): PhaseRecord(**record) for name, record in state["records"].items()}
 
     def redistributed(self, states: Sequence[Any], rank: int) -> Any:
-        """For another number of ranks: the first one takes over every rank's tokens."""
+        """Convert the state for another number of ranks: rank 0 takes over the tokens of all ranks."""
         records = over_ranks([state["records"] for state in states])
         if rank:
             records = {name: {**record, "tokens": 0} for name, record in records.items()}
@@ -132,14 +132,14 @@ class Phases:
 
 
 def _now() -> torch.cuda.Event:
-    """A mark behind what the GPU has been given so far."""
+    """Record an event after all work queued on the GPU so far."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
 def over_ranks(summaries: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """One summary of several ranks' ones: tokens added up, of everything else the largest."""
+    """Merge the summaries of several ranks: tokens are added; for everything else the maximum is taken."""
     names = {name: None for summary in summaries for name in summary}
     found = {name: [summary[name] for summary in summaries if name in summary] for name in names}
     return {
@@ -149,11 +149,11 @@ def over_ranks(summaries: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[s
 
 
 class ResidentSampler:
-    """The largest resident set of this process during a stretch of work.
+    """Peak resident set size of this process during an interval.
 
-    Linux keeps such a mark for the whole life of a process, and resetting it would falsify what others measure. So it
-    is sampled, every 10 ms between :meth:`start` and :meth:`stop`, by a thread that otherwise sleeps; a shorter peak
-    may be missed.
+    Linux tracks the peak over the whole life of a process, and resetting it would falsify other measurements. The size
+    is therefore sampled every 10 ms between :meth:`start` and :meth:`stop`, by a thread that otherwise sleeps; shorter
+    peaks may be missed.
     """
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class ResidentSampler:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin a stretch."""
+        """Begin an interval."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="resident-set", daemon=True)
             self._thread.start()
@@ -171,7 +171,7 @@ class ResidentSampler:
         self._active.set()
 
     def stop(self) -> int:
-        """End it; return its peak in bytes."""
+        """End the interval; return its peak in bytes."""
         self._active.clear()
         return max(self._peak, self._resident())
 

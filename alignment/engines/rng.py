@@ -1,4 +1,4 @@
-"""Random number generators of the process: saved, restored, and set aside while other code draws."""
+"""The process's random number generators: saving, restoring, and isolating code that draws from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Within this context Python, NumPy and torch, on every device, are seeded; their states come back on any exit."""
+    """Seed Python, NumPy and torch (on all devices) within this context; restore their states on any exit."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     python, array = random.getstate(), np.random.get_state()
     try:
@@ -33,7 +33,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def as_before(call: Callable[[], Result]) -> Callable[[], Result]:
-    """``call``, but for every further time that it is called with the random streams of the first time."""
+    """Wrap ``call`` so that every further call starts from the random states of the first one."""
     rewind: Callable[[], None] | None = None
 
     def repeated() -> Result:
@@ -48,7 +48,7 @@ def as_before(call: Callable[[], Result]) -> Callable[[], Result]:
 
 
 def rewinder() -> Callable[[], None]:
-    """What puts the random streams back to where they are now, as often as it is called."""
+    """Return a function that resets the random states to the present ones, any number of times."""
     restores = list(_restores())
 
     def rewind() -> None:
@@ -59,7 +59,7 @@ def rewinder() -> Callable[[], None]:
 
 
 def _restores() -> Iterator[Callable[[], None]]:
-    """What puts the streams back to where they are now."""
+    """Functions that reset the states to the present ones."""
     yield functools.partial(random.setstate, random.getstate())
     yield functools.partial(np.random.set_state, np.random.get_state())
     yield functools.partial(torch.set_rng_state, torch.get_rng_state())
@@ -68,15 +68,15 @@ def _restores() -> Iterator[Callable[[], None]]:
 
 
 def seed_streams(seed: int) -> None:
-    """Seed Python, NumPy and torch, on every device."""
+    """Seed Python, NumPy and torch on all devices."""
     set_seed(seed % 2**32)  # NumPy's limit
 
 
 class RandomStreams:
-    """The process-wide random generators of Python, NumPy and torch, on the CPU and on this rank's own device."""
+    """The process-wide random number generators of Python, NumPy and torch, on the CPU and on this rank's device."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The generators as they stand."""
+        """The states of the generators."""
         version, internal, gauss = random.getstate()
         numpy = np.random.get_state(legacy=False)
         assert isinstance(numpy, dict)
@@ -90,7 +90,7 @@ class RandomStreams:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave."""
+        """Restore a state from :meth:`state_dict`."""
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal), gauss))
         inner = {**state["numpy"]["state"], "key": np.array(state["numpy"]["state"]["key"], dtype=np.uint32)}

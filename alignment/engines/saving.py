@@ -1,4 +1,4 @@
-"""Writing a model as a Hugging Face folder, from any ZeRO stage, so that no reader ever sees half of it."""
+"""Writing a model as a Hugging Face folder, atomically and from any ZeRO stage."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _OF_MODELS = ("dtype", "torch_dtype", "quantization_config", "device_map")  # ke
 
 
 def gathered_state_dict(model: PreTrainedModel, keep: bool, only: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Every parameter and persistent buffer, whole, on the CPU. All ranks must call it; one at a time is gathered.
+    """All parameters and persistent buffers, unsharded, on the CPU. Collective; gathers one parameter at a time.
 
     Args:
         model: the model inside an engine, or a plain one.
-        keep: whether this rank wants the result; the others get an empty dict.
-        only: names of those that are wanted; None: all.
+        keep: whether this rank needs the result; the others get an empty dict.
+        only: names to include; None: all.
     """
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -53,13 +53,13 @@ def gathered_state_dict(model: PreTrainedModel, keep: bool, only: Collection[str
 
 
 def write_model(model: PreTrainedModel, tokenizer: Any, folder: Path, *, first_rank: bool) -> None:
-    """``save_pretrained`` model and tokenizer into ``folder``; collective.
+    """Write model and tokenizer into ``folder`` with ``save_pretrained``. Collective.
 
-    The files are written to a hidden folder first and moved into place when all of them are there. Where ``folder``
-    exists the hidden one is inside it, because ``folder`` may be a mount point: only there is a move a rename.
+    The files are written to a hidden folder first and moved into place when they are complete. If ``folder`` exists,
+    the hidden folder is inside it because ``folder`` may be a mount point, and a move is a rename only within it.
 
     Raises:
-        OutputError: the folder cannot be written, a full disk included.
+        OutputError: the folder cannot be written, or the disk is full.
     """
     state = gathered_state_dict(model, keep=first_rank)
     if first_rank:
@@ -69,18 +69,18 @@ def write_model(model: PreTrainedModel, tokenizer: Any, folder: Path, *, first_r
 def write_adapters(
     model: PreTrainedModel, adapters: Adapters, source: ModelSource, tokenizer: Any, folder: Path, *, first_rank: bool
 ) -> None:
-    """Write adapters, and modules that were trained whole with them, as PEFT does; collective.
+    """Write adapters, and fully trained modules, in PEFT's format. Collective.
 
     Args:
-        model: inside an engine.
-        adapters: which.
-        source: the model that they were trained on, of which a record is written beside them.
-        tokenizer: written beside them as well.
+        model: the model inside an engine.
+        adapters: the adapters to write.
+        source: the model that they were trained on; a record of it is written to the same folder.
+        tokenizer: written to the same folder.
         folder: as for :func:`write_model`.
         first_rank: whether this rank writes.
 
     Raises:
-        OutputError: the folder cannot be written, a full disk included.
+        OutputError: the folder cannot be written, or the disk is full.
     """
     names = _adapter_names(model, adapters)
     state = gathered_state_dict(model, keep=first_rank, only=set(names.values()))
@@ -110,7 +110,7 @@ def write_adapters(
 
 
 def load_adapters(model: PreTrainedModel, adapters: Adapters, folder: Path, *, first_rank: bool) -> None:
-    """Replace adapters inside an engine by those that :func:`write_adapters` wrote; as :func:`load_weights`."""
+    """Load adapters written by :func:`write_adapters` into an engine's model; see :func:`load_weights`."""
     state = adapter_weights(str(folder)) if first_rank else {}
     parameters = dict(model.named_parameters())
     for saved, name in _adapter_names(model, adapters).items():
@@ -119,7 +119,7 @@ def load_adapters(model: PreTrainedModel, adapters: Adapters, folder: Path, *, f
 
 
 def _adapter_names(model: PreTrainedModel, adapters: Adapters) -> dict[str, str]:
-    """Names of an adapter's tensors as they are saved -> those of the model."""
+    """Map the saved names of an adapter's tensors to those of the model."""
     own = [*(name for name, _ in model.named_parameters()), *(name for name, _ in model.named_buffers())]
     names: dict[str, str] = adapter_tensors(
         model, adapters.name, {name: name for name in own}, embeddings=adapters.embeddings
@@ -130,9 +130,9 @@ def _adapter_names(model: PreTrainedModel, adapters: Adapters) -> dict[str, str]
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write the tokenizer without keywords of the model's that it was loaded with, as in TRL's scripts.
+    """Write the tokenizer without keywords of the model that it was loaded with, as in TRL's scripts.
 
-    It keeps them, and they cannot be written as JSON.
+    It keeps them, and they are not JSON-serializable.
     """
     given = tokenizer_options(tokenizer)
     for name in _OF_MODELS:
@@ -141,7 +141,7 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def _write(folder: Path, tokenizer: Any, save: Callable[[Path], None]) -> None:
-    """Let ``save`` fill a hidden folder, add the tokenizer, and move all of it into ``folder``."""
+    """Call ``save`` on a hidden folder, add the tokenizer, and move everything into ``folder``."""
     partial = folder / ".partial" if folder.exists() else folder.parent / f".{folder.name}.partial"
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -159,11 +159,11 @@ def _write(folder: Path, tokenizer: Any, save: Callable[[Path], None]) -> None:
 
 
 def exported_tensors(folder: Path, names: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Which parameters the model files of a folder hold in fp32, as they are: their file and key by name.
+    """The parameters that a folder's model files contain in unmodified fp32: their file and key by name.
 
     Args:
-        folder: that :func:`write_model` or :func:`write_adapters` wrote.
-        names: the key that each parameter would have, by its name; a model may be saved under other keys than its own.
+        folder: a folder written by :func:`write_model` or :func:`write_adapters`.
+        names: the key of each parameter by its name; a model may be saved under other keys than its own.
     """
     found = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -176,7 +176,7 @@ def exported_tensors(folder: Path, names: Mapping[str, str]) -> dict[str, tuple[
 
 
 def trained_keys(model: PreTrainedModel, adapters: Adapters | None) -> dict[str, str]:
-    """The keys under which trainable parameters are saved, by their names, where no conversion renames them."""
+    """The keys under which trainable parameters are saved, by name, as long as no conversion renames them."""
     trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if adapters is None:
         return {name: name for name in trainable}
@@ -185,7 +185,7 @@ def trained_keys(model: PreTrainedModel, adapters: Adapters | None) -> dict[str,
 
 
 def written_bytes(model: PreTrainedModel, adapters: Adapters | None) -> int:
-    """The size of the tensors that :func:`write_model` or :func:`write_adapters` writes."""
+    """The total size of the tensors that :func:`write_model` or :func:`write_adapters` writes."""
     wanted = model.state_dict().keys() if adapters is None else set(_adapter_names(model, adapters).values())
     seen: set[int] = set()
     total = 0
@@ -197,10 +197,10 @@ def written_bytes(model: PreTrainedModel, adapters: Adapters | None) -> int:
 
 
 def load_weights(model: PreTrainedModel, folder: Path, *, first_rank: bool) -> None:
-    """Replace the weights of a model inside an engine by those that :func:`write_model` saved; collective.
+    """Load weights written by :func:`write_model` into a model inside an engine. Collective.
 
-    The first rank reads the whole model into host memory; under ZeRO-3 one parameter at a time is gathered and
-    divided again. The optimizer's copy of the weights is left as it is, so this is for the end of a run.
+    The first rank reads the entire model into host memory; under ZeRO-3, one parameter at a time is gathered and
+    partitioned again. The optimizer's copy of the weights is not updated, so use this only at the end of a run.
     """
     state: dict[str, Tensor] = {}
     if first_rank:
@@ -211,7 +211,7 @@ def load_weights(model: PreTrainedModel, folder: Path, *, first_rank: bool) -> N
 
 
 def _fill(parameter: nn.Parameter, value: Tensor | None) -> None:
-    """Set a parameter on every rank to the value that the first one has. Collective."""
+    """Set a parameter on every rank to the first rank's value. Collective."""
     partitioned = is_partitioned(parameter)
     with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=partitioned):
         if value is not None:
@@ -222,7 +222,7 @@ def _fill(parameter: nn.Parameter, value: Tensor | None) -> None:
 
 @contextlib.contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """transformers' bar for the shards would break the run's own."""
+    """Hide transformers' progress bar for the shards, which would break the run's own."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -233,17 +233,17 @@ def no_progress_bar() -> Iterator[None]:
 
 
 def share_with_others(folder: Path) -> None:
-    """Give weights the mode of the files beside them: safetensors makes its own readable by their owner only."""
+    """Give weight files the mode of the other files: safetensors makes them readable by their owner only."""
     mode = next(folder.glob("*.json")).stat().st_mode
     for file in folder.glob("*.safetensors"):
         file.chmod(mode)
 
 
 def move_into(source: Path, target: Path) -> None:
-    """Move the files of ``source`` into ``target``, replacing those of the same name; ``source`` disappears.
+    """Move the files of ``source`` into ``target``, replacing those of the same name, and remove ``source``.
 
-    Where the target does not exist this is one rename. Weights that the new files do not replace are removed, so that
-    an index never points into an older model, and no adapters lie beside another model.
+    If the target does not exist, this is a single rename. Weights that the new files do not replace are removed, so
+    that no index points into an older model and no adapters are left next to another model.
     """
     if not target.exists():
         os.replace(source, target)
@@ -251,10 +251,10 @@ def move_into(source: Path, target: Path) -> None:
     names = {file.name for file in source.iterdir()}
     for name in names:
         if (target / name).is_dir():
-            shutil.rmtree(target / name)  # a rename replaces a file, but no folder that has files
+            shutil.rmtree(target / name)  # a rename can replace a file, but not a folder with files
         os.replace(source / name, target / name)
     outdated = [old for pattern in _WEIGHTS for old in target.glob(pattern) if old.name not in names]
-    if outdated:  # there was another model, so a configuration that is not replaced is that model's
+    if outdated:  # a configuration that is not replaced belongs to the previous model
         outdated += [target / name for name in _BESIDE_WEIGHTS if name not in names]
     for old in outdated:
         old.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""DeepSpeed engines that score completions: one that only answers, one that learns."""
+"""DeepSpeed engines that score completions: one for inference, one for training."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ Placed = TypeVar("Placed", bound=OnDevice)
 
 
 class SequenceOutput(NamedTuple):
-    """What a model says of each of S sequences, and the balancing loss of a mixture of experts.
+    """A model's scores of S sequences, and the load-balancing loss of a mixture of experts.
 
     Attributes:
         scores: (S,) fp32, with graph: the sum of the completion tokens' log-probs, or a reward model's score.
         aux_loss: 0-dim, with graph; 0 for a dense model.
-        entropy: (S,) sum over the completion tokens, in nats; None unless asked for, as all that follow.
+        entropy: (S,) sum over the completion tokens, in nats; like all following fields, None unless requested.
         logits: (S,) sum over the completion tokens of the mean of their logits.
-        top1: (S,) how many completion tokens were the likeliest ones.
+        top1: (S,) number of completion tokens that were the most likely ones.
         token_logps: (N,) fp32, with graph: one log-prob for each of ``batch.targets``, in their order, of which
-            ``scores`` are the sums. ``batch.segments`` (N,) says which sequence each token belongs to.
+            ``scores`` are the sums. ``batch.segments`` (N,) maps each token to its sequence.
     """
 
     scores: Tensor
@@ -73,7 +73,7 @@ class SequenceOutput(NamedTuple):
 
 
 class ScoringEngine:
-    """What the two kinds of engine share: log-probs of the sequences of a batch.
+    """Base of both kinds of engine: log-probs of the sequences of a batch.
 
     Attributes:
         engine: the DeepSpeed engine.
@@ -84,29 +84,29 @@ class ScoringEngine:
     def __init__(self, scorer: Scorer, ds_config: dict[str, Any], **kwargs: Any) -> None:
         self.scorer, self.device = scorer, device()
         partition_whole(scorer, ds_config, self.device)
-        # Not initialised by DeepSpeed a second time, and the configuration is copied because it writes into it.
-        with abandoned_locks_removed():  # some of its features are compiled here
+        # DeepSpeed must not initialize the process group again, and it writes into its configuration, hence the copy.
+        with abandoned_locks_removed():  # some of DeepSpeed's features are compiled here
             self.engine, *_ = deepspeed.initialize(
                 model=scorer, config=copy.deepcopy(ds_config), dist_init_required=False, **kwargs
             )
         self.partitioned = partitions_weights(self.engine)
 
     def placed(self, batch: Placed, leave: Collection[str] = ()) -> Placed:
-        """A batch whose tensors are where :meth:`forward` needs them: all that it reads, with one copy.
+        """Move all tensors of a batch that :meth:`forward` reads to the device, in one copy.
 
         Args:
-            batch: on the host.
-            leave: fields that are to stay there.
+            batch: a batch on the host.
+            leave: fields that stay on the host.
         """
         return batch.to(self.device, (*leave, *(() if self.scorer.reads_mask else ("attention_mask",))))
 
     def forward(self, batch: Batch, stats: bool = False, tokens: bool = False) -> SequenceOutput:
-        """Scores of the sequences of a batch; ``stats`` adds those of their distributions, ``tokens`` per-token ones.
+        """Score the sequences of a batch; ``stats`` adds statistics of the distributions, ``tokens`` token log-probs.
 
-        The batch is one that :meth:`placed` gave. Scores carry a graph also when it holds no sequence: a rank without
+        The batch must come from :meth:`placed`. Scores have a graph even without any sequence, so that a rank without
         rows takes part in every collective of the backward pass.
         """
-        # Where weights are gathered for each pass, every rank must make equally many.
+        # If weights are gathered for each pass, every rank must make the same number of passes.
         blocks = () if self.partitioned else batch.blocks
         mask = batch.attention_mask if self.scorer.reads_mask else None
         output = self.engine(batch.input_ids, mask, batch.positions, batch.targets, batch.longest, stats, blocks)
@@ -131,7 +131,7 @@ class ScoringEngine:
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
-        """Forward-only use: no dropout, no graph; the mode from before comes back on any exit."""
+        """Disable dropout and gradients; restore the previous mode on any exit."""
         training = self.engine.module.training
         self.engine.eval()
         try:
@@ -148,11 +148,11 @@ class ScoringEngine:
 
 
 class FrozenEngine(ScoringEngine):
-    """An engine without optimizer: ZeRO stage 3 (with or without parameter offload) or stage 0.
+    """An engine without an optimizer: ZeRO stage 3 (with or without parameter offload) or stage 0.
 
     Args:
         scorer: the model; its parameters are frozen here.
-        ds_config: this engine's own DeepSpeed configuration.
+        ds_config: DeepSpeed configuration of this engine.
     """
 
     def __init__(self, scorer: Scorer, ds_config: dict[str, Any]) -> None:
@@ -162,7 +162,7 @@ class FrozenEngine(ScoringEngine):
         self.engine.eval()
 
     def close(self) -> None:
-        """Release the engine; parameters that were trainable before are so again."""
+        """Release the engine; parameters that were trainable before become trainable again."""
         super().close()
         for parameter in self._froze:
             parameter.requires_grad_(True)
@@ -171,16 +171,16 @@ class FrozenEngine(ScoringEngine):
 class PolicyEngine(ScoringEngine):
     """A training engine.
 
-    Three rules keep gradients exact at every ZeRO stage, and all live here: the accumulation boundary is set for each
-    micro-batch, the backward pass is ``engine.backward`` without DeepSpeed's own scaling, and the wrapped module
-    returns no differentiable output that the loss leaves out.
+    Three rules, all implemented here, keep gradients exact at every ZeRO stage: the accumulation boundary is set for
+    each micro-batch, the backward pass is ``engine.backward`` without DeepSpeed's own scaling, and the wrapped module
+    returns no differentiable output that the loss does not use.
 
     Args:
         scorer: the model to train.
-        ds_config: the policy's DeepSpeed configuration.
-        optimizer: over the scorer's trainable parameters.
-        scheduler: stepped by the engine, with the optimizer.
-        reduce_once: each rank sums the gradients of a window's micro-batches, and they are reduced after the last.
+        ds_config: DeepSpeed configuration of the policy.
+        optimizer: optimizer of the scorer's trainable parameters.
+        scheduler: stepped by the engine together with the optimizer.
+        reduce_once: sum the gradients of a window's micro-batches on each rank, and reduce them after the last.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class PolicyEngine(ScoringEngine):
         undo_dummy_step(self.engine.optimizer)
         skip_invalid_norm(self.engine)
         self.reduces_once, self._holding = reduce_once and can_reduce_once(self.engine), False
-        self._begun = False  # whether a micro-batch of the window has been summed already
+        self._begun = False  # whether a micro-batch of the window has been accumulated
         if self.reduces_once:
             accumulate_locally(self.engine)
         self.scheduler = scheduler
@@ -206,8 +206,8 @@ class PolicyEngine(ScoringEngine):
         """Accumulate the gradient of this rank's share of the window's loss.
 
         Args:
-            loss: 0-dim, the local sum over the *global* count. DeepSpeed averages gradients over ranks, so it is
-                multiplied by their number here.
+            loss: 0-dim, the local sum over the *global* count. It is multiplied by the number of ranks here because
+                DeepSpeed averages gradients over ranks.
             last: whether this is the window's last micro-batch.
         """
         self.engine.set_gradient_accumulation_boundary(last)
@@ -230,8 +230,8 @@ class PolicyEngine(ScoringEngine):
     def step(self) -> float:
         """Apply the accumulated gradient; return its global L2 norm before clipping.
 
-        Where the norm is not finite no update is made, and the schedule stays where it is: see :meth:`discard`. In
-        fp16 it is then inf, and the same window may do at a lower loss scale: see :meth:`lower_loss_scale`.
+        If the norm is not finite, no update is made and the schedule does not advance: see :meth:`discard`. In fp16
+        the norm is then inf, and the same window may succeed at a lower loss scale: see :meth:`lower_loss_scale`.
         """
         norm = self._stepped()
         if not math.isfinite(norm):
@@ -242,7 +242,7 @@ class PolicyEngine(ScoringEngine):
         if self.scales_loss:
             norm = step_in_fp16(self.engine)
             return math.inf if norm is None else norm
-        # DeepSpeed reports no norm where it does not wrap the optimizer (stage 0, fp32); gradients are whole there.
+        # DeepSpeed does not report the norm if it does not wrap the optimizer (stage 0, fp32, unsharded gradients).
         if reports_grad_norm(self.engine):
             self.engine.step()
             return float(self.engine.get_global_grad_norm())
@@ -254,7 +254,7 @@ class PolicyEngine(ScoringEngine):
         return norm
 
     def discard(self) -> None:
-        """Forget the accumulated gradient; no weight, no state of the optimizer and no loss scale changes."""
+        """Discard the accumulated gradient; weights, optimizer state and loss scale do not change."""
         self._begun = False
         if self._holding:
             self._holding = False
@@ -264,16 +264,16 @@ class PolicyEngine(ScoringEngine):
 
     @property
     def scales_loss(self) -> bool:
-        """Whether a non-finite gradient is a matter of loss scaling (fp16), and so no fault."""
+        """Whether a non-finite gradient is due to loss scaling (fp16), and therefore not a fault."""
         return scales_loss(self.engine)
 
     @property
     def loss_scale(self) -> float:
-        """In fp16: what the loss of the next micro-batch is multiplied by."""
+        """The factor by which the loss of the next micro-batch is multiplied in fp16."""
         return loss_scale(self.engine)
 
     def lower_loss_scale(self) -> bool:
-        """After a step that overflowed: lower the loss scale; False where it cannot be lowered."""
+        """Lower the loss scale after an overflow; return False if it cannot be lowered."""
         return lower_loss_scale(self.engine)
 
     def _whole_norm(self) -> Tensor:
@@ -281,7 +281,7 @@ class PolicyEngine(ScoringEngine):
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the next step."""
+        """The learning rate of the next step."""
         return float(self.scheduler.get_last_lr()[0])
 
 
@@ -289,17 +289,17 @@ Engine = TypeVar("Engine", bound=ScoringEngine)
 
 
 def checked(engine: Engine, task: Task) -> Engine:
-    """The engine, closed again where its scorer does not compute what the model itself does.
+    """Return the engine after checking its scorer's results against the model's own; close it if they differ.
 
     Raises:
-        ModelError: the scores differ by more than rounding, or a module reads weights that ZeRO-3 has not fetched.
+        ModelError: the scores differ by more than rounding, or a module reads weights that ZeRO-3 has not gathered.
     """
     try:
         settle(engine.device)
         choose_hub_kernels_again(engine.scorer)
         with _whole_enough(engine):
             task.check_scorer(engine.scorer, engine.device)
-        if engine.partitioned:  # several passes leave weights whole that the last one fetched ahead
+        if engine.partitioned:  # several passes leave weights gathered that the last one prefetched
             settle_weights(engine.engine, engine.scorer)
             divide_again(engine.scorer)
     except BaseException:
@@ -310,29 +310,29 @@ def checked(engine: Engine, task: Task) -> Engine:
 
 @contextlib.contextmanager
 def _whole_enough(engine: ScoringEngine) -> Iterator[None]:
-    """Name the reason where a forward meets the empty weights of a module whose own forward nobody calls."""
+    """Explain the error of a forward pass that reads the empty weights of a module whose own forward is not called."""
     try:
         yield
     except (IndexError, RuntimeError) as error:
-        # Memory that runs out, a rank that is gone and errors of a device have classes of their own.
+        # Out of memory, lost ranks and device errors have their own classes.
         if not engine.partitioned or type(error) not in (IndexError, RuntimeError):
             raise
         model = engine.scorer.model
         raise ModelError(
-            f"model {type(model).__name__} ({model.config.model_type}) does not run with its weights divided by "
-            f"ZeRO-3, which fetches those of a module when it is called: {first_line(error)}; set a ZeRO stage below 3"
+            f"model {type(model).__name__} ({model.config.model_type}) does not work with ZeRO-3, which gathers the "
+            f"weights of a module when it is called: {first_line(error)}; set a ZeRO stage below 3"
         ) from error
 
 
 def frozen_engine(
     model: PreTrainedModel, ds_config: dict[str, Any], task: Task = CAUSAL_LM, aux_loss: bool = False
 ) -> FrozenEngine:
-    """Wrap a model that is only asked, and check once that its scores are its own.
+    """Wrap a model for inference, and check once that its scores are correct.
 
     Args:
-        model: loaded for ``ds_config``.
-        ds_config: this engine's DeepSpeed configuration.
-        task: what the model is.
-        aux_loss: compute the balancing loss of a mixture of experts.
+        model: the model, loaded for ``ds_config``.
+        ds_config: DeepSpeed configuration of this engine.
+        task: type of the model.
+        aux_loss: compute the load-balancing loss of a mixture of experts.
     """
     return checked(FrozenEngine(task.scorer(model, aux_loss), ds_config), task)

@@ -1,4 +1,4 @@
-"""What a run imports before anything else: the large libraries, without what no run of ours needs of them."""
+"""The large libraries that a run imports first, without their parts that no run uses."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from alignment.internals.transformers_start import import_model_index, import_tr
 
 
 def import_libraries() -> None:
-    """Import DeepSpeed and transformers' parts that import more than they use; calling it again changes nothing.
+    """Import DeepSpeed and the parts of transformers that import more than they use. Repeated calls have no effect.
 
-    The device has to be settled before, where it is not DeepSpeed's own choice.
+    The device must be chosen before, unless DeepSpeed chooses it.
     """
     with uncollected():
         import_muon()

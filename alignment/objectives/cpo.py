@@ -45,7 +45,7 @@ def cpo_loss(
     simpo_gamma: float = 0.5,
     alpha: float = 0.0,
 ) -> CPOLoss:
-    """Compute the preference loss of every pair. The caller adds the NLL term (``cpo_alpha`` times :func:`nll`).
+    """Compute the preference loss of every pair. The caller adds the NLL term (``cpo_alpha`` times ``nll``).
 
     Args:
         chosen_logps: (P,) summed log-probs of the chosen completions, differentiable.

@@ -1,1 +1,1 @@
-"""Online methods: prompts become completions, these are ranked, and the best and the worst make a pair."""
+"""Online methods: generate completions for prompts, rank them, and build a pair from the best and the worst."""

@@ -1,4 +1,4 @@
-"""What of the policy's completions is written down: how they were scored, and what became of them."""
+"""Log the policy's completions with their scores and outcomes."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from alignment.reporting.completions import CompletionTable
 
 
 class CompletionLog:
-    """Prompts, two completions each, and what was found of them.
+    """Collect prompts with two completions each and their rankings, and write them as a table.
 
     Args:
-        table: where they are written; None on ranks that write nothing.
-        every: at every so many-th log; 0: never.
-        prompts: of one table.
+        table: the destination; None on ranks that do not write.
+        every: write a table every ``every`` logs; 0 disables it.
+        prompts: number of prompts per table.
     """
 
     def __init__(self, table: CompletionTable | None, every: int, prompts: int) -> None:
         self.table, self.every, self.prompts = table if every else None, every, prompts
         self._logs = 0
-        self._written: Mapping[str, Any] = {}  # by a run that kept the table, while this one does not
+        self._written: Mapping[str, Any] = {}  # state of a run that wrote tables, resumed without them
         self._rows: list[dict[str, Any]] = []
 
     def keep(self, groups: Sequence[Generated], rankings: Sequence[Ranking]) -> None:
-        """Remember the first prompts of a window."""
+        """Store the first prompts of a window."""
         if self.table is not None:
             pairs = list(zip(groups, rankings, strict=True))[: self.prompts]
             self._rows = [_table_row(group, ranking) for group, ranking in pairs]
 
     def write(self, step: int) -> None:
-        """Write what has been remembered since the last log, if this log's turn has come."""
+        """Write the prompts stored since the last log, if a table is due."""
         self._logs += 1
-        # Not kept for the next log: a window that is left out has none, and another's would be taken for its own.
+        # Cleared even if not written: an omitted window has none, and must not be logged with those of another window.
         rows, self._rows = self._rows, []
         if self.table is not None and rows and self._logs % self.every == 0:
             self.table.write(step, rows)
 
     def finish(self) -> None:
-        """Write the rows that still wait for space, at the end of a run."""
+        """Write rows that are waiting for disk space, at the end of a run."""
         if self.table is not None:
             self.table.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """How many logs there were, what is remembered, and how much of the file there is."""
+        """Return the number of logs, the stored prompts and the length of the file."""
         table = self._written if self.table is None else self.table.state_dict()
         return {"logs": self._logs, "rows": self._rows, "table": table}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave."""
+        """Restore the state returned by :meth:`state_dict`."""
         self._logs, self._rows = state["logs"], list(state["rows"])
         if self.table is None:
             self._written = state["table"]
@@ -59,7 +59,7 @@ class CompletionLog:
 
 
 def _table_row(group: Generated, ranking: Ranking) -> dict[str, Any]:
-    """The pair that is trained on, the better completion first; of a dropped prompt its first two completions."""
+    """Return the training pair, the better completion first; for a dropped prompt, its first two completions."""
     dropped = ranking.outcome if isinstance(ranking.outcome, str) else None
     first, second = (0, 1) if isinstance(ranking.outcome, str) else ranking.outcome
     scores = ranking.scores or [None] * len(group.texts)

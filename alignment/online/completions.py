@@ -1,4 +1,4 @@
-"""The policy's completions with the rows that they answer, and the form in which rewards and judges see them."""
+"""Completions with their dataset rows, and the samples that rewards and judges receive."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from alignment.training.data import PreparedData
 
 @dataclass(frozen=True)
 class Generated:
-    """One prompt and what the policy made of it.
+    """A prompt with the policy's completions.
 
     Attributes:
-        row: of the tokenised dataset.
-        source: its prompt and further columns as the user gave them.
-        place: names the row in messages.
-        prompt: the token ids that the completions continue.
-        completions: as they were generated.
-        texts: the same decoded, without special tokens.
+        row: index in the tokenized dataset.
+        source: the prompt and further columns as in the user's data.
+        place: the row's name in messages.
+        prompt: token ids of the prompt.
+        completions: token ids as generated.
+        texts: decoded completions, without special tokens.
     """
 
     row: int
@@ -43,11 +43,12 @@ def described(
     data: PreparedData,
     tokenizer: Any,
 ) -> list[Generated]:
-    """Completions, decoded, beside the rows that they are of; the sequences are equally long."""
+    """Decode completions and attach their dataset rows; all sequences have the same length."""
     found = []
     for row, prompt, group in zip(rows, prompts, completions, strict=True):
         source = prompt_row(data.dataset, row)
-        # A message stands alone; a text goes on, and many tokenizers drop the space that a text would begin with.
+        # A chat message is decoded alone. A continuation of text is decoded with its prompt, as many tokenizers drop
+        # its leading space.
         before = list(prompt) if isinstance(source.prompt, str) else []
         texts = continuations(before, [list(completion.ids) for completion in group], tokenizer)
         found.append(Generated(row, source, data.place(row), tuple(prompt), tuple(group), tuple(texts)))
@@ -55,13 +56,13 @@ def described(
 
 
 def further_columns(data: PreparedData) -> list[str]:
-    """The names of the columns that rows have beside the prompt's; of a mixture, those of every part."""
+    """Return the names of the columns other than the prompt; for a mixture, those of all parts."""
     starts = itertools.accumulate((part.report.rows_out for part in data.parts[:-1]), initial=0)
     return list(dict.fromkeys(name for row in starts for name in prompt_row(data.dataset, row).columns))
 
 
 def samples_of(groups: Sequence[Generated], columns: Sequence[str]) -> Samples:
-    """Every completion as a sample, prompt after prompt, with these columns; one that a row lacks is None there."""
+    """Return each completion as a sample, prompt by prompt, with these columns; a missing column is None."""
     each = [(group, number) for group in groups for number in range(len(group.completions))]
     return Samples(
         prompts=[group.source.prompt for group, _ in each],

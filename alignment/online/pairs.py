@@ -1,4 +1,4 @@
-"""From ranked completions to the pairs of a window, and from the pairs of all ranks to micro-batches."""
+"""Build pairs from ranked completions, and micro-batches from the pairs of all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from alignment.online.ranking import Ranking
 
 @dataclass(frozen=True)
 class Pair:
-    """Two completions of a prompt, the better one first: token ids, the dataset's row, and scores if there are any."""
+    """Two completions of a prompt, the better one first: token ids, the dataset's row, and scores if available."""
 
     row: int
     prompt: tuple[int, ...]
@@ -28,14 +28,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class RankedBatch(PreferenceBatch):
-    """A micro-batch of pairs with its beta, and the scores of its 2P sequences; None without pairs or by a judge."""
+    """A micro-batch of pairs with beta and the scores of its 2P sequences; None without pairs or with a judge."""
 
     scores: Tensor | None = None
     beta: float = 0.0
 
 
 def pair_of(group: Generated, ranking: Ranking) -> Pair | None:
-    """The pair to train on, or None where the outcome is a reason not to."""
+    """Return the pair to train on, or None if the prompt is dropped."""
     if isinstance(ranking.outcome, str):
         return None
     better, worse = ranking.outcome
@@ -51,7 +51,7 @@ def pair_of(group: Generated, ranking: Ranking) -> Pair | None:
 def plan_pairs(
     pairs: Sequence[Pair], window: WindowPlan, *, world_size: int, batch_size: int, max_tokens: int | None
 ) -> WindowPlan:
-    """The micro-batches of the pairs of all ranks, in an order that every rank knows; rows are numbers of pairs."""
+    """Plan micro-batches for the pairs of all ranks, in the same order on every rank; row ids are pair indices."""
     lengths = np.array([(len(p.prompt), len(p.chosen), len(p.rejected)) for p in pairs], dtype=np.int64).reshape(-1, 3)
     numbers = np.arange(len(pairs), dtype=np.int64)
     return plan_window(
@@ -67,7 +67,7 @@ def plan_pairs(
 
 
 def ranked_batches(pairs: Sequence[Pair], plan: WindowPlan, rank: int, beta: float) -> list[RankedBatch]:
-    """One rank's micro-batches of a plan of :func:`plan_pairs`; their rows are those of the dataset."""
+    """Return one rank's micro-batches of a plan from :func:`plan_pairs`; their row ids are those of the dataset."""
     batches = []
     for micro, shares in enumerate(plan.micro_batches):
         own = [pairs[number] for number in shares[rank].rows]

@@ -1,4 +1,4 @@
-"""Who ranks the completions of a window: rewards that score each one, or a judge that compares two."""
+"""Rank the completions of a window by rewards (a score per completion) or a judge (a comparison of two)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from alignment.rewards.functions import FunctionReward
 from alignment.rewards.judges import Judge
 from alignment.rewards.samples import in_groups, spoken
 
-# Why a prompt gives no pair. A tie has no better side: trained on, it would teach whatever came first.
+# Why a prompt gives no pair. A tie is dropped: training on it would favour whichever completion came first.
 TIED, IDENTICAL, UNSCORED, FAILED = "tied", "identical", "unscored", "failed"
 REASONS = (TIED, IDENTICAL, UNSCORED, FAILED)
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """What was found of one prompt's completions.
+    """The ranking of one prompt's completions.
 
     Attributes:
-        outcome: the numbers of the better and the worse completion, or one of :data:`REASONS`.
-        scores: of every completion; None where it has none, or altogether where a judge decided.
+        outcome: indices of the better and the worse completion, or one of :data:`REASONS`.
+        scores: one per completion, None where scoring failed; None altogether with a judge.
     """
 
     outcome: tuple[int, int] | str
@@ -32,9 +32,9 @@ class Ranking:
 
 
 def best_and_worst(scores: Sequence[float | None], texts: Sequence[str]) -> Ranking:
-    """The best completion against the worst one, by score; of those with different texts.
+    """Return the best and the worst completion by score, among those with different texts.
 
-    One text may have two scores: for how it ended, or from a source that is not sure of itself.
+    Identical texts may score differently: one was truncated, or the reward source is not deterministic.
     """
     scored = [(score, number) for number, score in enumerate(scores) if score is not None]
     if len(scored) < 2:
@@ -52,30 +52,30 @@ def best_and_worst(scores: Sequence[float | None], texts: Sequence[str]) -> Rank
 
 
 class FirstAnswer(NamedTuple):
-    """The first completion of a prompt, to compare others with; ``score`` is None where it has none."""
+    """A prompt's first completion, kept for later comparison; ``score`` is None if not available."""
 
     text: str
     score: float | None
 
 
 def first_answers(groups: Sequence[Generated], rankings: Sequence[Ranking]) -> list[FirstAnswer]:
-    """What there is to keep of completions that others will be compared with."""
+    """Return the first completion of each prompt, to compare later completions with."""
     scores = (None if ranking.scores is None else ranking.scores[0] for ranking in rankings)
     return [FirstAnswer(group.texts[0], score) for group, score in zip(groups, scores, strict=True)]
 
 
 class Ranker(Protocol):
-    """Ranks completions. Every rank calls it equally often, also with nothing to rank."""
+    """Ranks completions. All ranks must call it equally often, even with nothing to rank."""
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The names of what :meth:`rank` measures."""
+        """The names of the metrics that :meth:`rank` adds."""
         ...
 
     def rank(
         self, groups: Sequence[Generated], columns: Sequence[str], seed: int, sums: MetricSums | None
     ) -> list[Ranking]:
-        """A ranking for each prompt, whose rows have these ``columns``; what is measured goes to ``sums``."""
+        """Return a ranking for each prompt, whose rows have these ``columns``, and add metrics to ``sums``."""
         ...
 
     def wins(
@@ -85,16 +85,16 @@ class Ranker(Protocol):
         others: Sequence[FirstAnswer],
         seed: int,
     ) -> list[float | None]:
-        """For each prompt 1, 0.5 or 0: its first completion is better than the other's, as good, or worse."""
+        """Return 1, 0.5 or 0 per prompt: its first completion is better than, as good as or worse than the other."""
         ...
 
     def close(self) -> None:
-        """Release what it holds."""
+        """Release resources."""
         ...
 
 
 class RewardRanker:
-    """Scores every completion."""
+    """Ranks completions by their rewards."""
 
     def __init__(self, rewards: Rewards) -> None:
         self.rewards = rewards
@@ -137,7 +137,7 @@ class RewardRanker:
 
 
 class JudgeRanker:
-    """Compares the two completions of a prompt."""
+    """Ranks two completions of a prompt by a judge."""
 
     metrics: tuple[str, ...] = ()
 
@@ -165,7 +165,7 @@ class JudgeRanker:
     def _verdicts(
         self, groups: Sequence[Generated], pairs: Sequence[tuple[str, ...] | None], seed: int
     ) -> list[int | str]:
-        """The judge's number of the better text, or why there is none; identical texts are not shown to it."""
+        """Return the judge's choice, or why there is none; identical texts are not sent to the judge."""
         asked = [n for n, pair in enumerate(pairs) if pair is not None and pair[0] != pair[1]]
         answers = self.judge.verdicts(
             [groups[n].source.prompt for n in asked],
@@ -179,7 +179,7 @@ class JudgeRanker:
         return found
 
     def close(self) -> None:
-        """A judge holds nothing."""
+        """Do nothing: a judge holds no resources."""
 
 
 def _compared(ours: Ranking, theirs: FirstAnswer) -> float | None:

@@ -1,6 +1,6 @@
-"""What Online DPO needs beside policy and reference: who ranks completions, and how they are sampled.
+"""Reward models, reward functions or a judge, and the sampling settings of Online DPO.
 
-Everything that can be known is checked before a model is loaded.
+Everything that can be checked without loading a model is checked first.
 """
 
 from __future__ import annotations
@@ -54,25 +54,25 @@ Function: TypeAlias = Callable[..., Any] | PreTrainedModel | str
 
 
 class OnlineResources(Resources):
-    """The ranker and the sampling of a run, from options and from what the constructor was given.
+    """The ranker and sampling settings of a run, from its options and the constructor's arguments.
 
     Args:
-        options: the run's.
-        dtypes: the run's.
+        options: the run's options.
+        dtypes: the run's dtypes.
         stage: ZeRO stage of the policy.
-        reward_model: a sequence classifier: path or live model; None takes ``reward_model_path``.
-        reward_funcs: callables, ``file.py:function``, or sequence classifiers; None takes the option.
-        judge: a callable, an object with ``judge``, or what the option may say; None takes the option.
-        tokenizers: of the only classifier, or a list with one for each source of rewards, the reward model first, and
-            None for functions; None loads each one's own.
-        trained: live models of the run that no classifier may be.
-        beta: of an epoch, by its number.
-        retries: of reward functions and judges.
-        cards: the GPUs, on which reward models are placed; None: as the machine has it.
+        reward_model: a sequence classifier: path or live model; None uses ``reward_model_path``.
+        reward_funcs: callables, ``file.py:function``, or sequence classifiers; None uses the option.
+        judge: a callable, an object with ``judge``, or any value of the option; None uses the option.
+        tokenizers: one for a single classifier, or a list with one per reward source, the reward model first, and
+            None for functions; None loads each model's own tokenizer.
+        trained: live models of the run, which cannot also be reward models.
+        beta: maps an epoch number to beta.
+        retries: retry policy for reward functions and judges.
+        cards: the GPUs on which reward models are placed; None detects them.
 
     Raises:
-        OptionError: nothing scores, or a judge and rewards both would; or one of them cannot be used.
-        ModelError: a reward model cannot be used.
+        OptionError: if no reward source or judge is set, both are set, or one of them cannot be used.
+        ModelError: if a reward model cannot be used.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class OnlineResources(Resources):
         check_generation_kwargs(options.generation_kwargs or {})
         if options.ds3_gather_for_generation is not None and stage != 3:
             raise OptionError(
-                f"{setting('ds3_gather_for_generation', options.ds3_gather_for_generation)}: has no effect at ZeRO "
-                f"stage {stage}, where every rank has the whole policy; leave it out"
+                f"{setting('ds3_gather_for_generation', options.ds3_gather_for_generation)}: has no effect with ZeRO "
+                f"stage {stage}, where every rank holds all weights of the policy; remove it"
             )
         path = None if is_of(reward_model, options.reward_model_path) else options.reward_model_path
         reward_model = given_once("reward_model", reward_model, path)
@@ -107,13 +107,13 @@ class OnlineResources(Resources):
             return
         if reward_model is not None and not is_classifier(reward_model):
             raise OptionError(
-                f"reward_model: {reward_model!r} is no path and no model; give a function as reward_funcs"
+                f"reward_model: {reward_model!r} is neither a path nor a model; pass functions as reward_funcs"
             )
         also = any(one is reward_model or is_of(one, reward_model) for one in functions)
-        given = [*([] if reward_model is None or also else [reward_model]), *functions]  # the same model counts once
+        given = [*([] if reward_model is None or also else [reward_model]), *functions]  # the same model is used once
         if not given:
             raise OptionError(
-                "reward_model: nothing scores the completions; pass reward_model, reward_funcs or judge, or set "
+                "reward_model: nothing ranks the completions; pass reward_model, reward_funcs or judge, or set "
                 "reward_model_path, reward_funcs or judge"
             )
         check_apart([one for one in given if isinstance(one, PreTrainedModel)], trained)
@@ -124,7 +124,7 @@ class OnlineResources(Resources):
         self.ranker = RewardRanker(Rewards(sources, options.reward_weights, options.missing_eos_penalty, retries))
 
     def _source(self, given: Any, tokenizer: Any) -> RewardSource:
-        """A classifier for a model or a path, else a function."""
+        """Return a model source for a model or path, else a function source."""
         if not is_classifier(given):
             return FunctionReward(loaded(given, "reward_funcs"))
         options = self.options
@@ -147,22 +147,22 @@ class OnlineResources(Resources):
         return classifier
 
     def _place(self, source: ModelSource, bits: int | None) -> tuple[str, str] | None:
-        """Where a reward model goes beside all that was placed before it, and why."""
+        """Return the placement of a reward model, given the models placed before it, and the reason."""
         choice = None if self.cards is None else self.cards.place(source, bits)
         return None if choice is None else (choice.placement, choice.why)
 
     def _check_used(self) -> None:
-        """No option of the reward model's is set where there is none."""
+        """Check that no reward model option is set without a reward model."""
         for name in CLASSIFIER_OPTIONS:
             if getattr(self.options, name) is not None and not self.classifiers:
-                raise OptionError(f"{name}: has no effect without a reward model; leave it out")
+                raise OptionError(f"{name}: has no effect without a reward model; remove it")
 
     def check_data(self, data: PreparedData) -> None:
-        """Whether rows like these can be scored: the columns that functions need, and a chat template.
+        """Check that the rows can be scored: columns that functions require, and a chat template.
 
         Raises:
-            OptionError: a function needs a column that is not there.
-            ModelError: prompts are conversations, and the reward model's tokenizer has no chat template.
+            OptionError: if a function requires a column that is missing.
+            ModelError: if prompts are conversational and the reward model's tokenizer has no chat template.
         """
         if not isinstance(self.ranker, RewardRanker):
             return
@@ -175,7 +175,7 @@ class OnlineResources(Resources):
             first += part.report.rows_out
 
     def window_pass(self, context: RunContext, models: Models, aux_coefficient: float | None) -> WindowPass:
-        """Rollout and scoring before every window; what they decide belongs to the state of the run."""
+        """Return the window pass that generates and ranks completions; its decisions are part of the run's state."""
         if isinstance(self.ranker, RewardRanker):
             self.ranker.rewards.follow(context.state)
         online = self._online(models.policy, context)
@@ -188,7 +188,7 @@ class OnlineResources(Resources):
         return context.run_state.register_on_each_rank("online", window_pass)
 
     def _online(self, policy: ScoringEngine, context: RunContext) -> Online:
-        """What makes pairs with this policy."""
+        """Return the components that make pairs with this policy."""
         options, tokenizer = self.options, context.processing_class
         rollout = RolloutEngine(
             policy,
@@ -229,7 +229,7 @@ class OnlineResources(Resources):
         return self.ranker.metrics
 
     def build(self) -> list[str]:
-        """Load the reward models, or see whether the judge's endpoint is there."""
+        """Load the reward models, or check that the judge's endpoint is reachable."""
         if isinstance(self.ranker, JudgeRanker):
             return self.ranker.judge.ready()
         for classifier in self.classifiers:
@@ -237,11 +237,11 @@ class OnlineResources(Resources):
         return [classifier.describe() for classifier in self.classifiers]
 
     def looked_at(self) -> list[str]:
-        """Whether the judge's endpoint is there."""
+        """Check that the judge's endpoint is reachable."""
         return self.ranker.judge.looked_at() if isinstance(self.ranker, JudgeRanker) else []
 
     def fingerprints(self) -> dict[str, str]:
-        """Of a classifier what stands for its content, of a function or a judge its name and a hash of its source."""
+        """Return a content fingerprint for each classifier; for functions and judges, the name and a source hash."""
         if isinstance(self.ranker, JudgeRanker):
             return {self.ranker.judge.name: code_fingerprint(self.ranker.judge.code)}
         assert isinstance(self.ranker, RewardRanker)
@@ -254,7 +254,7 @@ class OnlineResources(Resources):
         return found
 
     def settings(self) -> dict[str, Any]:
-        """The DeepSpeed JSON of the reward models, by file name."""
+        """Return the reward models' DeepSpeed configurations by file name."""
         names = ("reward_deepspeed.json", *(f"reward_deepspeed_{n}.json" for n in range(2, len(self.classifiers) + 1)))
         return {name: classifier.frozen.ds_config for name, classifier in zip(names, self.classifiers)}
 

@@ -1,4 +1,4 @@
-"""One window of Online DPO: prompts become pairs (rollout, score), and these go the way of every window's rows."""
+"""One window of Online DPO: prompts become pairs (rollout, score), then training proceeds as for any window."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from alignment.training.data import PreparedData
 from alignment.training.method import AnyMethod, Models
 from alignment.training.window import WindowPass
 
-# Separate random streams; evaluations all use the same one.
+# Separate random streams; all evaluations use the same one.
 _TRAINING, _EVALUATION = 2, 3
 
 
 class Seeds(NamedTuple):
-    """Of one rank's share of a window: for the rollout, for a user's code, for the order in which a judge sees pairs.
+    """Seeds for one rank's share of a window: rollout, user code, and the order in which a judge sees a pair.
 
-    They differ, or code that draws by itself would repeat the draws that its input was made by.
+    They differ so that user code with its own generator does not repeat the draws of the rollout.
     """
 
     rollout: int
@@ -43,21 +43,21 @@ class Seeds(NamedTuple):
 
 
 def window_seeds(seed: int, plan: WindowPlan, rank: int, *, train: bool) -> Seeds:
-    """The seeds of a window: a function of the run's seed, the window and the rank."""
+    """Return the seeds of a window as a function of the run's seed, the window and the rank."""
     stream = (_TRAINING, plan.epoch, plan.step) if train else (_EVALUATION,)
     return Seeds(*map(int, np.random.SeedSequence([seed, *stream, rank]).generate_state(3)))
 
 
 @dataclass(frozen=True)
 class Online:
-    """What makes pairs of prompts, beside the models.
+    """The components that make pairs from prompts.
 
     Attributes:
-        rollout: generates.
-        sampling: how.
-        ranker: ranks.
-        tokenizer: decodes.
-        log: the table of completions.
+        rollout: generates completions.
+        sampling: sampling settings.
+        ranker: ranks completions.
+        tokenizer: decodes completions.
+        log: the completion log.
     """
 
     rollout: RolloutEngine
@@ -71,10 +71,10 @@ class OnlineWindowPass(WindowPass):
     """Computes windows of prompts.
 
     Args:
-        method, models, phases, aux_coefficient: as for every window.
-        options: the run's.
-        online: what makes pairs.
-        beta: of an epoch, by its number; written into every batch.
+        method, models, phases, aux_coefficient: see :class:`WindowPass`.
+        options: the run's options.
+        online: the components that make pairs.
+        beta: maps an epoch number to beta, which every batch carries.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class OnlineWindowPass(WindowPass):
         super().__init__(method, models, phases, aux_coefficient)
         self.options, self.online, self.beta = options, online, beta
         self._epoch = 0
-        # Of the start policy, for every prompt of an evaluation set, on this rank; by the set's key.
+        # First completions of the initial policy for this rank's prompts of each evaluation set, by the set's key.
         self._starts: dict[str, dict[int, FirstAnswer]] = {}
 
     @property
@@ -103,18 +103,18 @@ class OnlineWindowPass(WindowPass):
         return [("rollout", self.online.rollout.describe())]
 
     def state_dict(self) -> dict[str, Any]:
-        """The newest epoch, and the start policy's answers."""
+        """Return the current epoch and the initial policy's completions."""
         return {"epoch": self._epoch, "starts": {key: _listed(each) for key, each in self._starts.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave."""
+        """Restore the state returned by :meth:`state_dict`."""
         self._epoch = state["epoch"]
         self._starts = {
             key: {row: FirstAnswer(*answer) for row, *answer in answers} for key, answers in state["starts"].items()
         }
 
     def redistributed(self, states: Sequence[Any], rank: int) -> Any:
-        """For another number of ranks: every rank has all answers, and uses those to the prompts that it is dealt."""
+        """Merge the states for a different number of ranks: every rank holds all completions and uses its share."""
         starts: dict[str, dict[int, list[Any]]] = {}
         for state in states:
             for key, answers in state["starts"].items():
@@ -125,7 +125,7 @@ class OnlineWindowPass(WindowPass):
         return ""
 
     def begin(self, evaluation: Iterable[tuple[WindowPlan, Sequence[AnyBatch], PreparedData]]) -> None:
-        """Let the policy, as it is now, answer the prompts of the evaluation sets; wins are counted against that."""
+        """Generate completions for the evaluation sets with the initial policy, as the baseline for win rates."""
         with self.phases.of_evaluation():
             for plan, batches, data in evaluation:
                 groups, rankings = self._answered(plan, batches, data, None, count=1, train=False)
@@ -133,17 +133,17 @@ class OnlineWindowPass(WindowPass):
                 self._starts[data.key] = {g.row: answer for g, answer in zip(groups, answers, strict=True)}
 
     def logged(self, step: int) -> None:
-        """Write the newest window's completions, if it is their turn."""
+        """Write the newest window's completions, if a table is due."""
         self.online.log.write(step)
 
     def finish(self) -> None:
-        """Write completions that wait for space."""
+        """Write completions that are waiting for disk space."""
         self.online.log.finish()
 
     def prepared(
         self, plan: WindowPlan, batches: Sequence[AnyBatch], data: PreparedData, sums: MetricSums, *, train: bool
     ) -> tuple[WindowPlan, Sequence[AnyBatch]]:
-        """Rollout and score; the pairs of all ranks, dealt out anew."""
+        """Generate and rank completions; redistribute the pairs of all ranks."""
         options = self.options
         if train:
             self._epoch = plan.epoch
@@ -173,7 +173,7 @@ class OnlineWindowPass(WindowPass):
         count: int,
         train: bool,
     ) -> tuple[list[Generated], list[Ranking]]:
-        """This rank's prompts with ``count`` completions each, ranked: the phases rollout and score."""
+        """Return this rank's prompts with ``count`` ranked completions each: the phases ``rollout`` and ``score``."""
         own = [batch for batch in batches if isinstance(batch, PromptBatch)]
         rows = [row for batch in own for row in batch.rows]
         prompts = [list(prompt) for batch in own for prompt in batch.prompts]
@@ -182,7 +182,7 @@ class OnlineWindowPass(WindowPass):
             request = RolloutRequest(prompts, count, self.online.sampling, seeds.rollout)
             completions = self.online.rollout.generate(request)
             record.tokens += sum(map(len, prompts)) + sum(len(c.ids) for group in completions for c in group)
-        # What a user's code draws at random repeats with the run, and disturbs nothing else.
+        # Random draws of user code are reproducible, and do not affect other random streams.
         with self.phases("score") as record, seeded(seeds.code):
             groups = described(rows, prompts, completions, data, self.online.tokenizer)
             rankings = self.online.ranker.rank(groups, further_columns(data), seeds.order, sums)
@@ -207,7 +207,7 @@ class OnlineWindowPass(WindowPass):
         data: PreparedData,
         sums: MetricSums,
     ) -> None:
-        """How often the policy's first completion is better than the start policy's; ties count half."""
+        """Compute the win rate of the policy's first completion over the initial policy's; ties count half."""
         if data.key not in self._starts:
             return
         seeds = window_seeds(self.options.seed, plan, rank(), train=False)

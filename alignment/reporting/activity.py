@@ -1,4 +1,4 @@
-"""What this process is doing: phase, step, and when it last made progress; for whoever watches it."""
+"""What this process is doing: its phase, its step and its last progress, for the threads that watch it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from alignment.reporting.status_file import StatusFile
 
-_GAP_S = 3.0  # longer than any watcher lets pass between two ticks
+_GAP_S = 3.0  # longer than the interval between two ticks of any watcher
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class Limits:
     """How long a phase may go without progress, in seconds; see :meth:`Activity.limit`.
 
     Attributes:
-        least: whatever was seen before.
-        factor: times the longest stretch without progress that was seen in the phase.
-        first: while the phase is passed through for the first time.
-        silence: how long a rank may send no sign of life.
+        least: the minimum, whatever was measured before.
+        factor: multiple of the longest time without progress measured in the phase so far.
+        first: the minimum in the first pass through the phase.
+        silence: how long a rank may go without a heartbeat.
     """
 
     least: float = 600.0
@@ -33,11 +33,11 @@ class Limits:
 
 
 class Activity:
-    """The phase that the main thread is in, and its progress.
+    """The phase of the main thread, and its progress.
 
-    Written by the main thread, read by others. Progress is whatever cannot happen while a rank hangs: entering and
-    leaving a phase, a micro-batch, a generated token, a tokenised batch of rows. Whoever watches calls :meth:`tick`
-    all the time; what lies between two ticks that are far apart is time in which the process stood still.
+    Written by the main thread and read by others. Progress is anything that cannot happen while a rank hangs: entering
+    or leaving a phase, a micro-batch, a generated token, a tokenized batch of rows. Each watching thread calls
+    :meth:`tick` continuously; a long gap between two ticks means that the process itself was suspended.
 
     Args:
         clock: in seconds.
@@ -45,10 +45,11 @@ class Activity:
     Attributes:
         step: the last completed optimizer step.
         limits: how long a phase may go without progress.
-        moves: phases entered and left so far; ranks that compute the same go through the same ones.
-        folder: where the run writes, once that is known; on every rank.
-        status: ``status.json`` of the run, on the first rank.
-        guarded: whether somebody outside of the run writes its end into the status.
+        moves: number of phases entered and left so far; the same on all ranks that do the same work.
+        folder: the output folder, once known; set on every rank.
+        status: ``status.json`` of the run; set on rank 0.
+        at_failure: called on rank 0 after a failure of the run is in the status.
+        guarded: whether a process outside the run records its end in the status.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -61,11 +62,12 @@ class Activity:
         self._tick: float | None = None
         self.folder: Path | None = None
         self.status: StatusFile | None = None
+        self.at_failure: Callable[[], None] | None = None
         self.guarded = False
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Within this context the process is in ``phase``."""
+        """Set the phase to ``phase`` within this context."""
         self.progress()
         self._phases.append(phase)
         self.moves += 1
@@ -79,11 +81,11 @@ class Activity:
 
     @property
     def phase(self) -> str:
-        """The innermost phase; ``start`` before any."""
+        """The innermost phase; ``start`` before the first one."""
         return self._phases[-1]
 
     def progress(self) -> None:
-        """The main thread has got on with its work."""
+        """Record that the main thread has made progress."""
         now = self._clock()
         with self._lock:
             phase = self.phase
@@ -91,11 +93,11 @@ class Activity:
             self._last = now
 
     def tick(self) -> float:
-        """Called several times a second by each thread that watches.
+        """Called several times a second by each watching thread.
 
         Returns:
-            Seconds for which the process has stood still through no fault of its own, if this call is the first after
-            them: a suspended job, a sleeping machine. They do not count as time without progress.
+            Seconds for which the whole process was suspended (a stopped job, a sleeping machine), on the first call
+            afterwards. They do not count as time without progress.
         """
         now = self._clock()
         with self._lock:
@@ -107,7 +109,7 @@ class Activity:
             return gap
 
     def _counted(self, now: float) -> float:
-        """Up to when time counts: the main thread may go on before a watcher has seen that the process stood still."""
+        """The time up to which to count: the main thread may resume before a watcher notices the suspension."""
         stood_still = self._tick is not None and now - self._tick > _GAP_S
         return max(self._tick, self._last) if stood_still and self._tick is not None else now
 
@@ -119,17 +121,17 @@ class Activity:
 
     @property
     def limit(self) -> float:
-        """Seconds without progress after which this phase counts as hung."""
+        """Seconds without progress after which the phase is considered hung."""
         phase, limits = self.phase, self.limits
         least = limits.least if phase in self._passed else max(limits.first, limits.least)
         return max(least, limits.factor * self._longest.get(phase, 0.0))
 
     def reset(self) -> None:
-        """Forget everything, as in a process that has just started."""
+        """Reset everything, as in a new process."""
         self.__init__(self._clock)  # type: ignore[misc]
 
     def renew_lock(self) -> None:
-        """In a forked worker: another thread of its parent may have held the lock."""
+        """Replace the lock in a forked worker: another thread of the parent may have held it."""
         self._lock = threading.Lock()
 
 

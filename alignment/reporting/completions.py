@@ -1,4 +1,4 @@
-"""Tables of completions: what models wrote, as lines of a file and in the reporting integrations."""
+"""Tables of completions, written to a JSONL file and to the reporting integrations."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _MARKS = frozenset("|*_`[]\\#~")
 
 
 class CompletionTable:
-    """Writes rows to a JSONL file, and hands them to Weights & Biases and TensorBoard where these are in use.
+    """Writes rows to a JSONL file, and to Weights & Biases and TensorBoard if enabled.
 
     Args:
-        path: the file, appended to; None to do nothing at all (ranks other than the first).
-        callbacks: the run's, among them those of the reporting integrations; looked at for every table.
+        path: the file to append to; None writes nothing (ranks other than rank 0).
+        callbacks: the run's callbacks, including those of the reporting integrations.
     """
 
     def __init__(self, path: Path | None, callbacks: Sequence[Any] = ()) -> None:
@@ -34,7 +34,7 @@ class CompletionTable:
 
         Args:
             step: the optimizer step, which becomes the first column.
-            rows: values by column, each with the same columns; lists of messages are shown as text. None for nothing.
+            rows: values by column, the same columns in each row; messages are written as text, None for no value.
 
         Raises:
             OutputError: the file cannot be written.
@@ -51,20 +51,20 @@ class CompletionTable:
                 writer.add_text(TITLE, markdown(records), step)
 
     def finish(self) -> None:
-        """Write the rows that still wait for space, at the end of a run; see :meth:`.JsonlLog.finish`."""
+        """Write the rows still waiting for disk space, at the end of a run; see :meth:`.JsonlLog.finish`."""
         self._log.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """How much of the file there is, and the rows that wait for space."""
+        """The size of the file, and the rows waiting for disk space."""
         return self._log.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Remove from the file what was written later."""
+        """Truncate the file to the size in ``state``."""
         self._log.load_state_dict(state)
 
 
 def as_text(value: Any) -> Any:
-    """Messages as lines of role and content, the assistant's alone as its content; any other value as it is."""
+    """Format messages as ``role: content`` lines, a single assistant message as its content; keep other values."""
     if not isinstance(value, (list, tuple)):
         return value
     if len(value) == 1 and value[0]["role"] == "assistant" and isinstance(value[0].get("content"), str):
@@ -78,7 +78,7 @@ def _line(message: Mapping[str, Any]) -> str:
 
 
 def markdown(records: Sequence[Mapping[str, Any]]) -> str:
-    """The records as a Markdown table that shows texts as they are, marks and line breaks included."""
+    """Format the records as a Markdown table that shows texts literally, markup and line breaks included."""
     names = list(records[0])
     rows = [names, ["---"] * len(names), *([_cell(record[name]) for name in names] for record in records)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
@@ -89,7 +89,7 @@ def _cell(value: Any) -> str:
         return ""
     if isinstance(value, float):
         return f"{value:.4g}"
-    # Marks as character references, which no reader of Markdown takes for what they mark.
+    # Character references are never interpreted as markup.
     marked = "".join(f"&#{ord(mark)};" if mark in _MARKS else mark for mark in html.escape(str(value)))
     return marked.replace("\n", "<br>")
 
@@ -100,5 +100,5 @@ def _to_wandb(step: int, records: Sequence[Mapping[str, Any]]) -> None:
     if wandb.run is not None:
         names: list[Any] = list(records[0])
         table = wandb.Table(columns=names, data=[[record[name] for name in names] for record in records])
-        # The step by the name under which transformers' callback logs it: W&B's own counter is not ours to advance.
+        # Named as in transformers' callback: W&B's own step counter belongs to that.
         wandb.log({TITLE: table, "train/global_step": step})

@@ -1,4 +1,4 @@
-"""Files that are replaced or synced as a whole: a reader, or a restart after a crash, never finds half of one."""
+"""Atomic file replacement and syncing: neither a reader nor a restart after a crash finds a partial file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether an error, or one that it was raised from, says that the disk is full or the quota used up."""
+    """Whether an error or one of its causes means that the disk is full or the quota exceeded."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in FULL:
             return True
@@ -21,13 +21,13 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file so that ``path`` has either its old content or all of the new one, also after a crash.
+    """Write a UTF-8 file atomically: ``path`` has either its old or its new content, also after a crash.
 
-    The text goes to a hidden file beside it first, which a failure removes. A file that only one process at a time
-    writes is expected.
+    The text is first written to a hidden file in the same folder, which is removed on failure. Only one process may
+    write a given file at a time.
 
     Raises:
-        OSError: it cannot be written; ``path`` is as it was.
+        OSError: it cannot be written; ``path`` is unchanged.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -37,28 +37,28 @@ def replace_text(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:
-        with contextlib.suppress(OSError):  # the folder may be what is wrong
+        with contextlib.suppress(OSError):  # the folder itself may be the problem
             partial.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
 
 
 def sync(path: Path) -> None:
-    """Return when the content of a file is on the disk.
+    """Flush the contents of a file to disk.
 
     Raises:
-        OSError: it cannot be read or, the disk being full, not be kept.
+        OSError: it cannot be read, or the disk is full.
     """
     _sync(path, os.O_RDONLY)
 
 
 def sync_folder(path: Path) -> None:
-    """Return when a folder's entries are on the disk: what was made, renamed or removed in it.
+    """Flush a folder's entries to disk: files created, renamed or removed in it.
 
-    File systems that cannot sync a folder order such changes themselves, and are left to it.
+    File systems that do not support this order such changes themselves; their error is ignored.
 
     Raises:
-        OSError: it is no folder, or the disk fails.
+        OSError: it is not a folder, or the disk fails.
     """
     try:
         _sync(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,6 +1,6 @@
-"""The run's log: one JSON object per line, appended and flushed at once, so that a crash loses nothing.
+"""The run's log: one JSON object per line, appended and flushed immediately, so that a crash loses nothing.
 
-A full disk does not end a run: lines that find no space wait in memory, and are written once there is some.
+A full disk does not end a run: lines that cannot be written are kept in memory until space is available.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _BLOCK = 1 << 16
 
 
 def strict(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with None for inf and nan (the gradient norm of an fp16 overflow), which JSON does not know."""
+    """The record with None for inf and nan (the gradient norm of an fp16 overflow), which are not valid JSON."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
 def _now() -> str:
-    """The time of day as ``2026-11-22T18:20:11.042Z``, always of the same length."""
+    """The current time as ``2026-11-22T18:20:11.042Z``, always of the same length."""
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
@@ -34,22 +34,22 @@ def _print(text: str) -> None:
 
 
 class JsonlLog:
-    """Appends records to ``path``; the file and its folder are made at the first record.
+    """Appends records to ``path``; the file and its folder are created with the first record.
 
     Args:
-        path: the file, or None to write nothing (ranks other than the first).
+        path: the file; None writes nothing (ranks other than rank 0).
         tell: prints a line for the user.
-        timed: each record ends with ``time``, when it was written (UTC).
+        timed: add ``time``, the time of writing (UTC), to each record.
     """
 
     def __init__(self, path: Path | None, tell: Callable[[str], None] = _print, *, timed: bool = False) -> None:
         self.path, self._tell, self._timed = path, tell, timed
         self._pending: list[str] = []
         self._full = False
-        self._failed_at: int | None = None  # where a failed write began, until that is cut off
+        self._failed_at: int | None = None  # offset of a failed write that is not truncated yet
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record, after those that wait. On a full disk it waits with them.
+        """Append one record, after any pending ones. On a full disk it becomes pending.
 
         Raises:
             OutputError: the file cannot be written for another reason.
@@ -60,7 +60,7 @@ class JsonlLog:
             self.flush()
 
     def flush(self) -> bool:
-        """Try to write what waits; whether nothing does any more.
+        """Try to write the pending records; return whether none is left.
 
         Raises:
             OutputError: the file cannot be written for another reason than a full disk.
@@ -74,18 +74,18 @@ class JsonlLog:
                 raise self._error(error) from error
             if not self._full:
                 self._tell(
-                    f"output_dir: no space left to write {self.path}: its lines are kept in memory and written when "
-                    "there is space again"
+                    f"output_dir: no space left to write {self.path}; its lines are kept in memory and written when "
+                    "space is available again"
                 )
             self._full = True
             return False
         if self._full:
-            self._tell(f"output_dir: {self.path} is written again: {len(self._pending)} kept line(s) were added")
+            self._tell(f"output_dir: {self.path} is writable again; {len(self._pending)} pending line(s) were written")
         self._full, self._pending = False, []
         return True
 
     def finish(self) -> None:
-        """Write what still waits, at the end of a run, and return when the file is on the disk.
+        """Write the pending records at the end of a run, and flush the file to disk.
 
         Raises:
             OutputError: there is no space for it, or the file cannot be written.
@@ -93,15 +93,15 @@ class JsonlLog:
         if not self.flush():
             raise OutputError(
                 f"output_dir: no space left to write {self.path}: its last {len(self._pending)} line(s) are lost; "
-                "free some space"
+                "free disk space"
             )
         self._sync()
 
     def state_dict(self) -> dict[str, Any]:
-        """``bytes``: how much of the file there is, on the disk; ``pending``: the lines that wait for space.
+        """``bytes``: size of the file on disk; ``pending``: lines waiting for space.
 
         Raises:
-            OutputError: the file cannot be written, or not be synced.
+            OutputError: the file cannot be written or synced.
         """
         self.flush()
         self._sync()
@@ -109,12 +109,12 @@ class JsonlLog:
         return {"bytes": size if self._failed_at is None else self._failed_at, "pending": list(self._pending)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Cut the file back to what :meth:`state_dict` saw: a run that goes on from there writes the rest again.
+        """Truncate the file to the size in :meth:`state_dict`: the resumed run writes the rest again.
 
-        A file that is missing, or shorter than it was, is gone on with, and the user told: the run is worth more.
+        If the file is missing or shorter than recorded, the run continues with a warning.
 
         Raises:
-            OutputError: the file cannot be read or cut.
+            OutputError: the file cannot be read or truncated.
         """
         if self.path is None:
             return
@@ -127,19 +127,19 @@ class JsonlLog:
     def _cut_back(self, path: Path, size: int) -> None:
         if not path.exists():
             if size:
-                self._tell(f"output_dir: {path} is missing; what it said before the checkpoint is lost")
+                self._tell(f"output_dir: {path} is missing; its lines from before the checkpoint are lost")
             return
         if path.stat().st_size > size:
             os.truncate(path, size)
         left = _cut_torn_line(path)
         if left < size:
             self._tell(
-                f"output_dir: {path} has {left} bytes of whole lines where the checkpoint saw {size}; some lines "
-                "before the checkpoint are lost"
+                f"output_dir: {path} has {left} bytes of complete lines, and had {size} at the checkpoint; some lines "
+                "from before the checkpoint are lost"
             )
 
     def _append(self, path: Path) -> None:
-        """Write all that waits at once, or nothing of it."""
+        """Write all pending records, or none."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if self._failed_at is not None:
             self._cut_failed_write(path)
@@ -174,11 +174,11 @@ class JsonlLog:
 
 
 def _cut_torn_line(path: Path) -> int:
-    """Remove what follows the last line break of a file, which a crash has left; return the size."""
+    """Remove an incomplete last line, left by a crash; return the new size."""
     with path.open("rb") as file:
         size = end = file.seek(0, os.SEEK_END)
         while end:
-            start = max(0, end - 1) if end == size else max(0, end - _BLOCK)  # most files end with a whole line
+            start = max(0, end - 1) if end == size else max(0, end - _BLOCK)  # most files end with a complete line
             file.seek(start)
             found = file.read(end - start).rfind(b"\n")
             if found >= 0:

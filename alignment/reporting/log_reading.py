@@ -1,4 +1,4 @@
-"""What ``log.jsonl`` says so far, read while a run may be writing it."""
+"""Reading ``log.jsonl``, also while a run is writing it."""
 
 from __future__ import annotations
 
@@ -10,41 +10,44 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_RECENT = 50  # entries that rates are taken from
+_RECENT = 50  # entries used for rates
 _CHUNK = 1 << 20
-_ANCHOR = 64  # bytes before the place where reading stopped, which show that the file is the same up to there
+_ANCHOR = 64  # bytes before the read position, which identify the file
 _BOOKKEEPING = ("step", "epoch", "num_tokens", "num_input_tokens_seen", "tokens_per_second", "time")
 
 Record = dict[str, Any]
 
 
 class Rates(NamedTuple):
-    """Steps and tokens per second; None where the log does not tell."""
+    """Steps and tokens per second; None if unknown."""
 
     steps: float | None
     tokens: float | None
 
 
 class LogReader:
-    """Reads a log, and on each further call what has been added since.
+    """Reads a log incrementally: each call reads the lines added since the previous one.
 
-    A log is cut back when its run is resumed; it is then read from its start. Its last line may be half written.
+    A log is truncated when its run is resumed; it is then read from the start. Its last line may be incomplete.
 
     Args:
-        path: the file, which may be missing.
+        path: the file; it may be missing.
+        history: keep all lines, parsed, in ``records``.
 
     Attributes:
-        events: its lines that tell of the run itself: ``start``, ``resume`` and ``end``.
-        unreadable: number of whole lines that are no JSON objects.
+        events: the lines about the run itself: ``start``, ``resume``, ``end`` and others with ``event``.
+        records: all lines in order, events included, if they are kept.
+        unreadable: number of complete lines that are not JSON objects.
         size: bytes read so far.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, history: bool = False) -> None:
+        self.path, self._history = path, history
         self._forget()
 
     def _forget(self) -> None:
         self.events: list[Record] = []
+        self.records: list[Record] = []
         self.unreadable = self.size = 0
         self._anchor, self._rest = b"", b""
         self._recent: deque[bytes] = deque(maxlen=_RECENT)  # of the newest attempt
@@ -53,10 +56,10 @@ class LogReader:
         self._last = self._totals = b""
 
     def read(self) -> None:
-        """Read what is new.
+        """Read the new lines.
 
         Raises:
-            OSError: the file cannot be read, and is not just missing.
+            OSError: the file exists and cannot be read.
         """
         try:
             file = self.path.open("rb")
@@ -75,17 +78,20 @@ class LogReader:
                     self._take(line.strip())
 
     def _continues(self, file: BufferedReader) -> bool:
-        """Whether the file is as it was up to where reading stopped; what is read from it next is then new."""
+        """Whether the file is unchanged up to the read position; the file is then positioned there."""
         file.seek(self.size - len(self._anchor))
         return file.read(len(self._anchor)) == self._anchor
 
     def _take(self, line: bytes) -> None:
-        """Keep a whole line if it may be needed. Most are never parsed, for a log may be long."""
+        """Keep a complete line if it may be needed. Most are never parsed, since a log may be long."""
         if not line:
             return
         if not (line.startswith(b"{") and line.endswith(b"}")):
             self.unreadable += 1
-        elif b'"event":' in line:
+            return
+        if self._history and (record := _parsed(line)):
+            self.records.append(record)
+        if b'"event":' in line:
             self._take_event(_parsed(line))
         elif b'"train_runtime":' in line:
             self._totals = line
@@ -111,22 +117,27 @@ class LogReader:
 
     @property
     def evaluation(self) -> Record:
-        """The newest evaluation: of every set, each of which has a line of its own."""
+        """The newest evaluation, all evaluation sets combined (each set has its own line)."""
         return {name: value for line in self._evaluations for name, value in _parsed(line).items()}
 
     @property
+    def totals(self) -> Record:
+        """The entry with the totals of the run, such as ``train_runtime``; empty before its end."""
+        return _parsed(self._totals)
+
+    @property
     def ended(self) -> Record | None:
-        """The ``end`` event, if the newest attempt came to its end."""
-        newest = self.newest("start", "resume", "end")  # the model may be uploaded after it
+        """The ``end`` event, if the newest attempt finished."""
+        newest = self.newest("start", "resume", "end")  # an upload may follow it
         return newest if newest.get("event") == "end" else None
 
     def newest(self, *events: str) -> Record:
-        """The newest event of one of these names; empty if there is none."""
+        """The newest event with one of these names; empty if there is none."""
         return next((event for event in reversed(self.events) if event.get("event") in events), {})
 
     def rates(self) -> Rates:
-        """Over the newest entries of the newest attempt; of a run that has ended over all of it."""
-        if self.ended is not None and (totals := _parsed(self._totals)):
+        """Rates over the newest entries of the newest attempt or, after the end, over the whole run."""
+        if self.ended is not None and (totals := self.totals):
             seconds, tokens = number(totals.get("train_runtime")), number(self.last.get("num_tokens"))
             steps = number(totals.get("train_steps_per_second"))
             return Rates(steps, tokens / seconds if tokens and seconds else None)
@@ -134,7 +145,7 @@ class LogReader:
         if len(entries) == 1:
             entries.insert(0, {"step": 0, "num_tokens": 0} | self.newest("start", "resume"))
             if entries[0].get("event") == "resume":
-                entries[0]["num_tokens"] = None  # not what there were at that step
+                entries[0]["num_tokens"] = None  # the count at that step is not in the event
         if len(entries) < 2:
             return Rates(None, None)
         return Rates(*(_rate(entries[0], entries[-1], key) for key in ("step", "num_tokens")))
@@ -149,12 +160,12 @@ def _rate(first: Record, last: Record, key: str) -> float | None:
 
 
 def metrics_of(record: Record) -> Record:
-    """What an entry measures, without its bookkeeping."""
+    """The metrics of an entry, without step, epoch, time and token counts."""
     return {name: value for name, value in record.items() if name not in _BOOKKEEPING}
 
 
 def number(value: Any) -> float | None:
-    """``value`` if it is a finite number."""
+    """``value`` as a float if it is a finite number, else None."""
     known = isinstance(value, (int, float)) and not isinstance(value, bool)
     try:
         return float(value) if known and math.isfinite(value) else None
@@ -163,7 +174,7 @@ def number(value: Any) -> float | None:
 
 
 def seconds_of(time: Any) -> float | None:
-    """A time as the log and ``status.json`` have it, in seconds since 1970; None for anything else."""
+    """Parse a time of the log or of ``status.json`` into seconds since 1970; None for anything else."""
     if not isinstance(time, str) or not time.endswith("Z"):
         return None
     try:

@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What every method that compares two answers measures; of the 2P answers of P pairs the chosen ones come first.
+# Metrics of every method that compares two completions; of the 2P completions of P pairs, the chosen come first.
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies")
 
 
 class MetricSums:
     """Sums and counts of one window on one rank, for a fixed list of names.
 
-    The list is fixed so that the tensor which the ranks add up always has the same shape: a rank whose rows lack a
-    class contributes zeros.
+    The list is fixed so that the all-reduced tensor always has the same shape: a rank whose rows lack a class
+    contributes zeros.
 
     Args:
         names: the metrics.
-        device: where the sums are kept until they are reduced.
-        first_rank: whether this rank speaks for values that are the window's and not a row's.
+        device: where the sums are stored until they are reduced.
+        first_rank: whether this rank contributes values of the window as a whole.
     """
 
     def __init__(self, names: Iterable[str], device: torch.device, first_rank: bool) -> None:
@@ -30,18 +30,18 @@ class MetricSums:
         self.values = torch.zeros((2, len(self.names)), dtype=torch.float64, device=device)
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
-        """Add a sum over ``count`` things; neither is read back from the device here."""
+        """Add a sum over ``count`` items; neither is copied to the host."""
         column = self._index[name]
         for row, value in enumerate((total, count)):
             self.values[row, column] += value.detach() if isinstance(value, Tensor) else value
 
     def add_part(self, name: str, part: Tensor) -> None:
-        """Add a part of a value that belongs to the window as a whole, such as its loss; counts once per window."""
+        """Add a rank's part of a value of the whole window, such as its loss; it counts once per window."""
         self.add(name, part, 0)
         self.values[1, self._index[name]] = 1.0 if self.first_rank else 0.0
 
     def add_once(self, name: str, value: Tensor) -> None:
-        """Record a value of the window that every rank already has."""
+        """Add a value of the window that is already the same on every rank."""
         if self.first_rank:
             self.add(name, value, 1)
 
@@ -52,9 +52,9 @@ class MetricSums:
 
 
 def means(items: Mapping[str, tuple[float, float]], sums: bool = False) -> dict[str, float]:
-    """Means of the metrics that have something to average, and ``rewards/margins`` where both classes are there.
+    """The means of all metrics with a nonzero count, and ``rewards/margins`` if both classes are present.
 
-    With ``sums`` also ``count/chosen``, ``count/rejected`` and the sums of each class, as ``rewards/chosen_sum`` ….
+    With ``sums``, also ``count/chosen``, ``count/rejected`` and per-class sums such as ``rewards/chosen_sum``.
     """
     result = {name: total / count for name, (total, count) in items.items() if count}
     if "rewards/chosen" in result and "rewards/rejected" in result:
@@ -67,7 +67,7 @@ def means(items: Mapping[str, tuple[float, float]], sums: bool = False) -> dict[
 
 
 class MetricHistory:
-    """Reduced sums and counts since the last log, or since the last one that somebody had asked for."""
+    """Reduced sums and counts since the last log entry, or since the last scheduled one."""
 
     def __init__(self) -> None:
         self._items: dict[str, tuple[float, float]] = {}
@@ -84,17 +84,17 @@ class MetricHistory:
         return bool(self._items)
 
     def pop(self, sums: bool = False, *, asked: bool = True) -> dict[str, float]:
-        """The means since the last call; with ``sums`` those of :func:`means` as well.
+        """The means since the last call; see :func:`means` for ``sums``.
 
         Args:
-            sums: as there.
-            asked: whether the log was to have them now. What it gets only because the run ends is for :meth:`rest`.
+            sums: see :func:`means`.
+            asked: whether this log entry is scheduled. Entries written only because the run ends are for :meth:`rest`.
         """
         result, self._unasked, self._items = means(self._items, sums), {} if asked else self._items, {}
         return result
 
     def rest(self, sums: bool = False) -> dict[str, float]:
-        """The means of what no log had asked for when the run ended; of nothing where its last step was asked for."""
+        """The means since the last scheduled log entry when the run ended; empty if its last step was scheduled."""
         return means(self._items or self._unasked, sums)
 
     def state_dict(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class MetricHistory:
         return {"items": _as_lists(self._items), "unasked": _as_lists(self._unasked)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave."""
+        """Restore the state returned by :meth:`state_dict`."""
         self._items, self._unasked = _as_pairs(state["items"]), _as_pairs(state.get("unasked", {}))
 
 
@@ -120,7 +120,7 @@ def sides(*names: str) -> tuple[str, ...]:
 
 
 def add_rewards(sums: MetricSums, chosen: Tensor, rejected: Tensor) -> None:
-    """Add the rewards of P pairs, (P,) each, and how often the chosen answer has the higher one."""
+    """Add the rewards of P pairs, (P,) each, and how often the chosen completion has the higher reward."""
     pairs = len(chosen)
     sums.add("rewards/chosen", chosen.sum(), pairs)
     sums.add("rewards/rejected", rejected.sum(), pairs)
@@ -128,13 +128,13 @@ def add_rewards(sums: MetricSums, chosen: Tensor, rejected: Tensor) -> None:
 
 
 def add_sides(sums: MetricSums, name: str, values: Tensor, weights: Tensor | None = None) -> None:
-    """Add (2P,) values by side, the chosen answers' first.
+    """Add (2P,) values by side, those of the chosen completions first.
 
     Args:
-        sums: where to add.
-        name: of the metric, without its side.
-        values: sums over ``weights`` (2P,) things each, or means over one where that is None.
-        weights: how many things each value is a sum over.
+        sums: the sums to add to.
+        name: the metric's name, without the side.
+        values: sums over ``weights`` (2P,) items each, or single values if that is None.
+        weights: number of items in each sum.
     """
     pairs = len(values) // 2
     for side, part in (("chosen", slice(pairs)), ("rejected", slice(pairs, None))):

@@ -1,6 +1,6 @@
-"""A model card in the format of the Hugging Face hub, from plain values. They may come from anywhere: all are escaped.
+"""A model card in the format of the Hugging Face hub. All values are untrusted and escaped.
 
-What would not be published does not get into it: values that look like secrets, and folders of the machine.
+Private values are left out: anything that looks like a secret, and local folders.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from alignment.config.errors import SECRETS
 from alignment.reporting.report import markdown_table
 
-OURS = "deepspeed-alignment"  # the tag that every card has
+OURS = "deepspeed-alignment"  # the tag of every card
 Facts = Sequence[tuple[str, str]]
 _LONGEST = 200  # characters of one value
-# Of Markdown and HTML. As numbers of characters they never have a meaning, in tables and code neither.
+# Markup of Markdown and HTML. Numeric character references are never interpreted, not even in tables and code.
 _SPECIAL = re.compile(r"[\\`*\[\]{}<>()#!|~&$@^]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|:(?=//)|(?<=www)\.")
 _PATH = re.compile(r"(?<![\w.:/\\])(?:file:/*|~|[A-Za-z]:)?(?:[/\\][^\s/\\'\",;:]+)+[/\\]?")
 _WHOLE_PATH = re.compile(r"(file:/|~?[/\\]|[A-Za-z]:[/\\])[^\n]*$")
@@ -31,30 +31,30 @@ _SECRET_VALUE = re.compile(r"\b(hf_|sk-|ghp_|AKIA|Bearer )\S{8,}|(?<=://)[^/@\s]
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What a card says.
+    """The content of a card.
 
     Attributes:
         title: the model's name.
-        is_classifier: a reward model, which gives scores and no text.
-        base_model: what was trained, as people call it; None where it is not known.
-        base_id: the same on the hub; None where it is not there.
-        method: name of the method, such as ``dpo``; None where it is not known.
-        method_title: as people call it.
-        papers: title and address of what to cite.
-        datasets: those that are on the hub.
-        export: sentences on how the weights were written.
-        training: facts of the run, such as ``("steps", "100")``.
-        options: those that are not at their defaults.
-        data: facts on the rows.
-        results_of: to what the metrics belong, such as ``step 100``.
+        is_classifier: whether it is a reward model, which outputs a score.
+        base_model: name of the model that was trained; None if unknown.
+        base_id: its identifier on the hub; None if it is not there.
+        method: name of the method, such as ``dpo``; None if unknown.
+        method_title: the method's display name.
+        papers: title and URL of each paper to cite.
+        datasets: identifiers of datasets on the hub.
+        export: sentences about how the weights were written.
+        training: facts about the run, such as ``("steps", "100")``.
+        options: options changed from their defaults.
+        data: facts about the rows.
+        results_of: what the metrics were measured on, such as ``step 100``.
         train: metrics.
         evaluation: metrics.
         versions: of libraries, by name.
-        library: what loads the model, ``transformers`` or ``peft``.
-        tags: beside those that every card has.
-        model_name: for the metadata; None leaves it out.
-        language, license: the same.
-        task: the hub's name of what the model does; None: by ``is_classifier``.
+        library: the library that loads the model, ``transformers`` or ``peft``.
+        tags: additional tags.
+        model_name: for the metadata; None omits it.
+        language, license: for the metadata; None omits them.
+        task: the hub's pipeline tag. Defaults to one chosen by ``is_classifier``.
     """
 
     title: str
@@ -81,7 +81,7 @@ class ModelCard:
     task: str | None = None
 
     def text(self) -> str:
-        """The whole card, which ends with a line break."""
+        """The card, ending with a line break."""
         sections = [
             f"---\n{self._metadata()}\n---",
             f"# {escaped(self.title)}",
@@ -124,7 +124,7 @@ class ModelCard:
         shown = {name: value for name, value in self.options.items() if not is_secret(name)}
         if shown:
             rows = [(escaped(name), escaped(public(value))) for name, value in shown.items()]
-            parts.append(f"Options that are not at their defaults:\n\n{markdown_table(('option', 'value'), rows)}")
+            parts.append(f"Options changed from their defaults:\n\n{markdown_table(('option', 'value'), rows)}")
         return ["\n\n".join(["## Training", *parts])] if parts else []
 
     def _results(self) -> list[str]:
@@ -139,7 +139,7 @@ class ModelCard:
 
 
 def escaped(text: object, longest: int = _LONGEST) -> str:
-    """``text`` as Markdown that shows it: on one line, shortened, without links, formatting, HTML or cells."""
+    """Escape ``text`` for Markdown: on one line, shortened, without links, formatting, HTML or table cells."""
     line = " ".join(str(text).split())
     line = line if len(line) <= longest else line[: longest - 1] + "…"
     line = "".join(character for character in line if character.isprintable())
@@ -147,12 +147,12 @@ def escaped(text: object, longest: int = _LONGEST) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Whether an option by this name holds what nobody else may read."""
+    """Whether an option with this name holds a secret."""
     return name in SECRETS or (bool(_SECRET_NAME.search(name)) and not _TOKEN_IDS.search(name))
 
 
 def public(value: Any) -> Any:
-    """A value without secrets, and without the folders of the machine: of a path its last part is left."""
+    """The value without secrets and local folders: only the last component of a path is kept."""
     if isinstance(value, Mapping):
         return {str(key): public(one) for key, one in value.items() if not is_secret(str(key))}
     if isinstance(value, (list, tuple)):
@@ -160,17 +160,22 @@ def public(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if _WHOLE_PATH.match(value):
-        return _last(value)  # with any spaces that are in it
-    return _PATH.sub(lambda found: _last(found[0]), _SECRET_VALUE.sub("‹hidden›", value))
+        return _last(value)  # including spaces in it
+    return _PATH.sub(lambda found: _last(found[0]), without_secret_values(value))
+
+
+def without_secret_values(text: str) -> str:
+    """``text`` with tokens, keys and passwords in URLs replaced."""
+    return _SECRET_VALUE.sub("‹hidden›", text)
 
 
 def is_local(name: str) -> bool:
-    """Whether a model or dataset is named by where it is on the machine."""
+    """Whether a model or dataset name is a local path."""
     return bool(_WHOLE_PATH.match(name)) or name.startswith((".", "~"))
 
 
 def hub_id(name: str | None) -> str | None:
-    """``name`` where it can be one on the hub, with an owner; whether it is there is not looked up."""
+    """``name`` if it is a valid hub identifier with an owner, else None; the hub is not queried."""
     if name is None or name.count("/") != 1 or is_local(name):
         return None
     try:

@@ -16,9 +16,9 @@ _SHOWN = {"loss": "loss", "rewards/margins": "margin", "kl": "kl", "rewards/accu
 
 
 def memory_gib(device: torch.device) -> float:
-    """Memory in GiB: what the device's allocator holds, or on a CPU the largest resident set of the process.
+    """Memory in GiB: reserved by the device's allocator or, on a CPU, the process's peak resident set size.
 
-    On a device not the peak: each phase starts that anew.
+    On a device this is not the peak, which each phase resets.
     """
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device) / 2**30
@@ -27,14 +27,14 @@ def memory_gib(device: torch.device) -> float:
 
 
 class Progress:
-    """A bar over optimizer steps (or evaluation batches), of which some may be ``done``; silent unless ``enabled``."""
+    """A progress bar over optimizer steps or evaluation batches, starting at ``done``; silent unless ``enabled``."""
 
     def __init__(self, total: int, description: str, enabled: bool, device: torch.device, done: int = 0) -> None:
         self._bar = tqdm(total=total, initial=done, desc=description, disable=not enabled, dynamic_ncols=True)
         self._device, self._tokens, self._start = device, 0, time.monotonic()
 
     def advance(self, metrics: Mapping[str, float] | None = None, tokens: int = 0) -> None:
-        """One step further, with the newest metrics and the number of tokens it took."""
+        """Advance by one step, with its metrics and its number of tokens."""
         self._tokens += tokens
         if metrics is not None and not self._bar.disable:
             shown = {label: f"{metrics[name]:.4g}" for name, label in _SHOWN.items() if name in metrics}
@@ -44,12 +44,12 @@ class Progress:
         self._bar.update()
 
     def back_to(self, done: int) -> None:
-        """So many steps are done, fewer than before."""
+        """Move the bar back to ``done`` steps."""
         self._bar.reset()
         self._bar.update(done)
 
     def watch(self, items: Sequence[Item], passes: int = 1) -> Sequence[Item]:
-        """The same items, each of which moves the bar when it is taken; they are gone through ``passes`` times."""
+        """Wrap ``items`` so that each access advances the bar; expects ``passes`` passes over them."""
         self._bar.reset(total=len(items) * passes)
         return Watched(items, self.advance)
 
@@ -59,12 +59,12 @@ class Progress:
             self._bar.write(text)
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Close the bar, leaving it displayed."""
         self._bar.close()
 
 
 class Watched(Sequence[Item]):
-    """A sequence that calls ``taken`` at each access to an item."""
+    """A sequence that calls ``taken`` at each access."""
 
     def __init__(self, items: Sequence[Item], taken: Callable[[], None]) -> None:
         self._items, self._taken = items, taken

@@ -1,40 +1,25 @@
-"""The report at the end of a run: Markdown that also reads well on a terminal, and curves as a PNG."""
+"""The report at the end of a run, as Markdown that is also readable in a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from alignment.config.errors import OutputError
 
 Row = Sequence[str]
-# Panels in their order, each with the metrics drawn in it; what a method does not log is left out.
-_PANELS: dict[str, tuple[str, ...]] = {
-    "loss": ("loss", "eval_loss"),
-    "rewards": ("rewards/chosen", "rewards/rejected", "rewards/margins", "eval_rewards/margins"),
-    "accuracy": ("rewards/accuracies", "eval_rewards/accuracies", "mean_token_accuracy", "eval_mean_token_accuracy"),
-    "kl": ("kl", "eval_kl"),
-    "entropy": ("entropy", "eval_entropy"),
-    "gradient norm": ("grad_norm",),
-}
-_WIDTH, _HEIGHT = 4.2, 2.8  # inches of one panel
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """What a run did; plain values only.
+    """The content of a report, in plain values.
 
     Attributes:
-        title: of the report.
-        facts: name and value, such as ``("steps", "150")``.
+        title: the report's title.
+        facts: names and values, such as ``("steps", "150")``.
         phases: totals by name: seconds, tokens, peak_bytes, entries.
-        memory: what the peaks are of, for the table's head.
+        memory: column header of the peaks, such as ``GPU memory``.
         train: the last logged training metrics.
-        evaluation: the last evaluation's, without their ``eval_``.
-        advice: sentences.
-        plots: files beside the report, by title.
+        evaluation: metrics of the last evaluation, without their ``eval_`` prefix.
+        advice: sentences of advice.
     """
 
     title: str
@@ -44,10 +29,9 @@ class RunReport:
     train: Mapping[str, float]
     evaluation: Mapping[str, float]
     advice: Sequence[str] = ()
-    plots: Mapping[str, str] | None = None
 
-    def terminal(self) -> str:
-        """Everything but the plots."""
+    def text(self) -> str:
+        """The report as Markdown."""
         facts = "\n".join(f"- {name}: {value}" for name, value in self.facts)
         parts = [f"# {self.title}", facts, "## Phases", self._phases()]
         if self.train or self.evaluation:
@@ -55,19 +39,14 @@ class RunReport:
         parts += ["## Advice", "\n".join(f"- {text}" for text in self.advice)] if self.advice else []
         return "\n\n".join(parts) + "\n"
 
-    def markdown(self) -> str:
-        """The whole report."""
-        plots = [f"![{title}]({name})" for title, name in (self.plots or {}).items()]
-        return "\n\n".join([self.terminal().rstrip(), *plots]) + "\n"
-
     def _phases(self) -> str:
-        whole = sum(phase["seconds"] for phase in self.phases.values()) or 1.0
+        total = sum(phase["seconds"] for phase in self.phases.values()) or 1.0
         rows = [
             (
                 name,
                 f"{int(phase['entries'])}",
                 f"{phase['seconds']:.2f}",
-                f"{100 * phase['seconds'] / whole:.0f} %",
+                f"{100 * phase['seconds'] / total:.0f} %",
                 f"{phase['tokens'] / phase['seconds']:,.0f}" if phase["tokens"] and phase["seconds"] else "",
                 gibibytes(phase["peak_bytes"]),
             )
@@ -84,12 +63,12 @@ class RunReport:
 
 
 def gibibytes(count: float) -> str:
-    """A number of bytes in GiB, or empty for none."""
+    """Format a number of bytes in GiB; empty for 0."""
     return f"{count / 2**30:.2f} GiB" if count else ""
 
 
 def duration(seconds: float) -> str:
-    """Seconds as ``1 h 02 min 03 s``, leaving out what is 0 at the front."""
+    """Format seconds as ``1 h 02 min 03 s``, omitting leading zero units."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -102,7 +81,7 @@ def _number(value: float | None) -> str:
 
 
 def markdown_table(head: Row, rows: Iterable[Row]) -> str:
-    """A Markdown table with aligned columns, all but the first flush right."""
+    """Format a Markdown table with aligned columns, all but the first right-aligned."""
     lines = [head, *rows]
     widths = [max(2, *(len(row[column]) for row in lines)) for column in range(len(head))]
 
@@ -113,49 +92,3 @@ def markdown_table(head: Row, rows: Iterable[Row]) -> str:
 
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     return "\n".join([line(head), line(rule), *(line(row) for row in lines[1:])])
-
-
-def draw_history(history: Sequence[Mapping[str, Any]], path: Path, title: str) -> bool:
-    """Draw what was logged over the steps.
-
-    Args:
-        history: entries with ``step`` and metrics.
-        path: the PNG to write.
-        title: above the panels.
-
-    Returns:
-        Whether there was anything to draw.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
-    panels = {panel: curves for panel, names in _PANELS.items() if (curves := _curves(history, names))}
-    if not panels:
-        return False
-    # Not pyplot: it keeps figures and a window system's state, and a library has no business with either.
-    from matplotlib.figure import Figure
-
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(_WIDTH * columns, _HEIGHT * rows), layout="constrained")
-    figure.suptitle(title, parse_math=False)  # a name may hold a dollar sign
-    for place, (panel, curves) in enumerate(panels.items(), start=1):
-        axes = figure.add_subplot(rows, columns, place)
-        for name, points in curves.items():
-            axes.plot(*zip(*points), label=name, marker="o" if len(points) < 20 else None, markersize=3)
-        axes.set_title(panel, fontsize="medium")
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
-        if len(curves) > 1:
-            axes.legend(fontsize="x-small")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise OutputError(f"output_dir: could not write {path}: {error}") from error
-    return True
-
-
-def _curves(history: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
-    curves = {name: [(e["step"], e[name]) for e in history if e.get(name) is not None] for name in names}
-    return {name: points for name, points in curves.items() if points}

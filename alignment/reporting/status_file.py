@@ -1,7 +1,7 @@
-"""``status.json``: where a run stands, for scripts and people.
+"""``status.json``: the state of a run, for scripts and users.
 
-Exit statuses get lost on the way through launchers (``torchrun`` always exits with 1, ``deepspeed`` may exit with 0).
-This file does not: it is replaced as a whole, one key to a line, so that ``grep`` can read it as well.
+Launchers do not preserve exit statuses (``torchrun`` always exits with 1, ``deepspeed`` may exit with 0). This file is
+replaced atomically and has one key per line, so that ``grep`` can read it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from alignment.reporting.durable import replace_text
 STATUS = "status.json"
 STATES = ("starting", "running", "preempted", "stopped", "failed", "finished")
 ENDED = STATES[2:]
-_LAST_S = 5.0  # how long a write is waited for
+_LAST_S = 5.0  # maximum time to wait for a write
 
 
 def now() -> str:
-    """The time of day as ``2026-11-22T18:20:11Z``."""
+    """The current time as ``2026-11-22T18:20:11Z``."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -36,26 +36,26 @@ class RunStatus:
 
     Attributes:
         state: one of :data:`STATES`.
-        signal: what asked the run to stop: ``SIGTERM``, ``SIGUSR1``, ``SIGHUP``, ``SIGINT`` or ``STOP`` (the file);
-            None unless it was.
-        error: the error's line, of a failed run.
-        run: the run's name, the same through all attempts that resume from a checkpoint.
-        attempt: how often it was started.
-        stalled: attempts of this job in a row, this one included, that have written no checkpoint beyond the one that
-            they started from.
+        signal: what requested the stop: ``SIGTERM``, ``SIGUSR1``, ``SIGHUP``, ``SIGINT`` or ``STOP`` (the file);
+            None if no stop was requested.
+        error: the error line of a failed run.
+        run: the run's identifier, shared by all attempts that resume from its checkpoints.
+        attempt: number of the attempt, from 1.
+        stalled: number of consecutive attempts of this job, including this one, without a newer checkpoint than the
+            one they started from.
         method: ``kto`` …
-        host: of the first rank.
-        pid: its process.
+        host: host name of rank 0.
+        pid: process ID of rank 0.
         world_size: number of ranks.
-        job: SLURM's number of the job, or empty.
-        restarts: how often SLURM has requeued it.
-        phase: what the first rank was doing.
+        job: SLURM job ID, or empty.
+        restarts: number of times SLURM has requeued it.
+        phase: the current phase of rank 0.
         step: the last completed optimizer step.
-        total_steps: of the whole run; 0 while it is not known.
+        total_steps: optimizer steps of the whole run; 0 while unknown.
         checkpoint: name of the newest checkpoint, or empty.
-        resumed_from: name of the one that this attempt resumed from, or empty.
+        resumed_from: name of the checkpoint that this attempt resumed from, or empty.
         started: when this attempt started, in UTC.
-        time: when this was written, in UTC.
+        time: when the file was written, in UTC.
     """
 
     state: str = "starting"
@@ -79,22 +79,22 @@ class RunStatus:
     time: str = ""
 
     def text(self) -> str:
-        """The file: a JSON object with one key to a line."""
+        """The content of the file: a JSON object with one key per line."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @classmethod
     def parsed(cls, text: str) -> RunStatus:
-        """The status that a file holds; keys of other versions are left out.
+        """Parse the content of a file; unknown keys are ignored.
 
         Raises:
-            ValueError: it is no status: torn, no JSON, or with a value that is none.
+            ValueError: it is not a valid status.
         """
         try:
             found = json.loads(text)
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
         if not isinstance(found, dict) or found.get("state") not in STATES:
-            raise ValueError("it is no status of a run")
+            raise ValueError("not a status of a run")
         known: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             if field.name not in found:
@@ -108,10 +108,10 @@ class RunStatus:
 
 
 def read_status(folder: Path) -> RunStatus | None:
-    """The status in a run's folder; None if there is none.
+    """Read the status in a run's folder; None if there is none.
 
     Raises:
-        ValueError: the file is no status.
+        ValueError: the file is not a valid status.
         OSError: it cannot be read.
     """
     try:
@@ -121,12 +121,12 @@ def read_status(folder: Path) -> RunStatus | None:
 
 
 def fail_in_place_of(folder: Path, host: str, pid: int, error: str) -> None:
-    """Write into the status of a run whose first rank was killed that it has failed, unless a later attempt has begun.
+    """Record the failure of a run whose rank 0 was killed, unless a later attempt has started.
 
     Args:
         folder: the output folder.
-        host, pid: of that rank.
-        error: the error's line.
+        host, pid: host and process ID of rank 0.
+        error: the error line.
     """
     with contextlib.suppress(OSError, ValueError):
         status = read_status(folder)
@@ -136,15 +136,15 @@ def fail_in_place_of(folder: Path, host: str, pid: int, error: str) -> None:
 
 
 class StatusFile:
-    """Keeps ``status.json`` of a run up to date; one process writes it, from several threads.
+    """Keeps ``status.json`` up to date; written by one process, from several threads.
 
-    The file is written by a thread of its own, which is waited for a few seconds at most: a disk that is full or does
-    not answer costs the update, and neither a step nor the end of the process. An end is not written over the status
-    of another attempt, which may have taken the folder by then.
+    A separate thread writes the file and is waited for at most a few seconds: a full or unresponsive disk costs an
+    update, but delays neither a step nor the end of the process. The end of a run is not written over the status of
+    another attempt, which may have taken over the folder in the meantime.
 
     Args:
         folder: the output folder.
-        status: with which the run starts.
+        status: the initial status.
         clock: in seconds.
     """
 
@@ -159,18 +159,18 @@ class StatusFile:
         """Change fields of the status and write it.
 
         Args:
-            within: do not write if the file is younger than this, in seconds, and the state is as it was.
+            within: skip the write if the file is newer than this, in seconds, and the state is unchanged.
             **changes: fields of :class:`RunStatus`.
         """
         with self._lock:
-            if self.status.state in ENDED:  # the first end counts
+            if self.status.state in ENDED:  # only the first end counts
                 return
             before, self.status = self.status, dataclasses.replace(self.status, **changes, time=now())
             if self.status.state == before.state and self._clock() - self._written < within:
                 return
             busy = self._writer is not None and self._writer.is_alive()
             if busy and self.status.state not in ENDED:
-                return  # the disk does not answer; what has changed is written once it does
+                return  # the disk does not respond; a later update writes the change
             self._written = self._clock()
             before_it = self._writer if busy else None
             writer = threading.Thread(target=self._write, args=(before_it,), name="status-write", daemon=True)
@@ -179,7 +179,7 @@ class StatusFile:
         writer.join(_LAST_S)
 
     def _write(self, after: threading.Thread | None) -> None:
-        """Write the status as it is, once the write before it has returned."""
+        """Write the current status, after the previous write has returned."""
         if after is not None:
             after.join()
         status = self.status
@@ -191,15 +191,15 @@ class StatusFile:
         try:
             found = read_status(self.path.parent)
         except ValueError:
-            return True  # torn by something else, and better replaced
+            return True  # damaged, so replace it
         return found is None or (found.host, found.pid, found.started) == (status.host, status.pid, status.started)
 
     def keep(self, every: float, doing: Callable[[], dict[str, Any]]) -> None:
-        """Write what ``doing`` returns, fields of the status, again and again until the run has ended.
+        """Periodically write the fields returned by ``doing``, until the run has ended.
 
         Args:
-            every: seconds.
-            doing: called in a thread.
+            every: interval in seconds.
+            doing: returns fields of :class:`RunStatus`; called in a separate thread.
         """
 
         def run() -> None:
@@ -210,7 +210,7 @@ class StatusFile:
         self._keeper.start()
 
     def close(self) -> None:
-        """Write no more by itself; how the run ends can still be written."""
+        """Stop the periodic updates; the end of the run can still be recorded."""
         self._closed.set()
         if self._keeper is not None:
             self._keeper.join(_LAST_S)

@@ -139,7 +139,7 @@ class FunctionReward:
         """Return one score (or None) per sample. Without samples, the function is not called.
 
         Raises:
-            RewardError: see :func:`score_all`.
+            RewardError: see ``score_all``.
         """
         return score_all([self], samples)[0]
 

@@ -1,3 +1,3 @@
-"""One trainer, one loop, one evaluation: what every method shares."""
+"""The trainer, the training loop and the evaluation that all methods share."""
 
 from __future__ import annotations

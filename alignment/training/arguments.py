@@ -1,4 +1,4 @@
-"""The arguments of a trainer's constructor that are not options: models, tokenizer, datasets; and those refused."""
+"""Constructor arguments that are not options: models, tokenizer, datasets, and unsupported arguments of TRL."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from alignment.models.vocabulary import Vocabulary
 from alignment.training.data import NamedMixture, NamedSplit, limits_of
 
 _REFUSED = {
-    "model_init": "not supported yet; pass the model itself",
-    "compute_metrics": "not supported yet; the metrics of the method are logged",
-    "preprocess_logits_for_metrics": "no logits exist: log-probs are computed without them",
+    "model_init": "not supported; pass the model",
+    "compute_metrics": "not supported; the method's own metrics are logged",
+    "preprocess_logits_for_metrics": "not supported; log-probs are computed without materializing logits",
 }
 
 
-# Collators of transformers and TRL that make one padded batch of rows of a kind, and leave every token as it is.
+# Collators of transformers and TRL that only pad rows of one kind and leave every token unchanged.
 _OF_PAIRS = ("DataCollatorForPreference", "DPODataCollatorWithPadding", "DataCollatorWithPadding")
 _PADS_ONLY: dict[Kind, tuple[str, ...]] = {
     "unpaired_preference": ("DataCollatorForUnpairedPreference", "DPODataCollatorWithPadding"),
@@ -41,11 +41,11 @@ _PADS_ONLY: dict[Kind, tuple[str, ...]] = {
 
 
 def refuse_arguments(arguments: dict[str, Any]) -> None:
-    """Refuse TRL's arguments that do nothing here, unless they are None.
+    """Refuse TRL's arguments that are not supported here, unless they are None.
 
     Raises:
-        OptionError: one is set.
-        TypeError: one is unknown, as Python does.
+        OptionError: if one is set.
+        TypeError: if one is unknown, as in Python.
     """
     for name, value in arguments.items():
         if name not in _REFUSED:
@@ -55,10 +55,10 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
 
 
 def check_collator(collator: Any, kind: Kind) -> None:
-    """Refuse a collator that may do more than to pad, which rows here do not need.
+    """Refuse a collator that may do more than pad; rows are not padded here.
 
     Raises:
-        OptionError: it is none of those that are known to do no more for rows of this kind.
+        OptionError: if it is not one of the known collators for rows of this kind.
     """
     known = isinstance(collator, Collator) or (
         type(collator).__module__.partition(".")[0] in ("transformers", "trl")
@@ -66,8 +66,8 @@ def check_collator(collator: Any, kind: Kind) -> None:
     )
     if collator is not None and not known:
         raise OptionError(
-            f"data_collator: {type(collator).__name__} would not be called, for batches are planned over the whole "
-            "window and scored without padding; change the rows with dataset.map(), and lengths with max_length"
+            f"data_collator: {type(collator).__name__} would not be called, since batches are planned over the whole "
+            "window and computed without padding; change rows with dataset.map(), and lengths with max_length"
         )
 
 
@@ -77,27 +77,27 @@ def model_and_options(
     model: str | PreTrainedModel | None,
     args: AlignmentConfig | TrainingArguments | None,
 ) -> tuple[str | PreTrainedModel, AlignmentConfig]:
-    """The model and the options of a trainer, each of which can stand in for the other.
+    """Return the model and the options of a trainer, each of which can be derived from the other.
 
     Args:
-        trainer: name of the trainer's class, for messages.
-        kind: the class of its options.
-        model: path, hub name or live model; None takes ``args.model_name_or_path``.
-        args: the options, which may have been changed since they were made, or plain ``TrainingArguments``; None takes
-            the defaults, and a folder named after model and method.
+        trainer: class name of the trainer, for messages.
+        kind: class of its options.
+        model: path, hub name or live model; None uses ``args.model_name_or_path``.
+        args: the options, which may have been modified after creation, or plain ``TrainingArguments``; None uses
+            the defaults and an output folder named after model and method.
 
     Raises:
-        OptionError: options of another method, no model, or no folder.
+        OptionError: if the options are of another method, or there is no model or no output folder.
     """
     if isinstance(args, TrainingArguments):
         args = taken_over(args, kind)
     if args is not None and not isinstance(args, kind):
-        raise OptionError(f"args: {trainer} needs a {kind.__name__}, not {type(args).__name__}")
+        raise OptionError(f"args: {trainer} expects a {kind.__name__}, not a {type(args).__name__}")
     if args is not None:
         args.check_again()
     model = model if model is not None else args.model_name_or_path if args is not None else None
     if model is None:
-        raise OptionError(f"model: {trainer} got none; pass a path or a model, or set model_name_or_path")
+        raise OptionError(f"model: {trainer} has no model; pass a path or a model, or set model_name_or_path")
     if args is None:
         source = model if isinstance(model, str) else model.config.name_or_path
         args = kind(output_dir=f"{Path(source).name or 'model'}-{kind.method.upper()}")
@@ -105,10 +105,10 @@ def model_and_options(
 
 
 def taken_over(args: TrainingArguments, kind: type[AlignmentConfig]) -> AlignmentConfig:
-    """transformers' own arguments as options of ``kind``: every value of theirs, as TRL takes them.
+    """Convert transformers' own arguments to options of ``kind``, keeping every value, as TRL does.
 
     Raises:
-        OptionError: one of them cannot be used.
+        OptionError: if one of them cannot be used.
     """
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
     given["accelerator_config"] = args.accelerator_config.to_dict()
@@ -116,22 +116,22 @@ def taken_over(args: TrainingArguments, kind: type[AlignmentConfig]) -> Alignmen
     unknown = sorted(name for name in given if name not in names)
     if unknown:
         raise OptionError(
-            f"args: {', '.join(unknown)} of {type(args).__name__} cannot be taken over; pass a {kind.__name__}"
+            f"args: {', '.join(unknown)} of {type(args).__name__} cannot be converted; pass a {kind.__name__}"
         )
     return kind(**given)
 
 
 def with_adapter_names(args: AlignmentConfig, trained: str | None, reference: str | None) -> AlignmentConfig:
-    """The options with the names of adapters that the constructor was given.
+    """Return the options with the adapter names that the constructor received.
 
     Raises:
-        OptionError: both say something.
+        OptionError: if a name is set in both places and differs.
     """
     for name, value in (("model_adapter_name", trained), ("ref_adapter_name", reference)):
         if value is None:
             continue
         if getattr(args, name) not in (None, value):
-            raise OptionError(f"{name}={value!r}: the options say {getattr(args, name)!r}; leave one out")
+            raise OptionError(f"{name}={value!r}: the options have {getattr(args, name)!r}; remove one")
         args = copy.copy(args)
         setattr(args, name, value)
     return args
@@ -140,118 +140,123 @@ def with_adapter_names(args: AlignmentConfig, trained: str | None, reference: st
 def with_quantization(
     args: AlignmentConfig, model: str | PreTrainedModel, quantization_config: Any
 ) -> AlignmentConfig:
-    """The options with the ``quantization_config`` that the constructor was given, for ``from_pretrained``.
+    """Return the options with the constructor's ``quantization_config`` added for ``from_pretrained``.
 
     Raises:
-        OptionError: the model is there already, or ``model_init_kwargs`` has one as well.
+        OptionError: if the model is already loaded, or ``model_init_kwargs`` has one as well.
     """
     if quantization_config is None:
         return args
     if not isinstance(model, str):
         raise OptionError(
-            "quantization_config: model is a live model, whose weights are what they are; pass its path, or load it "
+            "quantization_config: cannot be applied to a live model; pass the model's path, or load it "
             "with from_pretrained(quantization_config=...)"
         )
     keywords = args.model_init_kwargs or {}
     if keywords.get("quantization_config") is not None:
-        raise OptionError("quantization_config: model_init_kwargs has one as well; leave one out")
+        raise OptionError("quantization_config: also set in model_init_kwargs; remove one")
     args = copy.copy(args)
     args.model_init_kwargs = {**keywords, "quantization_config": quantization_config}
     return args
 
 
 def check_data_source(args: AlignmentConfig | None, train_dataset: Any) -> None:
-    """Refuse a dataset that is given twice: as an object and by an option, which would then do nothing.
+    """Refuse a dataset that is set twice: as an object and by an option, which would be ignored.
 
     Raises:
-        OptionError: both are there.
+        OptionError: if both are set.
     """
     if args is None or train_dataset is None or isinstance(train_dataset, (NamedSplit, NamedMixture)):
         return
     for name in ("dataset_name", "dataset_mixture"):
         if getattr(args, name, None) is not None:  # plain TrainingArguments have neither
-            raise OptionError(f"{setting(name, getattr(args, name))}: train_dataset was given as well; leave one out")
+            raise OptionError(f"{setting(name, getattr(args, name))}: train_dataset is also passed; remove one")
 
 
 def check_rows_given(args: AlignmentConfig, train_dataset: Any, eval_dataset: Any) -> None:
-    """Refuse a trainer that could neither train nor evaluate.
+    """Refuse a trainer that can neither train nor evaluate.
 
     Raises:
-        OptionError: it has no data of either kind.
+        OptionError: if there is neither training nor evaluation data.
     """
     if train_dataset is None and not named_datasets(eval_dataset):
         raise OptionError(
-            f"`train_dataset` is required{data_of_commands(args)}; a trainer that only evaluates takes eval_dataset "
+            f"`train_dataset` is required{data_of_commands(args)}; a trainer for evaluation only needs eval_dataset "
             "alone"
         )
 
 
 def data_of_commands(args: AlignmentConfig) -> str:
-    """Why an option that names data gives a trainer none; empty where no option does."""
+    """Explain why an option that names data has no effect on a trainer; empty if no such option is set."""
     named = args.dataset_name or args.dataset_mixture
-    return " (dataset_name is read by the command; pass load_dataset(...) in Python)" if named else ""
+    return " (only the command line reads dataset_name; pass load_dataset(...) in Python)" if named else ""
 
 
 def check_optimizers(optimizers: tuple[Any, Any], model: Any) -> None:
     """Refuse an optimizer without its model, and a schedule without its optimizer.
 
     Raises:
-        OptionError: they could not act on what is trained.
+        OptionError: if they cannot act on the parameters that are trained.
     """
     optimizer, schedule = optimizers
     if optimizer is not None and isinstance(model, str):
-        raise OptionError("optimizers: they need a live model; pass the model object that they were made for")
+        raise OptionError("optimizers: requires a live model; pass the model object whose parameters they optimize")
     if schedule is not None and (optimizer is None or schedule.optimizer is not optimizer):
-        raise OptionError("optimizers: the schedule steps another optimizer; pass the one that it was made for")
+        raise OptionError(
+            "optimizers: the scheduler belongs to a different optimizer; pass the one that it was created with"
+        )
 
 
 def load_tokenizer(given: Any, older_name: Any, policy: ModelSource, options: AlignmentConfig) -> Any:
-    """The tokenizer that was given, or that was saved with the adapters to go on with, or the policy's own.
+    """Return the given tokenizer, or the one saved with the adapters to continue from, or the policy's own.
 
     Raises:
-        OptionError: two different ones were given.
-        ModelError: the model's folder has none, or it is not a tokenizer.
+        OptionError: if two different ones are passed.
+        ModelError: if the model's folder has no tokenizer, or it is invalid.
     """
     if given is not None and older_name is not None and given is not older_name:
-        raise OptionError("tokenizer: processing_class was given as well; leave the older name out")
+        raise OptionError("tokenizer: processing_class is also passed; remove tokenizer, its older name")
     tokenizer = given if given is not None else older_name
     saved = options.adapter_name_or_path
     if tokenizer is None and saved is not None and (Path(saved) / "tokenizer_config.json").is_file():
-        policy = replace(policy, path=saved, live=None, init_kwargs={})  # with the chat template of their training
+        policy = replace(
+            policy, path=saved, live=None, init_kwargs={}
+        )  # with the chat template that the adapters were trained with
     return policy.tokenizer(tokenizer, "processing_class", options.trust_remote_code)
 
 
 def with_vocabulary(
     source: ModelSource, vocabulary: Vocabulary, optimizers: tuple[Any, Any]
 ) -> tuple[ModelSource, str | None]:
-    """The policy with the vocabulary that ``chat_template_path`` has given its tokenizer, and what to tell of it.
+    """Return the policy with the vocabulary extended by ``chat_template_path``, and a message about it.
 
     Raises:
-        OptionError: what a live model was made with would no longer fit it.
+        OptionError: if the optimizer or the adapters of a live model would no longer match it.
     """
     if vocabulary.rows is None and not vocabulary.new:
         return source.knowing(vocabulary), None
     if vocabulary.rows is not None and any(optimizers):
         raise OptionError(
-            "chat_template_path: its tokens are new to the model, whose embeddings get further rows: optimizers was "
-            "made for those of before; leave it out, or clone_chat_template() before making it"
+            "chat_template_path: adds tokens, and thus rows to the embeddings, which optimizers does not have; remove "
+            "chat_template_path, or call clone_chat_template() before creating the optimizer"
         )
     if getattr(source.live, "peft_config", None):
         raise OptionError(
-            "chat_template_path: its tokens are new to the model, which has adapters already; clone_chat_template() "
-            "before making them, or set a .jinja file to write these tokens as text"
+            "chat_template_path: adds tokens to a model that already has adapters; call clone_chat_template() before "
+            "adding them, or set a .jinja file to write these tokens as text"
         )
     before = source.config.get_text_config().vocab_size
-    note = f"chat_template_path: the tokenizer of {source.name} gets {len(vocabulary.new)} new tokens"
+    note = f"chat_template_path: added {len(vocabulary.new)} tokens to the tokenizer of {source.name}"
     if vocabulary.rows is not None:
         note += (
-            f"; embeddings grow from {before} rows to {vocabulary.rows}, and new ones begin as the mean of the others"
+            f"; resized the embeddings from {before} to {vocabulary.rows} rows, the new ones initialized to the mean "
+            "of the others"
         )
     return source.knowing(vocabulary), note
 
 
 def named_datasets(value: Any) -> dict[str, Any]:
-    """None, one dataset, or a dict of several -> datasets by name; a single one is called ``""``."""
+    """Return datasets by name for None, one dataset, or a dict of several; a single one is called ``""``."""
     if value is None:
         return {}
     if isinstance(value, dict):
@@ -260,24 +265,24 @@ def named_datasets(value: Any) -> dict[str, Any]:
 
 
 def balancing_coefficient(options: AlignmentConfig, config: PretrainedConfig) -> float | None:
-    """The weight of the balancing loss, or None for a model without one or a weight of 0.
+    """Return the weight of the load-balancing loss; None for a model without one or for a weight of 0.
 
     Raises:
-        OptionError: the option is set, but the model is a mixture of experts that does not output router logits.
-            Of a dense model it asks nothing.
+        OptionError: if the option is set for a mixture of experts that does not output router logits. For dense
+            models the option is ignored.
     """
     text = config.get_text_config()
     asked, puts_out = options.router_aux_loss_coef, getattr(text, "output_router_logits", None)
     if not puts_out:
         if asked and puts_out is not None:
             raise OptionError(
-                f"router_aux_loss_coef={asked}: the model's configuration has output_router_logits off; "
-                'set model_init_kwargs: {"output_router_logits": true}, or leave router_aux_loss_coef unset'
+                f"router_aux_loss_coef={asked}: output_router_logits is off in the model's configuration; "
+                'set model_init_kwargs: {"output_router_logits": true}, or remove router_aux_loss_coef'
             )
         if asked and getattr(text, "num_experts_per_tok", None):
             raise OptionError(
-                f"router_aux_loss_coef={asked}: {type(text).__name__} has experts and no output_router_logits, so "
-                "there is nothing to balance them by; leave router_aux_loss_coef unset"
+                f"router_aux_loss_coef={asked}: {type(text).__name__} has experts but no output_router_logits, so the "
+                "balancing loss cannot be computed; remove router_aux_loss_coef"
             )
         return None
     coefficient = asked if asked is not None else getattr(text, "router_aux_loss_coef", None)
@@ -291,19 +296,19 @@ def model_sources(
     needs_reference: bool,
     task: Task = CAUSAL_LM,
 ) -> tuple[ModelSource, ModelSource]:
-    """Policy and reference as they were given, each loaded for ``task``; the same one twice where no reference was.
+    """Return the sources of policy and reference, each loaded for ``task``; the policy twice without ``ref_model``.
 
     Raises:
-        OptionError: a reference that the method does not need, or that is the very policy.
-        ModelError: one of them cannot be used.
+        OptionError: if the method needs no reference, or the reference is the same object as the policy.
+        ModelError: if one of them cannot be used.
     """
     ref_model = ref_model if ref_model is not None else options.ref_model_name_or_path
     if ref_model is not None and not needs_reference:
-        raise OptionError(f"ref_model: {options.method} has no reference model; leave it out, and name args=")
+        raise OptionError(f"ref_model: {options.method} has no reference model; remove it, and pass args by keyword")
     if ref_model is not None and ref_model is model and not isinstance(model, str):
         raise OptionError(
-            "ref_model: is the very object given as model, so it would be trained too; leave ref_model out "
-            "(a copy is taken) or pass a copy"
+            "ref_model: is the same object as model, so it would be trained too; remove ref_model (the policy is "
+            "copied) or pass a copy"
         )
     kwargs = loading_keywords(options.model_init_kwargs)
     policy = reference = model_source(model, "model_name_or_path", options, kwargs, task)

@@ -1,4 +1,4 @@
-"""Callbacks: transformers' handler, state and control as they are, and one answer from all ranks to what they ask."""
+"""Run transformers' callbacks and combine their requests into one decision on all ranks."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_ev
 
 
 class Decision(NamedTuple):
-    """What happens between two steps, the same on every rank; with none of it the run continues.
+    """What happens between two steps, the same on every rank; if all fields are unset, training continues.
 
-    All of it is what callbacks ask for, but ``leave``: what asked the run to end here, and to be resumed later.
+    ``leave`` is a request to stop the run, to be resumed later; all other fields are requests of callbacks.
     """
 
     stop: bool = False
@@ -42,53 +42,57 @@ class Decision(NamedTuple):
 
 
 def reporting_callbacks(report_to: str | list[str]) -> list[type[TrainerCallback]]:
-    """The callback classes of the integrations that ``report_to`` names; ``all`` means those that are installed."""
+    """Return the callback classes of the integrations in ``report_to``; ``all`` selects those that are installed."""
     names = [report_to] if isinstance(report_to, str) else report_to
     if "all" in names:
-        # Trackio's callback reads options that only transformers' own arguments have.
+        # Trackio's callback reads options that only transformers' TrainingArguments have.
         names = [name for name in get_available_reporting_integrations() if name != "trackio"]
     return list(get_reporting_integration_callbacks([name for name in names if name != "none"]))
 
 
 def check_callbacks(callbacks: Any) -> list[Any]:
-    """The callbacks as a list of instances or classes.
+    """Return the callbacks as a list of instances or classes.
 
     Raises:
-        OptionError: one is neither.
+        OptionError: if one is neither.
     """
     given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks is not None else []
     for callback in given:
         kind = callback if isinstance(callback, type) else type(callback)
         if not issubclass(kind, TrainerCallback):
-            raise OptionError(f"callbacks: {kind.__name__} is no transformers TrainerCallback; derive it from that")
+            raise OptionError(
+                f"callbacks: {kind.__name__} is not a transformers TrainerCallback; derive it from TrainerCallback"
+            )
     return given
 
 
 def check_early_stopping(args: AlignmentConfig, callbacks: Sequence[TrainerCallback]) -> None:
-    """What transformers' EarlyStoppingCallback would end a run for after the models are loaded.
+    """Check early what transformers' EarlyStoppingCallback checks only after the models are loaded.
 
     Raises:
-        OptionError: it has nothing to go by.
+        OptionError: if it has no metric to follow.
     """
     if not any(isinstance(callback, EarlyStoppingCallback) for callback in callbacks):
         return
     if args.metric_for_best_model is None:
-        raise OptionError("callbacks: EarlyStoppingCallback follows metric_for_best_model; set it, such as to loss")
+        raise OptionError(
+            "callbacks: EarlyStoppingCallback requires metric_for_best_model; set it, for example to loss"
+        )
     if args.eval_strategy == "no":
-        raise OptionError("callbacks: EarlyStoppingCallback needs evaluations; set eval_strategy to steps or epoch")
+        raise OptionError("callbacks: EarlyStoppingCallback requires evaluation; set eval_strategy to steps or epoch")
 
 
 class Events:
-    """What happens in a run, told to every callback; ``control`` is what they answered.
+    """Notify the callbacks of the events of a run; ``control`` holds their requests.
 
     Args:
-        args: the options.
+        args: the run's options.
         state: the trainer's state.
-        callbacks: the user's, instances or classes.
-        processing_class: the tokenizer, handed to callbacks.
+        callbacks: the user's callbacks, instances or classes.
+        processing_class: the tokenizer, passed to callbacks.
 
     Raises:
-        OptionError: a reporting integration is not installed.
+        OptionError: if a reporting integration is not installed.
     """
 
     def __init__(
@@ -106,11 +110,11 @@ class Events:
         self.handler = callback_handler(everyone, processing_class)
 
     def __call__(self, event: str, **kwargs: Any) -> None:
-        """Tell every callback of ``event``, such as ``on_step_end``."""
+        """Notify every callback of ``event``, such as ``on_step_end``."""
         self.control = getattr(self.handler, event)(self.args, self.state, self.control, **kwargs)
 
     def decide(self) -> Decision:
-        """What all ranks do next: whatever any rank's callbacks ask for; ``control`` says it too. Collective."""
+        """Return the combined requests of all ranks' callbacks, and copy them to ``control``. Collective."""
         leave = int(REQUESTS.asked(every=0.0) or 0)
         if world_size() > 1:
             own = [*(float(getattr(self.control, flag)) for flag in _FLAGS), float(leave)]
@@ -122,7 +126,7 @@ class Events:
         return Decision._make((*flags, StopReason(leave) if leave else None))
 
     def save_state(self) -> None:
-        """Put what the callbacks keep of their own into the trainer's state, by class; of several of one, a list."""
+        """Store the callbacks' own states in the trainer's state by class; a list for several of one class."""
         states: dict[str, list[dict[str, Any]]] = {}
         for name, part in self._stateful():
             states.setdefault(name, []).append(part.state())
@@ -134,12 +138,12 @@ class Events:
                 yield type(part).__name__, part
 
     def state_dict(self) -> dict[str, Any]:
-        """transformers' state, that of the callbacks included; of which rank it is belongs to none of them."""
+        """Return transformers' state including that of callbacks, without the fields that identify the rank."""
         self.save_state()
         return {name: value for name, value in asdict(self.state).items() if not name.endswith("process_zero")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave, in the objects that there are."""
+        """Restore the state returned by :meth:`state_dict` in place."""
         for name, value in state.items():
             setattr(self.state, name, copy.deepcopy(value))
         saved = {

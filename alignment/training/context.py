@@ -1,4 +1,4 @@
-"""What the loop, evaluation and the report are given of a run, in place of the trainer."""
+"""What the loop, the evaluation and the report know of a run, instead of the trainer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from alignment.training.window import WindowPass
 
 
 class Answers(Protocol):
-    """Tables of answers to the prompts of evaluation sets; see :mod:`alignment.training.sampling`."""
+    """Writes tables of completions for prompts of evaluation sets; see :mod:`alignment.training.sampling`."""
 
     def __call__(self, models: Models, data: PreparedData, name: str) -> None: ...
 
@@ -34,22 +34,22 @@ class RunContext:
     """A run, as far as it is known before its engines are built.
 
     Attributes:
-        args: the options.
+        args: the run's options.
         method: the method.
-        output_dir: where the run writes.
+        output_dir: the output folder.
         processing_class: the tokenizer.
         state: transformers' state, which callbacks see.
-        events: the callbacks.
-        phases: where time, tokens and memory are recorded.
+        events: notifies the callbacks.
+        phases: records time, tokens and memory.
         log_file: ``log.jsonl``.
-        run_state: everything that a restart needs; what has such a part registers it.
-        retries: of reads of data and reward calls.
-        log: adds a record to the log and the history, and tells the callbacks.
+        run_state: everything that a resume needs; each component registers its own part.
+        retries: retry policy for reads of data and reward calls.
+        log: adds a record to the log and the history, and notifies the callbacks.
         tell: prints a line on the first rank.
-        train_data, sampler: the training data and its windows; None for evaluation alone.
-        eval_data: the evaluation sets by name.
-        advice: sentences about the run that the report repeats.
-        answers: what samples at each evaluation, where the options ask for it.
+        train_data, sampler: training data and its windows; None for evaluation only.
+        eval_data: evaluation sets by name.
+        advice: advice that the report repeats.
+        answers: generates completions at each evaluation, if enabled.
     """
 
     args: AlignmentConfig
@@ -77,12 +77,12 @@ class RunContext:
 
 
 class Resources:
-    """What a method needs in a run beside policy and reference: nothing, unless its trainer has its own.
+    """What a method needs in addition to policy and reference; nothing by default.
 
-    They take part in planning, building and releasing the engines of the run.
+    Resources take part in planning, building and releasing the engines of a run.
 
     Attributes:
-        metrics: the names of what is measured beside the method's.
+        metrics: names of additional metrics.
     """
 
     metrics: tuple[str, ...] = ()
@@ -91,26 +91,26 @@ class Resources:
         """Refuse a dataset that cannot be used, before anything is loaded."""
 
     def build(self) -> list[str]:
-        """Load what is needed, before policy and reference; lines for the start of the run. Collective."""
+        """Load resources before policy and reference; return lines to print at the start. Collective."""
         return []
 
     def looked_at(self) -> list[str]:
-        """Lines for a dry run, on the first rank, about what is needed from elsewhere."""
+        """Return lines about external resources for a dry run, on the first rank."""
         return []
 
     def window_pass(self, context: RunContext, models: Models, aux_coefficient: float | None) -> WindowPass:
-        """The computation of windows with these models."""
+        """Return the window pass for these models."""
         return WindowPass(context.method, models, context.phases, aux_coefficient)
 
     def built(self, model: PreTrainedModel) -> None:
-        """Called with the policy's model once its engine is there."""
+        """Called with the policy's model after its engine is built."""
 
     def fingerprints(self) -> dict[str, str]:
-        """What stands for the sources of rewards, by name."""
+        """Return fingerprints of the reward sources by name."""
         return {}
 
     def settings(self) -> dict[str, Any]:
-        """What it was resolved to, by the names of files in the output folder."""
+        """Return the resolved settings by the names of files in the output folder."""
         return {}
 
     def close(self) -> None:

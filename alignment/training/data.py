@@ -1,6 +1,6 @@
-"""From the datasets of a run to planned, tokenised rows on every rank, and the windows of its training.
+"""Prepare the datasets of a run: tokenized rows on every rank, and the windows of training.
 
-The first rank tokenises, the others read its cache; a node with a cache of its own tokenises for itself.
+The first rank tokenizes and the others read its cache; a node with its own cache tokenizes separately.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from alignment.internals.datasets import cache_folder
 from alignment.training.method import AnyMethod
 
 Named = Callable[[], Any]
-TRAINING = "train_dataset"  # what the rows to train on are called in messages where they have no name of their own
+TRAINING = "train_dataset"  # name of the training rows in messages, unless they have their own
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class NamedMixture:
 
 
 def training_data(options: AlignmentConfig) -> Named:
-    """What ``dataset_name`` or ``dataset_mixture`` names to train on."""
+    """Return the training data that ``dataset_name`` or ``dataset_mixture`` selects."""
     if options.dataset_mixture is None:
         return _split(options, options.dataset_train_split)
     parts = []
@@ -76,7 +76,7 @@ def training_data(options: AlignmentConfig) -> Named:
 
 
 def evaluation_data(options: AlignmentConfig) -> Named | None:
-    """What is named to evaluate on, if anything: of a mixture, every row of the parts that have a split for it."""
+    """Return the evaluation data, or None: for a mixture, all rows of the parts that have a split for it."""
     if options.dataset_mixture is None:
         return None if options.dataset_test_split is None else _split(options, options.dataset_test_split)
     parts = []
@@ -92,14 +92,14 @@ def _split(options: AlignmentConfig, split: str) -> NamedSplit:
 
 
 def _named(name: str, config: str | None, split: str | None, usual: str) -> NamedSplit:
-    """A split by its name; messages name the split only where it is not the ``usual`` one."""
+    """Return a split; messages name it only if it is not the ``usual`` one."""
     split = split or usual
     return NamedSplit(name if split == usual else f"{name} ({split})", name, config, split)
 
 
 @dataclass(frozen=True)
 class PreparedPart:
-    """One of the datasets that were put together: its name in messages, and what became of its rows."""
+    """A dataset of a mixture: its name in messages, and statistics of its rows."""
 
     where: str
     report: DataReport
@@ -107,11 +107,11 @@ class PreparedPart:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A tokenised dataset, what planning needs of it, and what became of the source rows.
+    """A tokenized dataset with what planning needs and statistics of the source rows.
 
-    ``parts`` has one entry, or in a mixture several, in the order of the rows. ``key`` is the same for the same
-    tokenised rows in the same order, packed in the same way. Where they are packed, what is planned, and ``table`` has
-    an entry for, is a pack.
+    ``parts`` has one entry, or one per part of a mixture, in the order of the rows. ``key`` identifies the tokenized
+    rows, their order and their packing. With packing, windows are planned over packs, and ``table`` has one entry per
+    pack.
     """
 
     where: str
@@ -124,16 +124,16 @@ class PreparedData:
 
     @property
     def batched(self) -> Dataset | PackedRows:
-        """What batches are made of: the rows, or their packs."""
+        """What batches are made of: rows or packs."""
         return self.dataset if self.packs is None else PackedRows(self.dataset, self.packs)
 
     def place(self, row: int) -> str:
-        """How messages name a tokenised row."""
+        """Return the name of a tokenized row in messages."""
         number = self.source_row(row)
         return number if isinstance(number, str) else f"{self.where} row {number}"
 
     def source_row(self, row: int) -> int | str:
-        """The 1-based number in the user's data of a tokenised row; in a mixture, with the name of its part."""
+        """Return the 1-based number of a tokenized row in the user's data; in a mixture, with the name of its part."""
         number = int(self.dataset[row]["row"]) + 1
         if len(self.parts) == 1:
             return number
@@ -141,18 +141,18 @@ class PreparedData:
         return f"{self.parts[bisect.bisect_right(ends, row)].where} row {number}"
 
     def sources(self, planned: Iterable[int]) -> list[int | str]:
-        """The same of what batches name: of rows, or of all rows in some packs."""
+        """Return the source rows of entries of a plan: of rows, or of all rows of the packs."""
         if self.packs is not None:
             planned = {row for pack in planned for row in self.packs.rows(pack)}
         return [self.source_row(row) for row in sorted(planned)]
 
     def source_rows(self, plan: WindowPlan) -> list[int | str]:
-        """The same of all rows of a window."""
+        """Return the source rows of a window."""
         return self.sources(row for micro in plan.micro_batches for own in micro for row in own.rows)
 
 
 def limits_of(options: AlignmentConfig, packing: Packing | None = None) -> Limits:
-    """The lengths that rows are cut to; rows that are cut when they are packed are left as they are before."""
+    """Return the length limits for rows; rows that packing cuts are not cut before."""
     assert isinstance(options, HasLengths)
     return Limits(
         max_length=None if packing is not None and packing.whole_rows else options.max_length,
@@ -163,7 +163,7 @@ def limits_of(options: AlignmentConfig, packing: Packing | None = None) -> Limit
 
 
 def order_seed(options: AlignmentConfig) -> int:
-    """The seed of the order of the rows and of their partners."""
+    """Return the seed for the order of rows and of their partners."""
     return options.seed if options.data_seed is None else options.data_seed
 
 
@@ -177,20 +177,20 @@ def prepare_data(
     retries: Retries = NEVER,
     packing: Packing | None = None,
 ) -> PreparedData:
-    """Tokenise a dataset on one rank for each cache, or find it there; read it on every rank. Collective.
+    """Tokenize a dataset on one rank per cache, or find it there, and read it on every rank. Collective.
 
     Args:
-        load: gives a Dataset, an IterableDataset, a list of rows or a mixture; called where rows are tokenised.
-        limit: use only the first so many rows.
+        load: returns a Dataset, an IterableDataset, a list of rows or a mixture; called where rows are tokenized.
+        limit: maximum number of rows to use.
         method: decides the kind of rows.
-        tokenizer: the policy's.
+        tokenizer: the policy's tokenizer.
         options: lengths, columns, processes, strictness.
         where: name of the data in messages.
-        retries: of reads that fail for a reason that may pass.
-        packing: how rows are packed; None where they are not.
+        retries: retry policy for reads that fail for a transient reason.
+        packing: how rows are packed; None without packing.
 
     Raises:
-        DataError: naming file, row, key and value; or a node that has prepared other rows than the first one.
+        DataError: naming file, row, key and value; or if a node has prepared different rows from the first one.
     """
     made = None
     if local_rank() == 0:
@@ -202,7 +202,7 @@ def prepare_data(
             (part.where, _tokenised(part, limit, method, tokenizer, options, retries, packing).name, part.weight)
             for part in parts
         ]
-    # A folder's name is a hash of content: the first rank's is right for every machine, wherever its cache lies.
+    # A folder's name is a hash of its content, so the first rank's name is right on every node.
     made = from_first_rank(made)
     barrier()
     folder = tokenised_folder()
@@ -234,14 +234,14 @@ def _packs(dataset: Dataset, packing: Packing, where: str) -> Packs:
     packs = pack_rows(dataset, packing)
     if not len(packs):
         raise DataError(
-            f"{where}: none of the packs of {packing.length} tokens has a token to learn; increase max_length or "
+            f"{where}: no pack of {packing.length} tokens has a token to train on; increase max_length or "
             "check the rows"
         )
     return packs
 
 
 def tokenised_folder() -> Path:
-    """Where tokenised rows are kept."""
+    """Return the folder of tokenized rows."""
     return cache_folder() / "deepspeed-alignment"
 
 
@@ -254,7 +254,7 @@ def _tokenised(
     retries: Retries,
     packing: Packing | None,
 ) -> Path:
-    """The folder with one part's tokenised rows."""
+    """Return the folder with the tokenized rows of one part."""
     folder = tokenised_folder()
     column_map = options.column_map if part.column_map is None else part.column_map
     data = retries(part.where, part.load)
@@ -263,7 +263,7 @@ def _tokenised(
             early = getattr(options, "precompute_ref_log_probs", False)
             asked = setting("precompute_ref_log_probs", True) if early else setting("ref_placement", "precomputed")
             raise OptionError(
-                f"{asked}: not supported with IterableDataset, which {part.where} is: log-probs are kept by row; "
+                f"{asked}: not supported for {part.where}, an IterableDataset, since log-probs are stored by row; "
                 "pass a Dataset, or set another ref_placement"
             )
         rows, columns = (
@@ -289,35 +289,35 @@ def _tokenised(
 
 
 def _rows_of_stream(where: str, limit: int | None, options: AlignmentConfig, packing: Packing | None) -> int | None:
-    """How many rows of a stream are needed; None: all of them, to evaluate on, where nothing else says how many."""
+    """Return how many rows of a stream are needed; None for all of an evaluation set without a limit."""
     if not where.startswith(TRAINING):
         return limit
     if packing is not None and limit is None:
         raise OptionError(
-            f"{setting('packing', True)}: {where} is an IterableDataset, and how many of its rows max_steps needs is "
-            "known only once they are packed; set max_train_samples, or pass a Dataset"
+            f"{setting('packing', True)}: {where} is an IterableDataset, and the number of rows needed for max_steps "
+            "is not known before packing; set max_train_samples, or pass a Dataset"
         )
     steps = options.max_steps * options.window_size if options.max_steps > 0 else None
     if limit is None and steps is None:
         raise DataError(
-            f"{where}: it is an IterableDataset, which may have no end; set max_steps (or max_train_samples), or pass "
+            f"{where}: is an IterableDataset, which may be endless; set max_steps (or max_train_samples), or pass "
             "a Dataset"
         )
     return min(rows for rows in (limit, steps) if rows is not None)
 
 
 def stored_partners(data: PreparedData, method: AnyMethod, args: AlignmentConfig) -> Rows | None:
-    """(R,) the partners that a precomputed reference knows of, one for each row for the whole run; else None."""
+    """Return the (R,) partners fixed by a precomputed reference for the whole run; else None."""
     if args.ref_placement != "precomputed" or not method.draws_partners:
         return None
     return set_partners(data.table, order_seed(args), draw=True)
 
 
 def window_sampler(data: PreparedData, method: AnyMethod, args: AlignmentConfig) -> WindowSampler:
-    """The sampler of the training data.
+    """Return the sampler of the training data.
 
     Raises:
-        DataError: the last window is to be dropped, and there is no other.
+        DataError: if the only window is incomplete and would be dropped.
     """
     sampler = WindowSampler(
         data.table,
@@ -335,12 +335,12 @@ def window_sampler(data: PreparedData, method: AnyMethod, args: AlignmentConfig)
     if sampler.steps_per_epoch == 0:
         what = "rows" if data.packs is None else "packs"
         raise DataError(
-            f"{data.where}: {len(data.table)} {what} are fewer than one window of {sampler.window}; set "
+            f"{data.where}: the {len(data.table)} {what} do not fill a window of {sampler.window}; set "
             "dataloader_drop_last: false or a smaller batch"
         )
     return sampler
 
 
 def total_steps(args: AlignmentConfig, sampler: WindowSampler) -> int:
-    """Optimizer steps of the whole run."""
+    """Return the number of optimizer steps of the whole run."""
     return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * sampler.steps_per_epoch)

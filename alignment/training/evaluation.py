@@ -1,4 +1,4 @@
-"""Evaluation: the whole set as one window, without gradients."""
+"""Evaluate a whole dataset as one window, without gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from alignment.training.window import WindowPass
 
 
 def evaluation_window(context: RunContext, data: PreparedData) -> tuple[WindowPlan, MicroBatches]:
-    """A whole dataset as one window: its plan, and this rank's micro-batches of it."""
+    """Return the plan of a whole dataset as one window, and this rank's micro-batches."""
     args, method = context.args, context.method
     plan = evaluation_plan(
         data.table,
@@ -30,15 +30,15 @@ def evaluation_window(context: RunContext, data: PreparedData) -> tuple[WindowPl
 
 
 def evaluation_windows(context: RunContext) -> Iterator[tuple[WindowPlan, MicroBatches, PreparedData]]:
-    """The windows of the run's own sets, one after another."""
+    """Yield the windows of the run's evaluation sets."""
     for data in context.eval_data.values():
         yield *evaluation_window(context, data), data
 
 
 def evaluate(context: RunContext, window_pass: WindowPass, data: PreparedData, prefix: str) -> dict[str, float]:
-    """Loss and metrics of a dataset, named ``{prefix}_loss`` … with runtime and rates.
+    """Return loss and metrics of a dataset, named ``{prefix}_loss`` and so on, with runtime and speed.
 
-    Means are over all rows and a KL is clamped once, so no number depends on the batch size or on the ranks.
+    Means are over all rows and the KL is clamped once, so results do not depend on the batch size or number of ranks.
     """
     method, start = context.method, time.monotonic()
     shown = context.is_first and not context.args.disable_tqdm

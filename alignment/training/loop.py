@@ -1,9 +1,9 @@
-"""The training loop, in the open: window, forward and backward, step, log, evaluate, save.
+"""The training loop: window, forward and backward, step, log, evaluate, save.
 
-A step ends with its checkpoint: by then everything that callbacks asked for at this step, and at the end of the epoch,
-has been done, so that a run that goes on from it has nothing to make up for.
+A checkpoint is the last act of a step: everything that callbacks requested at this step and at the end of the epoch
+has been done by then, so that a resumed run has nothing to catch up on.
 
-When to log, evaluate, save and stop is what transformers' callbacks say: its DefaultFlowCallback reads the options.
+transformers' callbacks decide when to log, evaluate, save and stop: its DefaultFlowCallback reads the options.
 """
 
 from __future__ import annotations
@@ -44,27 +44,28 @@ from alignment.training.interruptions.overflows import Overflows
 from alignment.training.interruptions.stopping import end_run, notice_too_short
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import Boundary, RandomAtStart, Totals
+from alignment.training.start_event import start_event
 from alignment.training.step import OptimizerStep
 from alignment.training.window import BadStep
 
-# Where a run that is asked to stop may be left, see Boundary.left.
+# Where a run that is asked to stop may be interrupted, see Boundary.left.
 _DONE, _STEP, _EPOCH = "done", "step", "epoch"
-_STATUS_S = 2.0  # between two writes of an unchanged state
+_STATUS_S = 2.0  # minimum interval between writes of an unchanged state
 
 
 class TrainingLoop:
-    """Runs over the windows of a run, from where its state stands.
+    """Trains on the windows of a run, starting at the current state.
 
     Args:
         context: the run.
         engines: its engines.
         data: the training data.
-        sampler: its windows.
-        evaluate: evaluates, logs and tells the callbacks; its result has every metric by name.
+        sampler: the windows of the training data.
+        evaluate: evaluates, logs and notifies the callbacks; returns all metrics by name.
 
     Attributes:
-        resumed: what the log says of the checkpoint that the run goes on from; None in a run that begins.
-        ignores_end: go on also where a callback had ended the run.
+        resumed: the record of the log about the checkpoint that the run resumes from; None for a new run.
+        ignores_end: continue even if a callback had ended the run.
         rewinder: returns to the last checkpoint.
     """
 
@@ -92,8 +93,8 @@ class TrainingLoop:
         )
         self.overflows = register("overflows", Overflows(self._say, context.log_file.write))
         self.decision = Decision()
-        self._step_seconds = 0.0  # of the newest step
-        self._saves = 0  # of this process
+        self._step_seconds = 0.0  # duration of the newest step
+        self._saves = 0  # number of saves in this process
         self.resumed: dict[str, Any] | None = None
         self.ignores_end = False
         self.rewinder: Rewinder | None = None
@@ -106,7 +107,7 @@ class TrainingLoop:
         """Train to the last step; return transformers' ``TrainOutput``.
 
         Args:
-            evaluation: the windows of the sets to evaluate on.
+            evaluation: the windows of the evaluation sets.
             writer: writes checkpoints.
         """
         self.writer = writer
@@ -119,7 +120,7 @@ class TrainingLoop:
             self.total_steps, args.method, shown, self.engines.window_pass.device, done=state.global_step
         )
         try:
-            # Whatever ends the run is saved within it too: a launcher's second signal must not cut that save off.
+            # Includes the final save, which a launcher's second signal must not interrupt.
             with REQUESTS.deferred(stop_file), ACTIVITY("training"):
                 self._take_steps(fresh, evaluation)
                 return self._finish()
@@ -129,13 +130,13 @@ class TrainingLoop:
     def _take_steps(
         self, fresh: bool, evaluation: Iterable[tuple[WindowPlan, Sequence[AnyBatch], PreparedData]]
     ) -> None:
-        """To the last one; a run that ends before it saves what it has."""
+        """Train to the last step; if the run ends early, save its state."""
         try:
             self.events("on_train_begin")
             if fresh:
                 self.engines.window_pass.begin(evaluation)
                 if self.args.eval_on_start:
-                    self.evaluate()  # not of a checkpoint, so not among those that the best is chosen from
+                    self.evaluate()  # no checkpoint, so it does not count for the best one
             else:
                 self._go_on()
             for plan, batches in self._windows():
@@ -147,27 +148,27 @@ class TrainingLoop:
                     self._step_seconds = time.monotonic() - began
                     self.events("on_step_end")
                     self._boundary()
-        except Cut:  # in the middle of a window, which is done again after a resume, or before the first one
+        except Cut:  # within a window, which is repeated after a resume, or before the first one
             self._leave()
-        except (BadStep, RewardError) as error:  # both on every rank, with good weights
+        except (BadStep, RewardError) as error:  # raised on every rank, with valid weights
             kind = TrainingError if isinstance(error, BadStep) else RewardError
             raise kind(f"step {self.state.global_step + 1}: {error}{self._rescue()}") from error
 
     def _go_on(self) -> None:
-        """Do what follows a checkpoint: the callbacks hear of it, and the random streams are those that were saved."""
+        """Continue after a checkpoint: notify the callbacks and restore the random streams."""
         self.random.restore(self.state.global_step, rank())
         if self.args.save_strategy != "no":
-            self.writer.prune(self.best.folder)  # a run that was killed at its last save will come to no other
+            self.writer.prune(self.best.folder)  # a run killed during its last save does not save again
         if self.boundary.ends:
             if self.ignores_end:
-                self.context.tell("resume_anyway: a callback had ended this run here; it goes on")
+                self.context.tell("resume_anyway: continuing although a callback had ended this run here")
                 self.boundary.ends = False
             else:
                 self.context.tell(
                     f"a callback ended this run at step {self.state.global_step} of {self.total_steps}, so there is "
-                    "nothing left to train; to go on all the same, set resume_anyway: true"
+                    "nothing left to train; set resume_anyway: true to continue anyway"
                 )
-        # transformers takes this back where training begins, and with no step left nobody would ask for it again.
+        # transformers resets this when training starts, and without a remaining step no callback would set it again.
         self.events.control.should_training_stop = self.boundary.ends or self.state.global_step >= self.total_steps
         left, self.boundary.left = self.boundary.left, ""
         if not left:
@@ -178,7 +179,7 @@ class TrainingLoop:
         self.boundary.ends = self.boundary.ends or self._ended_early()
 
     def _boundary(self) -> None:
-        """Everything between two steps; after it, the state of the run is whole."""
+        """Do everything that happens between two steps; the state of the run is complete afterwards."""
         self.context.run_state.unmark()
         self._show_status()
         self.decision = self.events.decide()
@@ -187,18 +188,18 @@ class TrainingLoop:
             self._leave()
 
     def _complete(self, place: str) -> None:
-        """Everything between two steps, from ``place`` on: the acts of the step, or those that end the epoch."""
+        """Do what happens between two steps, starting at ``place``: after the step, or at the end of the epoch."""
         if place == _STEP:
             epoch_ends = self.sampler.step == 0 or self._stops(epoch=True)
             self._act(_STEP)
-            # Callbacks that heard of what was done may end the epoch as well.
+            # Callbacks notified meanwhile may also end the epoch.
             if epoch_ends or self._stops(epoch=True):
                 self._end_epoch()
         else:
             self._act(_EPOCH)
         self.totals.seconds = self._seconds()
         if self.decision.save:
-            self.events.control.should_save = False  # in what is saved it has happened
+            self.events.control.should_save = False  # the saved state must not request another save
             self.boundary.ends = self._ended_early()
             if self._save():
                 self.events("on_save")
@@ -206,14 +207,14 @@ class TrainingLoop:
         self.boundary.ends = self._ended_early()
 
     def _goes_on(self) -> bool:
-        """Whether there is a step left to take."""
+        """Whether there is a step left."""
         return self.state.global_step < self.total_steps and not self.boundary.ends
 
     def _leave(self, left: str = _DONE) -> NoReturn:
-        """Save a checkpoint and end the run before its last step, as it was asked to; collective.
+        """Save a checkpoint and end the run before its last step, as requested; collective.
 
         Args:
-            left: where; what remains to be done there is made up for after a resume.
+            left: where the run is interrupted; a resume completes what remains to be done there.
 
         Raises:
             RunStopped: on every rank.
@@ -226,7 +227,7 @@ class TrainingLoop:
         end_run(self.context, self.writer, self._finish_tables, reason)
 
     def _show_status(self) -> None:
-        """Tell whoever watches the run where it stands."""
+        """Update the status file."""
         ACTIVITY.step = self.state.global_step
         if ACTIVITY.status is not None:
             ACTIVITY.status.update(
@@ -238,11 +239,11 @@ class TrainingLoop:
             )
 
     def _ended_early(self) -> bool:
-        """Whether a callback ends the run before its last step; transformers' own asks for a stop at that one too."""
+        """Whether a callback ends the run before its last step; transformers' own also stops at the last step."""
         return self.decision.stop and self.state.global_step < self.total_steps
 
     def _end_epoch(self) -> None:
-        """What an epoch ends with; the rest of one that a callback ended is left out."""
+        """End the epoch; if a callback ended it early, skip the rest."""
         self.events("on_epoch_end")
         self.decision = self.events.decide()
         if self.decision.end_epoch and self.sampler.step and not self._stops():
@@ -250,15 +251,15 @@ class TrainingLoop:
         self._act(_EPOCH)
 
     def _stops(self, *, epoch: bool = False) -> bool:
-        """Whether the run, or with ``epoch`` at least this epoch, ends here."""
+        """Whether the run ends here; with ``epoch``, whether at least the epoch does."""
         last = self.decision.stop or self.state.global_step >= self.total_steps
         return last or (epoch and self.decision.end_epoch)
 
     def _act(self, place: str) -> None:
-        """Log and evaluate as all ranks have decided. They decide anew after each, for callbacks hear of it.
+        """Log and evaluate as decided, deciding again after each, since callbacks are notified.
 
         Args:
-            place: in :meth:`_complete`; a run that leaves before an evaluation, or in it, resumes there.
+            place: as in :meth:`_complete`; a run interrupted before or during an evaluation resumes there.
         """
         ends = self._stops() and self.args.logging_strategy == Strategy.STEPS
         if self.decision.log or (ends and self.history):
@@ -274,11 +275,11 @@ class TrainingLoop:
             self.decision = self.events.decide()
 
     def _seconds(self) -> float:
-        """Since the run began, without the time between a stop and a restart."""
+        """Return the duration of the run, without the time between a stop and a restart."""
         return self._before + time.monotonic() - self._started
 
     def _start(self, fresh: bool) -> None:
-        args, state, window = self.args, self.state, self.sampler.window
+        state = self.state
         self._started, self._before = time.monotonic(), self.totals.seconds
         self._show_status()
         if fresh:
@@ -287,32 +288,20 @@ class TrainingLoop:
         if self.resumed is not None:
             self.context.log_file.write({"event": "resume", "step": state.global_step, **self.resumed})
             return
-        report = self.data.report
-        self.context.log_file.write(
-            {
-                "event": "start",
-                "run": self.writer.identity.name,
-                "run_name": args.run_name or self.context.output_dir.name,
-                "method": args.method,
-                "world_size": world_size(),
-                "window": window,
-                "steps": self.total_steps,
-                "rows": report.rows_out,
-                **({"packs": report.packs} if report.packs else {}),
-                "dropped": report.dropped,
-            }
-        )
+        run, window = self.writer.identity.name, self.sampler.window
+        event = start_event(self.context, self.engines, self.data, run=run, window=window, steps=self.total_steps)
+        self.context.log_file.write(event)
 
     def _set_lengths(self) -> None:
-        """Tell the callbacks how long the run is, and after how many steps each thing happens that has a number."""
+        """Set the length of the run and the intervals of logging, evaluation and saving for callbacks."""
         state = self.state
         state.max_steps = self.total_steps
         state.num_train_epochs = math.ceil(self.total_steps / self.sampler.steps_per_epoch)
         state.train_batch_size = self.args.per_device_train_batch_size
-        state.compute_steps(self.args, self.total_steps)  # of a share of the run, as transformers rounds it
+        state.compute_steps(self.args, self.total_steps)  # fractions of the run are rounded as in transformers
 
     def _windows(self) -> Iterator[tuple[WindowPlan, Sequence[AnyBatch]]]:
-        """Windows from where the sampler stands to the last; it is moved on before each is handed out."""
+        """Yield the remaining windows; the sampler is advanced before each one."""
         args, sampler = self.args, self.sampler
         while self._goes_on():
             left = min(sampler.steps_per_epoch, sampler.step + self.total_steps - self.state.global_step)
@@ -321,9 +310,9 @@ class TrainingLoop:
                 batch_size=None,
                 sampler=range(sampler.step, left),
                 num_workers=args.dataloader_num_workers,
-                # Workers hand over bytes: as shared tensors, a large window would take more files than may be open.
+                # Workers send bytes: as shared tensors, a large window would exceed the limit on open files.
                 collate_fn=pickle.dumps if args.dataloader_num_workers else None,
-                # Its iterator draws once; from the process's generator, what is drawn later would depend on restarts.
+                # Its iterator draws a random number; from the global generator, later draws would depend on restarts.
                 generator=torch.Generator().manual_seed(args.seed),
                 worker_init_fn=ignore_stop_signals,
             )
@@ -333,12 +322,12 @@ class TrainingLoop:
                 sampler.advance()
                 place = sampler.epoch, sampler.step
                 yield plan, batches
-                # Somewhere else: the rest of an epoch is left out, or the run was rewound.
+                # The position has changed: the rest of an epoch is skipped, or the run was rewound.
                 if sampler.step == 0 or self.boundary.ends or (sampler.epoch, sampler.step) != place:
                     break
 
     def _step(self, plan: WindowPlan, batches: Sequence[AnyBatch]) -> bool:
-        """One optimizer step; False where the run has returned to an earlier one instead."""
+        """Take one optimizer step; return False if the run was rewound instead."""
         learning_rate = self.engines.policy.learning_rate
         step = OptimizerStep(self.context, self.engines, self.data, self.faults, self.overflows)
         try:
@@ -348,7 +337,7 @@ class TrainingLoop:
             if self.faults.rewinds(fault, plan, self.state.global_step + 1, rewind):
                 assert self.rewinder is not None
                 self.rewinder.amend()
-                self._set_lengths()  # the checkpoint may be of an attempt with other options
+                self._set_lengths()  # the checkpoint may be from an attempt with different options
                 self.progress.back_to(self.state.global_step)
                 self._go_on()
                 return False
@@ -357,7 +346,7 @@ class TrainingLoop:
         state = self.state
         state.global_step += 1
         state.epoch = plan.epoch + (plan.step + 1) / self.sampler.steps_per_epoch
-        loss, losses = items.get("loss", (0.0, 0.0))  # none where a window left nothing to train on
+        loss, losses = items.get("loss", (0.0, 0.0))  # missing if the window has nothing to train on
         self.totals.tokens += counts.sequence_tokens
         self.totals.rows += counts.rows
         self.totals.loss_sum += loss
@@ -374,13 +363,13 @@ class TrainingLoop:
         return True
 
     def _rewound(self, step: OptimizerStep, fault: BadStep) -> tuple[str, int] | None:
-        """Return to the last checkpoint, if there is one; its name, and how many windows came before it."""
+        """Return to the last checkpoint, if any; return its name and the number of windows before it."""
         step.discard(fault)
         name = self.rewinder() if self.rewinder is not None else None
         return None if name is None else (name, self.sampler.epoch * self.sampler.steps_per_epoch + self.sampler.step)
 
     def _faults(self) -> dict[str, float]:
-        """How much went wrong so far, for the log; nothing in most runs."""
+        """Return counts of failures so far, for the log; empty in most runs."""
         self.context.retries.write(self.context.log_file.write)
         return {**self.faults.metrics, **self.overflows.metrics, **self.context.retries.metrics}
 
@@ -403,16 +392,16 @@ class TrainingLoop:
     def _evaluate(self) -> None:
         metrics = self.evaluate()
         if self.best.improved(metrics) and self.best.saves:
-            self.events.control.should_save = True  # or there would be nothing to come back to
+            self.events.control.should_save = True  # so that there is a checkpoint to return to
         shown = {name: round(value, 4) for name, value in metrics.items() if name.endswith(("loss", "margins"))}
         self.progress.note(f"step {self.state.global_step}: {shown}")
 
     def _save(self) -> bool:
-        """Write a checkpoint, unless that fails; whether it is there."""
+        """Write a checkpoint; return whether it succeeded."""
         folder = checkpoint_folder(self.context.output_dir, self.state.global_step)
         self.best.saved(folder)
         if self.writer.newest == self.state.global_step:
-            return True  # and no progress since: an attempt that only leaves again is one that stalled
+            return True  # no progress since the checkpoint: this attempt counts as stalled
         start = time.monotonic()
         if not self.writer.write(keep=self.best.folder):
             self.best.lost()
@@ -425,35 +414,37 @@ class TrainingLoop:
         return True
 
     def _return_to_best(self) -> None:
-        """Put the weights of the best evaluation back into the policy."""
+        """Load the weights of the best evaluation into the policy."""
         folder = from_first_rank(self.best.folder)
         if folder is None:
-            self.context.tell("load_best_model_at_end: no evaluation was finite, so these are the last step's weights")
+            self.context.tell("load_best_model_at_end: no evaluation was finite; keeping the weights of the last step")
         if folder is None or self.state.best_global_step == self.state.global_step:
             return
         damage = on_first_rank(lambda: damage_of_model(folder, read=True))
         if damage is not None:
-            self.context.tell(f"load_best_model_at_end: {damage}; so these are the last step's weights")
+            self.context.tell(f"load_best_model_at_end: {damage}; keeping the weights of the last step")
             return
         with self.context.phases("load best"):
             self.engines.restore(folder)
-        self.progress.note(f"weights of {folder.name}: {self.args.metric_for_best_model} {self.state.best_metric:.6g}")
+        self.progress.note(
+            f"loaded the weights of {folder.name}: {self.args.metric_for_best_model} {self.state.best_metric:.6g}"
+        )
 
     def _rescue(self) -> str:
-        """Save the weights that the last good step left, on every rank, unless the run saves nothing; say where."""
+        """Save the weights after the last good step, on every rank, unless the run saves nothing; return a message."""
         if self.args.save_strategy == "no" or self.state.global_step == 0 or not self._save():
             return ""
         name = checkpoint_folder(self.context.output_dir, self.state.global_step).name
-        return f". The weights of step {self.state.global_step} are in {name}"
+        return f". The weights of step {self.state.global_step} are saved in {name}"
 
     def _finish_tables(self) -> None:
-        """Write rows of tables that wait for space, on the first rank."""
+        """Write table rows that are waiting for disk space, on the first rank."""
         self.engines.window_pass.finish()
         if self.context.answers is not None:
             self.context.answers.finish()
 
     def _finish(self) -> TrainOutput:
-        REQUESTS.done = True  # what is left is to write the result, and stopping now would save no time
+        REQUESTS.done = True  # only the result remains to be written, so stopping now saves no time
         if self.args.load_best_model_at_end:
             self._return_to_best()
         seconds, steps = self._seconds(), self.state.global_step
@@ -477,7 +468,7 @@ class TrainingLoop:
         return TrainOutput(steps, metrics["train_loss"], {**metrics, "epoch": self.state.epoch or 0.0})
 
     def _rest(self) -> dict[str, float]:
-        """What TRL's summary of a run has of the steps after the last log: their metrics, but for the loss."""
+        """Return the metrics of the steps since the last log for TRL's summary of a run, without the loss."""
         rest = self.history.rest(self.context.method.logs_sums)
-        rest.pop("loss", None)  # it is in train_loss, and an entry with a loss is a step's
+        rest.pop("loss", None)  # it is in train_loss; log entries with a loss belong to steps
         return {**rest, "num_tokens": self.totals.tokens} if rest else {}

@@ -1,4 +1,4 @@
-"""What a method is: which rows it needs, which log-probs it asks for, which objective it calls."""
+"""The interface of a method: which rows it needs, which log-probs, and how it computes its loss."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from alignment.reporting.metrics import MetricSums
 
 @dataclass(frozen=True)
 class Models:
-    """The models of a run; ``reference`` is None for a method that needs none."""
+    """The models of a run; ``reference`` is None for a method without one."""
 
     policy: ScoringEngine
     reference: Reference | None
 
     def close(self) -> None:
-        """Release every engine."""
+        """Release all engines."""
         try:
             self.policy.close()
         finally:
@@ -43,15 +43,15 @@ class Models:
 
 @dataclass(frozen=True)
 class Window(Generic[BatchT]):
-    """What there is to compute a window with.
+    """What a window is computed with.
 
     Attributes:
         batches: this rank's micro-batches.
         counts: global counts.
-        models: the run's.
-        sums: where metrics of the window are added up.
-        phases: where time and tokens are recorded.
-        dataset: names the dataset that row ids are of; ``""`` where the batches hold what was generated.
+        models: the run's models.
+        sums: accumulates the window's metrics.
+        phases: records time and tokens.
+        dataset: identifies the dataset of the row ids; ``""`` if the batches contain generated completions.
     """
 
     batches: Sequence[BatchT]
@@ -64,11 +64,11 @@ class Window(Generic[BatchT]):
     def reference_logps(
         self, sequences: Callable[[BatchT], tuple[Batch, RowIds]], *, tokens: bool = False
     ) -> list[Tensor]:
-        """(S,) log-probs of each micro-batch under the reference: the phase ``reference``.
+        """Return the (S,) reference log-probs of each micro-batch: the phase ``reference``.
 
         Args:
-            sequences: a micro-batch's, and the rows that they are of.
-            tokens: (N,) log-probs of the completion tokens instead, in the order of ``Batch.targets``.
+            sequences: the sequences and row ids of a micro-batch.
+            tokens: return the (N,) log-probs of completion tokens instead, in the order of ``Batch.targets``.
         """
         reference = self.models.reference
         assert reference is not None
@@ -90,18 +90,18 @@ class RowLosses(NamedTuple):
 
 
 class Method(ABC, Generic[BatchT]):
-    """One alignment method, of the batches that it collates. It holds no state between windows.
+    """An alignment method for one type of batch. It keeps no state between windows.
 
     Attributes:
-        kind: the rows that it needs.
-        completions: the columns of tokenised rows that hold completions.
-        metrics: the names of what it measures beside the loss.
-        task: what is trained.
-        needs_tokens: :meth:`losses` gets the log-prob of each completion token as well.
-        untrained: fields of its batches that neither :meth:`scored` nor :meth:`losses` reads; they stay on the host.
-        logs_sums: log sums and counts of each class beside the means.
-        trains_adapters: adapters are trained, and not the whole model; set by the trainer.
-        reduced_windows: what the number of windows that :meth:`check_window` noted is called.
+        kind: the kind of rows that it needs.
+        completions: columns of tokenized rows that contain completions.
+        metrics: names of its metrics other than the loss.
+        task: the task of the trained model.
+        needs_tokens: whether :meth:`losses` also needs the log-prob of each completion token.
+        untrained: batch fields that neither :meth:`scored` nor :meth:`losses` reads; they stay on the host.
+        logs_sums: whether sums and counts of each class are logged in addition to means.
+        trains_adapters: whether adapters are trained instead of the full model; set by the trainer.
+        reduced_windows: name of the count of windows that :meth:`check_window` reports.
     """
 
     kind: ClassVar[Kind]
@@ -117,28 +117,28 @@ class Method(ABC, Generic[BatchT]):
     def __init__(self, options: AlignmentConfig) -> None:
         if self.kind not in get_args(Kind):
             raise OptionError(
-                f"method {options.method}: {type(self).__name__}.kind is {self.kind!r}, which is no type of rows; set "
-                f"one of {', '.join(get_args(Kind))}"
+                f"method {options.method}: {type(self).__name__}.kind is {self.kind!r}, not a kind of rows; set one "
+                f"of {', '.join(get_args(Kind))}"
             )
         self.options = options
 
     @property
     @abstractmethod
     def collate(self) -> Collate:
-        """The function that makes batches of rows, on each rank."""
+        """The function that collates rows into batches."""
 
     @property
     def rules(self) -> RowRules:
-        """Which tokens of its rows are learned."""
+        """The rules for which tokens of a row are trained on."""
         return RowRules()
 
     def packing(self, trains: bool) -> Packing | None:
-        """How rows to train on, or to evaluate on, are packed; None where each stays a row of its own."""
+        """Return how rows for training or evaluation are packed; None without packing."""
         return None
 
     @property
     def needs_reference(self) -> bool:
-        """Whether log-probs of a reference model are part of the loss."""
+        """Whether the loss requires log-probs of a reference model."""
         return False
 
     @property
@@ -148,59 +148,59 @@ class Method(ABC, Generic[BatchT]):
 
     @property
     def passes(self) -> int:
-        """How often a window's micro-batches are gone through without training, for the progress of an evaluation."""
+        """Number of passes without gradients over a window's micro-batches, for the progress bar of an evaluation."""
         return 2 if self.needs_reference else 1
 
     def advice(self, report: DataReport, window_rows: int) -> list[str]:
-        """Sentences about a run that can go on as it is, each with what to set; see :mod:`.advice`.
+        """Return advice on settings that are valid but unlikely to work well; see ``advice``.
 
         Args:
-            report: of the rows to train on.
-            window_rows: rows of one optimizer step, over all ranks.
+            report: statistics of the training rows.
+            window_rows: rows per optimizer step over all ranks.
         """
         return []
 
     def shown(self, rows: Columns) -> dict[str, list[Any]]:
-        """Columns of tokenised rows as ``trainer.train_dataset`` shows them: by TRL's names."""
+        """Return the columns of tokenized rows that ``trainer.train_dataset`` shows, with TRL's names."""
         return as_stored(rows)
 
     def check_window(self, counts: WindowCounts) -> str | None:
-        """A sentence for the user about a window that is computed in a reduced form, else None."""
+        """Return a message if the window is computed in a reduced form, else None."""
         return None
 
     @abstractmethod
     def scored(self, batch: BatchT) -> Batch:
-        """The sequences that the policy scores with a graph."""
+        """Return the sequences for which the policy computes log-probs with gradients."""
 
     def reference_sequences(self, batch: BatchT, dataset: str) -> tuple[Batch, RowIds]:
-        """The sequences of a micro-batch whose log-probs under the reference the loss needs, and the rows they are of.
+        """Return the sequences of a micro-batch whose reference log-probs the loss needs, and their row ids.
 
-        Only for methods on rows that are there before training: this is what lets log-probs be computed once and kept.
+        Only for methods whose rows exist before training, so that log-probs can be computed once and stored.
 
         Args:
             batch: the micro-batch.
-            dataset: names the dataset that its rows are of.
+            dataset: identifies the dataset of its rows.
         """
         raise NotImplementedError
 
     def before_training(self, window: Window[BatchT]) -> Any:
-        """The passes without gradients over the whole window; what it returns is handed to :meth:`losses`."""
+        """Run the passes without gradients over the window; the result is passed to :meth:`losses`."""
         return None
 
     @abstractmethod
     def losses(
         self, batch: BatchT, index: int, output: SequenceOutput, known: Any, window: Window[BatchT]
     ) -> RowLosses:
-        """Loss of one micro-batch; metrics go to ``window.sums``.
+        """Compute the loss of one micro-batch, and add metrics to ``window.sums``.
 
         Args:
-            batch: its tensors are where the policy computes, but for those of :attr:`untrained` and attention masks
+            batch: its tensors are on the policy's device, except ``untrained`` fields and attention masks
                 that no model reads.
-            index: number of the micro-batch in its window.
-            scores: of :meth:`scored`'s sequences, with statistics.
-            known: what :meth:`before_training` returned.
-            window: that the micro-batch is of.
+            index: index of the micro-batch in its window.
+            scores: scores of :meth:`scored`'s sequences, with statistics.
+            known: the result of :meth:`before_training`.
+            window: the window of the micro-batch.
         """
 
 
-AnyMethod: TypeAlias = Method[Any]  # of whatever batches
+AnyMethod: TypeAlias = Method[Any]  # for any type of batch

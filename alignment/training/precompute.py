@@ -1,7 +1,7 @@
-"""Log-probs of the reference before training: found in the cache, or computed there by an engine that then goes.
+"""Precomputed reference log-probs: read from the cache, or computed there by an engine that is then released.
 
-The pass over a dataset is its evaluation plan, part by part of the store, so that what was computed before a run was
-killed is never computed again.
+The pass over a dataset follows its evaluation plan and is stored part by part, so that parts computed before a run was
+killed are not computed again.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, limits_of, order_seed
 from alignment.training.method import Method
 
-_ROWS = 10_000  # rows hashed at a time; part of the hash
+_ROWS = 10_000  # rows hashed at a time; affects the hash
 
 
 class Opened(NamedTuple):
-    """A store as every rank knows it.
+    """An opened store, known on every rank.
 
     Attributes:
         data: its dataset.
-        partners: (R,) of the dataset's rows.
-        folder: on the first rank's machine.
-        parts: how many there are.
-        missing: those that are not there.
-        store: the files, on the first rank alone.
+        partners: (R,) partners of the dataset's rows.
+        folder: path on the first rank's machine.
+        parts: total number of parts.
+        missing: parts that have not been computed.
+        store: the files; None except on the first rank.
     """
 
     data: PreparedData
@@ -61,25 +61,27 @@ class Opened(NamedTuple):
 
 
 class ReferenceStores:
-    """The stores of a run's datasets under its reference.
+    """The stores of a run's datasets for its reference.
 
     Args:
         context: the run.
-        plan: the reference, which is loaded only where a store lacks something.
+        plan: the reference, which is only loaded if a store is incomplete.
 
     Attributes:
-        further: datasets that :meth:`reference` is to know beside the run's own.
+        further: datasets that :meth:`reference` covers in addition to the run's own.
 
     Raises:
-        OptionError: the method does not say what it asks of a reference.
+        OptionError: if the method does not define which sequences it needs.
     """
 
     def __init__(self, context: RunContext, plan: ReferencePlan) -> None:
         self.context, self.plan = context, plan
         self.further: tuple[PreparedData, ...] = ()
         self._adapters: dict[str, object] | None = None
-        self._changed = False  # whether its files are no longer those that the run began with
-        self._content: dict[str, object] | None = None  # of the reference; that of a live policy before its training
+        self._changed = False  # whether its files have changed since the run began
+        self._content: dict[str, object] | None = (
+            None  # fingerprint of the reference; of a live policy, taken before training
+        )
         method = context.method
         if type(method).reference_sequences is Method.reference_sequences:
             raise OptionError(
@@ -88,20 +90,20 @@ class ReferenceStores:
             )
 
     def reference(self) -> PrecomputedReference:
-        """A reference that knows the run's own datasets and the further ones; collective, before the policy exists."""
-        self._content = None  # a live model may have changed since engines were built before
+        """Return a reference that covers the run's datasets and further ones; collective, before the policy exists."""
+        self._content = None  # a live model may have changed since engines were last built
         return PrecomputedReference(self.tables((*self.own, *self.further)), len(self.context.method.completions))
 
     def tables(self, datasets: Iterable[PreparedData], *, loadable: bool = True) -> dict[str, LogpTable]:
-        """The log-probs of these datasets by their keys; collective.
+        """Return the log-probs of these datasets by their keys; collective.
 
         Args:
-            datasets: some may be the same.
-            loadable: whether the reference can still be loaded as it was given.
+            datasets: duplicates are allowed.
+            loadable: whether the reference can still be loaded as given.
 
         Raises:
-            OptionError: something is missing that cannot be computed any more.
-            OutputError: a store cannot be written.
+            OptionError: if something is missing that can no longer be computed.
+            OutputError: if a store cannot be written.
         """
         opened = self._opened(datasets)
         seconds: dict[str, float] = {}
@@ -115,8 +117,8 @@ class ReferenceStores:
                 )
             if not loadable:
                 raise OptionError(
-                    f"{named}: its reference log-probs are not in the cache, and the policy as given, which is the "
-                    "reference, was trained; pass it to the constructor as eval_dataset, or the model as a path"
+                    f"{named}: its reference log-probs are not in the cache, and the initial policy, which is the "
+                    "reference, has been trained; pass it to the constructor as eval_dataset, or the model as a path"
                 )
             with _random_streams_kept():
                 seconds = self._fill(opened)
@@ -125,11 +127,11 @@ class ReferenceStores:
         return {one.data.key: LogpTable(_shared(one, self._width), one.partners) for one in opened}
 
     def lines(self) -> list[str]:
-        """A sentence on each store of the run's own datasets, without writing anything; collective."""
+        """Describe each store of the run's datasets without writing anything; collective."""
         said = []
         for one in self._opened(self.own, prepare=False):
             there = one.parts - len(one.missing)
-            state = "complete" if not one.missing else f"{there} of {one.parts} parts" if there else "not there yet"
+            state = "complete" if not one.missing else f"{there} of {one.parts} parts" if there else "not computed yet"
             said.append(f"reference log-probs of {one.data.where}: {state}, {one.folder}")
         return said
 
@@ -141,11 +143,11 @@ class ReferenceStores:
 
     @property
     def _width(self) -> int:
-        """Sequences of a row."""
+        """Sequences per row."""
         return len(self.context.method.completions) + self.context.method.draws_partners
 
     def _opened(self, datasets: Iterable[PreparedData], *, prepare: bool = True) -> list[Opened]:
-        """Each store, read by the first rank."""
+        """Open each store on the first rank, and share what it contains."""
         if self._content is None or not self.plan.copies_policy:
             memory = _folder() / "file-hashes.json"
             before = self._content, self._adapters
@@ -172,7 +174,7 @@ class ReferenceStores:
         return opened
 
     def key(self, data: PreparedData) -> dict[str, object]:
-        """Everything that the numbers depend on, by name; on the first rank."""
+        """Return everything that the values depend on, by name; on the first rank."""
         args, method, plan = self.context.args, self.context.method, self.plan
         quantization = plan.source.quantization
         return {
@@ -187,7 +189,7 @@ class ReferenceStores:
         }
 
     def _fill(self, opened: list[Opened]) -> dict[str, float]:
-        """Compute every missing part; the seconds of each dataset's, by its key."""
+        """Compute every missing part; return the seconds spent per dataset key."""
         context, seconds = self.context, {}
         windows = {one.data.key: [(part, self._plan(one, part)) for part in one.missing] for one in opened}
         total = sum(len(plan.micro_batches) for parts in windows.values() for _, plan in parts)
@@ -209,7 +211,7 @@ class ReferenceStores:
         return seconds
 
     def _plan(self, one: Opened, part: range) -> WindowPlan:
-        """The evaluation plan of the rows of one part."""
+        """Return the evaluation plan of the rows of one part."""
         args = self.context.args
         rows = np.arange(part.start, part.stop, dtype=np.int64)
         asked = args.precompute_ref_batch_size if isinstance(args, ReferenceOptions) else None
@@ -225,7 +227,7 @@ class ReferenceStores:
     def _part(
         self, engine: EngineReference, data: PreparedData, part: range, plan: WindowPlan, progress: Progress
     ) -> Tensor:
-        """(rows of the part, sequences of a row) fp32 on the host of every rank."""
+        """Return (rows of the part, sequences per row) fp32 values on the host of every rank."""
         method = self.context.method
         found = torch.zeros((len(part), self._width), dtype=torch.float32, device=device())
         with self.context.phases("precompute") as record:
@@ -240,34 +242,37 @@ class ReferenceStores:
             return sum_over_ranks(found).cpu()
 
     def _tell(self, one: Opened, seconds: float | None) -> None:
-        """Where a store lies, and what it saves."""
+        """Print where a store is and what it saves."""
         if one.store is None:
             return
         size, epochs = one.store.size, self.context.args.num_train_epochs
         place = f"{one.folder} ({len(one.partners):,} rows, {size:,} bytes)"
         if seconds is None:
-            how, saved = "found in", "; no step runs the reference, which saves about a third of a LoRA step"
+            how, saved = (
+                "found in",
+                "; steps run without the reference, which saves about a third of the time of a LoRA step",
+            )
         else:
-            how = f"computed in {duration(seconds)}, kept in"
-            saved = "; from the second epoch on this saves about a third of a LoRA step, in the first only memory"
+            how = f"computed in {duration(seconds)}, stored in"
+            saved = "; from the second epoch on, this saves about a third of the time of a LoRA step"
             if self.context.args.max_steps < 0 and epochs <= 1:
-                saved += f", so with num_train_epochs={epochs:g} only later runs gain time"
+                saved += f"; with num_train_epochs={epochs:g}, only later runs are faster"
         saved = saved if one.data is self.context.train_data else ""
         self.context.tell(f"reference log-probs of {one.data.where}: {how} {place}{saved}")
 
 
 def _kernels(args: AlignmentConfig) -> dict[str, object]:
-    """Layer kernels, which round in ways of their own; those of the hub are among the arguments of the model."""
+    """Return the options for layer kernels, which round differently; Hub kernels are part of the model's arguments."""
     return {"liger": args.liger_kernel_config or {}} if args.use_liger_kernel else {}
 
 
 def rows_content(data: PreparedData, completions: Iterable[str]) -> str:
-    """A hash of the tokens of every row, in their order."""
+    """Return a hash of the tokens of all rows in order."""
     digest = hashlib.blake2b(digest_size=16)
     names = ["prompt_ids", *completions]
     for table in data.dataset.select_columns(names).with_format("arrow").iter(_ROWS):
         for name in names:
-            column = table[name].combine_chunks()  # the chunks say how the rows came together
+            column = table[name].combine_chunks()  # chunks depend on how the rows were put together
             digest.update(np.asarray(column.value_lengths(), dtype="<i8").tobytes())
             digest.update(np.asarray(column.flatten(), dtype="<i8").tobytes())
     return digest.hexdigest()
@@ -278,7 +283,7 @@ def _folder() -> Path:
 
 
 def _shared(one: Opened, width: int) -> Tensor:
-    """The first rank's numbers, on every rank's host."""
+    """Broadcast the first rank's values to every rank's host memory."""
     values = torch.zeros((len(one.partners), width), dtype=torch.float32)
     if one.store is not None:
         values = torch.from_numpy(one.store.values)
@@ -287,7 +292,7 @@ def _shared(one: Opened, width: int) -> Tensor:
 
 @contextlib.contextmanager
 def _random_streams_kept() -> Iterator[None]:
-    """A run that finds a store and one that computes it draw the same numbers."""
+    """Keep random streams unchanged, so that runs that find and runs that compute a store draw the same numbers."""
     streams = RandomStreams()
     before = streams.state_dict()
     try:

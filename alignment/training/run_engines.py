@@ -1,4 +1,4 @@
-"""The engines of a run: built as planned when they are first needed, and released."""
+"""The engines of a run: built when first needed, and released."""
 
 from __future__ import annotations
 
@@ -65,15 +65,15 @@ def build_engine(
     task: Task = CAUSAL_LM,
     reduce_once: bool = False,
 ) -> ScoringEngine:
-    """Wrap a model in its engine and check once that its scores are its own.
+    """Wrap a model in its engine and verify once that it computes correct scores.
 
     Args:
-        scorer: of a model loaded for ``ds_config``.
-        options: the run's.
+        scorer: scorer of a model loaded for ``ds_config``.
+        options: the run's options.
         ds_config: this engine's DeepSpeed configuration.
         training_steps: length of the schedule; None for a frozen engine.
-        optimizers: the user's own optimizer and schedule, or Nones.
-        task: what the model is.
+        optimizers: the user's optimizer and schedule, or Nones.
+        task: the model's task.
         reduce_once: see :class:`PolicyEngine`.
     """
     if training_steps is None:
@@ -82,7 +82,7 @@ def build_engine(
         enable_checkpointing(scorer.model, options.gradient_checkpointing_kwargs)
         scorer.one_pass = bool((options.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
         if scorer.one_pass and not all(parameter.requires_grad for parameter in scorer.parameters()):
-            # Re-entrant checkpoints give no gradient to anything unless one goes through their input.
+            # Reentrant checkpointing only computes gradients if an input of the checkpoint requires one.
             scorer.model.enable_input_require_grads()
     optimizer = optimizers[0] or build_optimizer(scorer, options)
     scheduler = optimizers[1] or build_scheduler(optimizer, options, training_steps)
@@ -92,19 +92,19 @@ def build_engine(
 
 
 class RunEngines:
-    """Policy, reference and what the method needs beside them.
+    """Policy, reference and the method's further resources.
 
     Args:
         context: the run.
         plan: DeepSpeed configurations and dtypes.
-        optimizers: the user's own optimizer and schedule, or Nones.
-        aux_coefficient: weight of the balancing loss of a mixture of experts; None where there is none.
-        resources: what the method needs besides.
+        optimizers: the user's optimizer and schedule, or Nones.
+        aux_coefficient: weight of the load-balancing loss of a mixture of experts, or None.
+        resources: the method's further resources.
 
     Attributes:
-        models: policy and reference; None while there are no engines.
-        stores: the log-probs of a precomputed reference; None for any other.
-        trained: whether the policy has been trained, and what is released with it is lost.
+        models: policy and reference; None without engines.
+        stores: the log-probs of a precomputed reference, or None.
+        trained: whether the policy has been trained, so that releasing it loses its weights.
     """
 
     def __init__(
@@ -132,9 +132,9 @@ class RunEngines:
 
     @property
     def model(self) -> Any:
-        """The policy: the live model, or once it is loaded the one inside the engine, else None.
+        """The policy: the live model, or the one inside the engine after it is built, else None.
 
-        With adapters it is the ``PeftModel`` around it.
+        With adapters, the ``PeftModel`` around it.
         """
         adapters = self.plan.adapters
         if adapters is not None and adapters.live is not None:
@@ -150,9 +150,9 @@ class RunEngines:
 
     @property
     def waits_for_model(self) -> bool:
-        """Whether the policy, as it is trained, is there only once engines are built.
+        """Whether the policy in its trained form only exists after engines are built.
 
-        A live model of another dtype is one that they convert; one that was trained stays as they left it.
+        A live model of a different dtype is converted by the engines; one that was trained remains converted.
         """
         adapters, model = self.plan.adapters, self.plan.source.live
         live = model is not None and (self.trained or model.dtype == self.plan.compute)
@@ -167,7 +167,7 @@ class RunEngines:
 
     @property
     def window_pass(self) -> WindowPass:
-        """The computation of one window; there once engines are."""
+        """The window pass; available after the engines are built."""
         assert self._pass is not None
         return self._pass
 
@@ -180,7 +180,7 @@ class RunEngines:
 
     @property
     def frozen(self) -> FrozenTensors:
-        """What of the policy does not train, and whether it has changed since the engine was built."""
+        """The frozen tensors of the policy, and whether they have changed since the engine was built."""
         assert self._frozen is not None
         return self._frozen
 
@@ -191,32 +191,32 @@ class RunEngines:
 
     @property
     def trains_fp32(self) -> bool:
-        """Whether the weights that train are kept in fp32, and need no masters beside them."""
+        """Whether trained weights are kept in fp32 and need no master weights."""
         trained = (p for p in self.policy.scorer.model.parameters() if p.requires_grad)
         return all(parameter.dtype == torch.float32 for parameter in trained)
 
     def trained_bytes(self) -> int:
-        """The size of what :meth:`write` writes."""
+        """The size of the output of :meth:`write` in bytes."""
         return written_bytes(self.policy.scorer.model, self.plan.adapters)
 
     def exported_names(self) -> dict[str, str]:
-        """The keys of trainable parameters in the files that :meth:`write` writes, by their names."""
+        """The keys of trainable parameters in the output of :meth:`write`, by parameter name."""
         return trained_keys(self.policy.scorer.model, self.plan.adapters)
 
     def build(self, training_steps: int | None) -> None:
-        """Build the engines, unless those that there are will do; collective.
+        """Build the engines, unless the existing ones can be used; collective.
 
         Args:
-            training_steps: length of the schedule; None for evaluation alone.
+            training_steps: length of the schedule; None for evaluation only.
 
         Raises:
-            OptionError: the trained weights were released.
+            OptionError: if the trained weights were released.
         """
         if self._pass is not None and (self._trainable or training_steps is None):
             return
         if self.trained and self.models is None:
             raise OptionError(
-                "close() released the trained weights and the reference: call save_model before it, then make another "
+                "close() released the trained weights and the reference: call save_model before it, then create a new "
                 "trainer"
             )
         self.close()
@@ -240,21 +240,21 @@ class RunEngines:
         self.resources.built(policy.scorer.model)
 
     def follow(self, schedule: LRScheduler) -> None:
-        """Let the policy's learning rate follow another schedule of its optimizer from now on."""
+        """Let the policy's learning rate follow another schedule of its optimizer."""
         policy = self.policy
         policy.scheduler = policy.engine.lr_scheduler = self.context.events.handler.lr_scheduler = schedule
         self.context.run_state.register("schedule", ScheduleState(schedule))
 
     def know(self, datasets: Iterable[PreparedData]) -> None:
-        """Let a precomputed reference answer about these datasets too; collective, and nothing for any other one.
+        """Let a precomputed reference cover these datasets too; collective. Does nothing for other references.
 
         Raises:
-            OptionError: that takes the policy as it was given, which was trained since.
+            OptionError: if that requires the initial policy, which has been trained since.
         """
         if self.stores is None:
             return
         if self.stores.plan.copies_policy and not self.trained:
-            self.close()  # so that the reference is built before the policy's engine once more
+            self.close()  # so that the reference is again built before the policy's engine
         if self.models is None:
             self.stores.further = tuple(datasets)
             return
@@ -262,7 +262,7 @@ class RunEngines:
         self.models.reference.tables |= self.stores.tables(datasets, loadable=not self.stores.plan.copies_policy)
 
     def _built(self, training_steps: int | None) -> Models:
-        """Reference and policy, each released again where a later build fails."""
+        """Build reference and policy; each is released if a later build fails."""
         args, plan = self.context.args, self.plan
         reference: Reference | None = None
         with contextlib.ExitStack() as built:
@@ -273,7 +273,7 @@ class RunEngines:
             if isinstance(plan.reference, ReferencePlan):
                 reference = plan.reference.build(args) if self.stores is None else self.stores.reference()
                 built.callback(reference.close)
-            if self.stores is None:  # one that was only asked may have left something; after a resume it would not
+            if self.stores is None:  # an evaluated reference may have changed state, unlike in a resumed run
                 others = bytes_in_use()
             ds_config = plan.policy_frozen if training_steps is None else plan.policy
             scorer, self._given = self._scorer(ds_config)
@@ -295,9 +295,9 @@ class RunEngines:
         return Models(policy, reference)
 
     def _planned_gradients(self, scorer: Scorer, others: int) -> GradientPlan | None:
-        """How the policy's gradients are summed, which is written into its configuration too; collective."""
+        """Plan how the policy's gradients are summed, and write it to its configuration; collective."""
         args, plan = self.context.args, self.plan
-        # By tokens a window is cut into as many micro-batches as it takes, at most one for each row.
+        # With max_tokens_per_batch, a window has as many micro-batches as needed, at most one per row.
         parts = 1 if args.max_tokens_per_batch is None else args.per_device_train_batch_size
         most = parts * args.gradient_accumulation_steps
         at = situation_of(plan.policy, world_size(), most, bool(args.gradient_checkpointing))
@@ -309,7 +309,7 @@ class RunEngines:
         return made
 
     def _scorer(self, ds_config: dict[str, Any]) -> tuple[Scorer, Given | None]:
-        """The policy's model with head and adapters, and how the policy as given is computed with it."""
+        """Load the policy's model with head and adapters; return its scorer, and how to compute the initial policy."""
         args, plan = self.context.args, self.plan
         model = plan.source.load(args, plan.compute, ds_config, device(), self.context.tell)
         if args.disable_dropout:
@@ -322,7 +322,7 @@ class RunEngines:
         return scorer, given
 
     def write(self, folder: Path) -> None:
-        """Write what is trained, whole or as adapters, and the tokenizer into ``folder``; collective."""
+        """Write what is trained (full model or adapters) and the tokenizer to ``folder``; collective."""
         context, adapters = self.context, self.plan.adapters
         assert self.models is not None
         model, first = self.models.policy.scorer.model, context.is_first
@@ -332,7 +332,7 @@ class RunEngines:
             write_adapters(model, adapters, self.plan.source, context.processing_class, folder, first_rank=first)
 
     def restore(self, folder: Path) -> None:
-        """Put weights that :meth:`write` wrote back into the policy; collective, for the end of a run."""
+        """Load weights written by :meth:`write` into the policy, at the end of a run; collective."""
         adapters, model = self.plan.adapters, self.policy.scorer.model
         if adapters is None:
             load_weights(model, folder, first_rank=self.context.is_first)
@@ -340,17 +340,17 @@ class RunEngines:
             load_adapters(model, adapters, folder, first_rank=self.context.is_first)
 
     def close(self) -> None:
-        """Release the engines. Trained weights go with them, so the trainer is then at its end: save before.
+        """Release the engines. Trained weights are released too, so save before; the trainer cannot train again.
 
-        A live model keeps what training set: its trained weights (partitioned still under ZeRO-3), dropout at 0,
-        checkpointing, and a head that also answers with log-probs.
+        A live model keeps the effects of training: its trained weights (still partitioned under ZeRO-3), dropout of 0,
+        gradient checkpointing, and a head that can also return log-probs.
         """
         self.resources.close()
         if self.models is not None:
             self.models.close()
         adapters = self.plan.adapters
         if adapters is not None and adapters.live is not None and REFERENCE in adapters.live.peft_config:
-            adapters.live.delete_adapter(REFERENCE)  # ours, and no part of what the user saves
+            adapters.live.delete_adapter(REFERENCE)  # added by this package; the user must not save it
         self.models = self._pass = self._frozen = self._view = None
         self._trainable = False
         handler = self.context.events.handler

@@ -1,7 +1,7 @@
-"""Everything that a run needs to go on after a restart, beside weights and optimizer: one owner, named parts.
+"""Everything that a resume needs except weights and optimizer: one owner with named parts.
 
-Whatever changes while a run lasts, and would be missed, is registered here by the code that changes it. A test walks
-every attribute that a step changes and fails on one that is neither registered nor excused.
+The code that changes something during a run registers it here if a resumed run needs it. A test walks all attributes
+that a step changes and fails on any that is neither registered nor excused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from alignment.engines.rng import RandomStreams, seed_streams
 
 
 class Stateful(Protocol):
-    """A part of the state of a run; what it gives is made of what JSON knows."""
+    """A part of the state of a run; its state consists of JSON types."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -25,14 +25,14 @@ class Stateful(Protocol):
 
 
 class StatefulOnEachRank(Stateful, Protocol):
-    """A part whose state differs from rank to rank."""
+    """A part whose state differs between ranks."""
 
     def redistributed(self, states: Sequence[Any], rank: int) -> Any:
-        """The state of ``rank`` in a run that goes on with another number of ranks.
+        """Return the state of ``rank`` in a run that resumes with a different number of ranks.
 
         Args:
-            states: those of the ranks that there were.
-            rank: of those that there are now.
+            states: states of all former ranks.
+            rank: one of the current ranks.
         """
         ...
 
@@ -44,8 +44,8 @@ EachPart = TypeVar("EachPart", bound=StatefulOnEachRank)
 class RunState:
     """The parts of a run's state by name.
 
-    Most parts are the same on every rank, and the first rank's state stands for all. The others are registered as
-    such, and each rank's state is kept.
+    Most parts are equal on all ranks, and only the first rank's state is kept. Parts registered on each rank have
+    one state per rank.
     """
 
     def __init__(self) -> None:
@@ -54,36 +54,36 @@ class RunState:
         self._marks: dict[str, Any] = {}
 
     def register(self, name: str, part: Part) -> Part:
-        """Make ``part`` belong to the state."""
+        """Register ``part`` as part of the state."""
         self.parts[name] = part
         return part
 
     def register_on_each_rank(self, name: str, part: EachPart) -> EachPart:
-        """The same for a part whose state differs from rank to rank."""
+        """Register a part whose state differs between ranks."""
         self.on_each_rank[name] = part
         return part
 
     def mark(self, *names: str) -> None:
-        """Remember the state of these parts: until :meth:`unmark` it is what :meth:`state_dict` gives of them.
+        """Remember the state of these parts: :meth:`state_dict` returns it until :meth:`unmark` is called.
 
-        A step that fails half-way has moved them; what is saved then is the state from before it.
+        A step that fails half-way has changed them; the state saved then is that from before the step.
         """
         everyone = self.parts | self.on_each_rank
         self._marks = {name: everyone[name].state_dict() for name in names}
 
     def unmark(self) -> None:
-        """Forget what :meth:`mark` remembered: the step was completed."""
+        """Discard what :meth:`mark` remembered: the step was completed."""
         self._marks = {}
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """The state of every part: under ``shared`` those that are the same everywhere, under ``own`` this rank's."""
+        """Return the state of every part: under ``shared`` those equal on all ranks, under ``own`` this rank's."""
         return {"shared": self._states(self.parts), "own": self._states(self.on_each_rank)}
 
     def _states(self, parts: Mapping[str, Stateful]) -> dict[str, Any]:
         return {n: self._marks[n] if n in self._marks else part.state_dict() for n, part in parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave on this rank."""
+        """Restore the state returned by :meth:`state_dict` on this rank."""
         self.load(state["shared"], state["own"])
 
     def load(
@@ -93,13 +93,13 @@ class RunState:
         ranks: Sequence[Mapping[str, Any]] = (),
         rank: int = 0,
     ) -> None:
-        """Restore a state. What nobody has registered is passed over; see :meth:`unknown`.
+        """Restore a state. Parts that are not registered are ignored; see :meth:`unknown`.
 
         Args:
-            shared: of the parts that are the same on every rank.
-            own: of the others, on this rank.
-            ranks: in place of ``own``, those of all ranks that there were, where there are more or fewer now.
-            rank: this one.
+            shared: states of the parts that are equal on all ranks.
+            own: states of the others on this rank.
+            ranks: replaces ``own`` if the number of ranks has changed: the states of all former ranks.
+            rank: this rank.
         """
         self._marks = {}
         for name, part in self.parts.items():
@@ -112,28 +112,28 @@ class RunState:
                 each.load_state_dict(own[name])
 
     def unknown(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-        """Which parts of a state nobody has registered."""
+        """Return the names of parts of a state that are not registered."""
         return [*(name for name in shared if name not in self.parts), *sorted(own.keys() - self.on_each_rank.keys())]
 
 
 @dataclass
 class Identity:
-    """Which run this is, through all of its restarts.
+    """Identifies a run across its attempts.
 
     Attributes:
-        name: drawn at random when it began.
-        attempt: how often it was started, this time included.
+        name: random name, chosen when the run began.
+        attempt: number of starts, this one included.
     """
 
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     attempt: int = 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Both."""
+        """Return both attributes."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave; this is one more attempt."""
+        """Restore the state returned by :meth:`state_dict`, and count this attempt."""
         self.name, self.attempt = state["name"], state["attempt"] + 1
 
 
@@ -142,12 +142,12 @@ class Totals:
     """Sums over a run, for rates, means and the log.
 
     Attributes:
-        tokens: that were trained on.
-        rows: the same.
+        tokens: tokens trained on.
+        rows: rows trained on.
         reduced_windows: windows that were computed in a reduced form.
-        loss_sum, losses: of all windows, and how many of them had one.
-        seconds: that the run took before it was restarted.
-        last: what the newest step says of itself, such as its learning rate.
+        loss_sum, losses: sum of the losses of all windows, and the number of windows with a loss.
+        seconds: duration of the run before it was restarted.
+        last: values of the newest step, such as its learning rate.
     """
 
     tokens: int = 0
@@ -159,45 +159,45 @@ class Totals:
     last: dict[str, float] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """Every field."""
+        """Return all fields."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave."""
+        """Restore the state returned by :meth:`state_dict`."""
         for each in fields(self):
             setattr(self, each.name, state[each.name])
 
 
 @dataclass
 class Boundary:
-    """What was decided between two steps when the state was saved.
+    """Decisions between two steps at the time of a save.
 
     Attributes:
-        ends: the run ends here, because a callback asked for it or because this was its last step.
-        left: where a run that was asked to stop was left: after the work of a step was ``done``, or before the
-            evaluation that follows the ``step`` or ends the ``epoch``; empty in a state that was saved in the course
-            of the run.
+        ends: whether the run ends here, because of a callback or because this was its last step.
+        left: where a run that was asked to stop was interrupted: after the step was ``done``, or before the
+            evaluation that follows the ``step`` or ends the ``epoch``; empty in a state saved while training
+            continues.
     """
 
     ends: bool = False
     left: str = ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Both fields."""
+        """Return both fields."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave."""
+        """Restore the state returned by :meth:`state_dict`."""
         self.ends, self.left = bool(state["ends"]), str(state.get("left", ""))
 
 
 class RandomAtStart(RandomStreams):
-    """Random streams that are restored where the run goes on, not where its state is loaded.
+    """Random streams that are restored when training continues, not when the state is loaded.
 
-    What happens between the two, such as a callback's ``on_train_begin``, happened before the streams were saved.
+    What happens in between, such as a callback's ``on_train_begin``, happened before the streams were saved.
 
     Args:
-        seed: of the run.
+        seed: the run's seed.
     """
 
     def __init__(self, seed: int) -> None:
@@ -205,15 +205,15 @@ class RandomAtStart(RandomStreams):
         self._loaded: Mapping[str, Any] | None = None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep it until the run goes on."""
+        """Keep the state until training continues."""
         self._loaded = state
 
     def redistributed(self, states: Sequence[Any], rank: int) -> Any:
-        """Another number of ranks has no streams of its own: they begin anew at :meth:`restore`."""
+        """Return no state: with a different number of ranks, :meth:`restore` seeds the streams."""
         return {}
 
     def restore(self, step: int, rank: int) -> None:
-        """The run goes on after ``step``; streams that there were none of are seeded by seed, step and rank."""
+        """Continue after ``step``; streams without a state are seeded by seed, step and rank."""
         if self._loaded is None:
             return
         if self._loaded:

@@ -20,7 +20,7 @@ _NO_ROWS = WindowCounts(0, 0, 0, 0, 0)
 
 
 class Taken(NamedTuple):
-    """A step that was taken: its metrics and counts, none where its window was left out, and the gradient's norm."""
+    """A completed step: its metrics and counts, empty if its window was omitted, and the gradient norm."""
 
     items: Items
     counts: WindowCounts
@@ -28,14 +28,14 @@ class Taken(NamedTuple):
 
 
 class OptimizerStep:
-    """Takes a step.
+    """Takes optimizer steps.
 
     Args:
         context: the run.
         engines: its engines.
         data: the training data.
-        faults: what counts as a bad step, and which windows are left out.
-        overflows: of gradients in fp16.
+        faults: detects bad steps, and knows the omitted windows.
+        overflows: handles overflows of fp16 gradients.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class OptimizerStep:
         self.faults, self.overflows = faults, overflows
 
     def __call__(self, plan: WindowPlan, batches: Sequence[AnyBatch]) -> Taken:
-        """Compute a window and make the update.
+        """Compute a window and update the weights.
 
         Raises:
-            BadStep: no update was made; on every rank.
-            Cut: the run was asked to stop; on every rank, before any weight has changed.
+            BadStep: if no update was made; on every rank.
+            Cut: if the run was asked to stop; on every rank, before any weight has changed.
         """
         events, state = self.context.events, self.context.state
         if self.faults.omits(plan, state.global_step + 1):
@@ -74,14 +74,14 @@ class OptimizerStep:
             grad_norm = self._at_lower_scale()
         if not math.isfinite(grad_norm):
             raise NonFiniteGradient(
-                f"the gradient norm is {grad_norm} although the loss is finite: no update was made. Likely causes: a "
+                f"the gradient norm is {grad_norm} although the loss is finite; no update was made. Likely causes: a "
                 "learning_rate that is too high, or a value that overflows in the backward pass"
             )
         events("on_optimizer_step")
         return grad_norm
 
     def _at_lower_scale(self) -> float:
-        """Compute the gradient of the window that overflowed again and apply it; return its norm."""
+        """Recompute the gradient of the window that overflowed and apply it; return its norm."""
         policy = self.engines.policy
         self.overflows.lower_scale(policy, self.context.state.global_step + 1)
         self.engines.window_pass.repeat()
@@ -89,17 +89,17 @@ class OptimizerStep:
             return policy.step()
 
     def discard(self, fault: BadStep) -> None:
-        """Leave nothing of a bad step's gradient in the engine."""
+        """Discard the gradient of a bad step."""
         if not fault.discarded:
             self.engines.policy.discard()
             fault.discarded = True
 
     def left_out(self) -> Taken:
-        """A step without an update, for a window that is left out."""
+        """Complete a step without an update, for an omitted window."""
         return Taken({}, _NO_ROWS, self._pass_over())
 
     def _pass_over(self) -> float:
-        """A window that left nothing to train on: the schedule moves on and no weight does."""
+        """Complete a step of a window without anything to train on: only the schedule advances."""
         with schedule_may_go_first():
             self.engines.policy.scheduler.step()
         return 0.0

@@ -1,6 +1,6 @@
-"""What every trainer is: checks and plans when made, builds engines when first needed, trains, evaluates.
+"""The base of all trainers: check and plan on creation, build engines when first needed, train, evaluate.
 
-The constructor has TRL's shape, so that a script written for TRL runs after changing its import. It loads no weights.
+The constructor follows TRL's, so that a TRL script runs after changing its import. It loads no weights.
 """
 
 from __future__ import annotations
@@ -79,30 +79,31 @@ from alignment.training.surface.trainer_surface import TrainerSurface
 
 
 class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
-    """Base of the trainers; use that of a method, such as :class:`KTOTrainer`.
+    """Base class of the trainers; use that of a method, such as :class:`KTOTrainer`.
 
     Args:
-        model: path, hub name or a live transformers model; None takes ``args.model_name_or_path``.
-        ref_model: the same for the reference; None means the policy as it is given here.
+        model: path, hub name or live transformers model; None uses ``args.model_name_or_path``.
+        ref_model: the reference, in the same forms; None uses the initial policy.
         args: the options.
-        train_dataset: a ``datasets.Dataset`` or a list of rows; not needed beside an ``eval_dataset``.
-        eval_dataset: the same, or a dict of several by name.
+        train_dataset: a ``datasets.Dataset`` or a list of rows; optional with ``eval_dataset``.
+        eval_dataset: a dataset, or a dict of several by name.
         processing_class: the tokenizer; None loads the model's.
         tokenizer: older name of ``processing_class``.
-        callbacks: transformers' ``TrainerCallback`` s, instances or classes.
-        optimizers: own ``(optimizer, scheduler)`` over the parameters of a live ``model``, or Nones.
-        peft_config: PEFT's configuration of adapters to train in place of the whole model. A live ``PeftModel`` as
-            ``model`` trains those that it has; with ``peft_config`` they are merged into its base first, in place.
-        model_adapter_name: as the option.
-        ref_adapter_name: as the option.
-        data_collator: TRL's or transformers', where it only pads, which changes nothing here; others are refused.
-        quantization_config: how bitsandbytes keeps the weights of a ``model`` that is given by name; as
+        callbacks: transformers' ``TrainerCallback`` instances or classes.
+        optimizers: your own ``(optimizer, scheduler)`` for the parameters of a live ``model``, or Nones.
+        peft_config: PEFT's configuration of adapters to train instead of the full model. If ``model`` is a
+            live ``PeftModel``, its adapters are trained; with ``peft_config`` they are first merged into its base, in
+            place.
+        model_adapter_name: see the option.
+        ref_adapter_name: see the option.
+        data_collator: one of TRL's or transformers' that only pads, which has no effect here; others are refused.
+        quantization_config: how bitsandbytes quantizes the weights of a ``model`` given by name; same as
             ``quantization_config`` among ``model_init_kwargs``.
         **unsupported: further arguments of TRL's and transformers' trainers, such as ``compute_metrics`` and
             ``model_init``; each is refused by name.
 
     Raises:
-        AlignmentError: anything about options, model, tokenizer, data or folder that can be known before loading.
+        AlignmentError: for any error in options, model, tokenizer, data or folder that is detected before loading.
     """
 
     config_class: ClassVar[type[AlignmentConfig]]
@@ -163,7 +164,7 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         self.log_file = JsonlLog(self.output_dir / LOG if rank() == 0 else None, self.tell, timed=True)
         self.context = self._context()
         if getattr(self.args, "generate_during_eval", False):
-            from alignment.training.sampling.answers import answers_of  # imports what generates
+            from alignment.training.sampling.answers import answers_of  # imports generation code
 
             self.context.answers = answers_of(self.context, lambda: self._writes_logs)
         self.uploads = Uploads(self.context, self._subject)
@@ -177,7 +178,7 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         handler.model = self.engines.model
         handler.train_dataloader = self.get_train_dataloader() if self.train_data is not None else None
         handler.eval_dataloader = self.get_eval_dataloader() if self.eval_data else None
-        self._at_first: Present | None = None  # where engines were built before train()
+        self._at_first: Present | None = None  # set if engines were built before train()
         self._options = self.args.values()
         self.events("on_init_end")
 
@@ -208,10 +209,10 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         )
 
     def close(self) -> None:
-        """Release the engines. Trained weights go with them, so this trainer is then at its end: save before.
+        """Release the engines. Trained weights are released too, so save before; the trainer cannot train again.
 
-        A live model keeps what training set: its trained weights (partitioned still under ZeRO-3), dropout at 0,
-        checkpointing, and a head that also answers with log-probs.
+        A live model keeps the effects of training: its trained weights (still partitioned under ZeRO-3), dropout of 0,
+        gradient checkpointing, and a head that can also return log-probs.
         """
         self.engines.close()
         if ACTIVITY.status is not None and ACTIVITY.status.path.parent == self.output_dir:
@@ -219,7 +220,7 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         self.folder.release()
 
     def end(self) -> None:
-        """As :meth:`close`, by the name that TRL's scripts call."""
+        """Same as :meth:`close`, with the name that TRL's scripts call."""
         self.close()
 
     def _prepare_models(
@@ -256,31 +257,31 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
             self.method.trains_adapters = True
             if adapters.are_new and any(optimizers):
                 raise OptionError(
-                    "optimizers: the adapters do not exist yet, so none can be over their parameters; pass a PeftModel"
+                    "optimizers: cannot contain the parameters of adapters that do not exist yet; pass a PeftModel"
                 )
             for note in adapters.notes:
                 self.tell(note)
         self.resources = self._resources()
 
     def _replace_policy(self, source: ModelSource) -> None:
-        """Let the policy's model, and the reference's where it is the same one, be another."""
+        """Replace the policy's model, and the reference's if it is the same."""
         if self.reference_source is self.policy_source:
             self.reference_source = source
         self.policy_source = source
 
     def _tokenizer(self, tokenizer: Any) -> Any:
-        """The tokenizer as the method's options want it: itself, or a copy."""
+        """Return the tokenizer as the method's options require: itself, or a modified copy."""
         return tokenizer
 
     def _know(self, vocabulary: Vocabulary) -> None:
-        """Let the policy's model know what the tokenizer has become."""
+        """Apply a changed vocabulary to the policy's model."""
         if vocabulary:
             source, note = with_vocabulary(self.policy_source, vocabulary, self.optimizers)
             self._replace_policy(source)
             self.tell(note)
 
     def _resources(self) -> Resources:
-        """What the method needs in a run beside policy and reference."""
+        """Return the method's further resources."""
         return Resources()
 
     def _prepare_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
@@ -312,8 +313,8 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
             check_best_metric(args, self.metrics, self.eval_data)
         elif args.eval_strategy != "no" or args.eval_on_start:
             raise OptionError(
-                f"eval_strategy: {args.eval_strategy.value} (eval_on_start: {args.eval_on_start}) needs data to "
-                "evaluate on; set dataset_test_split, or pass eval_dataset"
+                f"eval_strategy: {args.eval_strategy.value} (eval_on_start: {args.eval_on_start}) requires evaluation "
+                "data; set dataset_test_split, or pass eval_dataset"
             )
 
     def _prepare(self, source: Any, limit: int | None, where: str, *, trains: bool = False) -> PreparedData:
@@ -324,26 +325,27 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         self.tell(f"{data.where}: {data.report.summary()}")
         return data
 
-    # What a run does ------------------------------------------------------------------------------------------------
+    # Training -------------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train to the end of the schedule.
 
-        A second call trains for as long again, from the weights that there are, with a new schedule and the
-        optimizer's moments; checkpoints and logs of the first are then in ``previous-1`` of the output folder.
+        A second call trains for the same duration again, starting from the current weights and the optimizer's
+        moments, with a new schedule; checkpoints and logs of the first run are moved to ``previous-1`` in the
+        output folder.
 
         Args:
-            resume_from_checkpoint: ``latest`` (or True) or a folder to go on from; None: as the option says.
+            resume_from_checkpoint: ``latest`` (or True) or a folder to resume from; None uses the option.
 
         Returns:
             transformers' ``TrainOutput``: steps, mean loss, and metrics.
 
         Raises:
-            OptionError: there is no training data, or the checkpoint is of another run.
-            CheckpointError: a checkpoint that cannot be gone on from.
-            TrainingError: the loss became non-finite; no update was made with it.
-            LastCheckpointError: all is done, but for the last checkpoint.
-            RunStopped: a signal or the file ``STOP`` asked the run to stop, and its state has been saved.
+            OptionError: if there is no training data, or the checkpoint is of another run.
+            CheckpointError: if the checkpoint cannot be resumed from.
+            TrainingError: if the loss is not finite; no update was made with it.
+            LastCheckpointError: if training has finished but the last checkpoint could not be written.
+            RunStopped: if a signal or the file ``STOP`` asked the run to stop; its state has been saved.
         """
         check_attributes(self)
         self._options = take_over(self.args, self._options, built=self.engines.ready)
@@ -351,7 +353,7 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         self._check_evaluation()
         if self.train_data is None or self.sampler is None:
             said = data_of_commands(self.args)
-            raise OptionError(f"train_dataset: none was given{said}, so there is nothing to train on")
+            raise OptionError(f"train_dataset: required for training{said}")
         asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         if self.engines.trained:
             steps = total_steps(self.args, self.sampler)
@@ -366,19 +368,19 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
             return self._trained(checkpoint, present)
 
     def _present(self) -> Present:
-        """What the run is now."""
+        """Return the properties of the current run."""
         reference = self.reference_source if self.method.needs_reference else None
         given = None if reference is self.policy_source else reference
         return present_run(self.context, self.engine_plan, given, self.resources)
 
     def build_engines(self) -> None:
-        """As the base says; what stands for a live model is noted before an engine changes it."""
+        """Build the engines; properties of live models are recorded before an engine changes them."""
         if self.sampler is not None and not self.engines.trained:
             self._at_first = self._at_first or self._present()
         super().build_engines()
 
     def _trained(self, checkpoint: Checkpoint | None, present: Present) -> TrainOutput:
-        """As :meth:`train`, in a folder that is this run's."""
+        """Train as in :meth:`train`, after the output folder has been locked."""
         try:
             with ACTIVITY("load"):
                 loop, writer = self._prepared(checkpoint, present)
@@ -398,11 +400,13 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
                 self.save_model()
             write_merged(self.context, self.engine_plan.source, Path(self.args.merged_output_dir))
         if writer.failure is not None:
-            raise LastCheckpointError(f"output_dir: the end of the run could not be written: {writer.failure}")
+            raise LastCheckpointError(
+                f"output_dir: training has finished, but the last checkpoint could not be written: {writer.failure}"
+            )
         return result
 
     def _prepared(self, checkpoint: Checkpoint | None, present: Present) -> tuple[TrainingLoop, CheckpointWriter]:
-        """The loop, with engines that are as they were at the checkpoint, and what writes the next ones."""
+        """Return the loop, with engines restored from the checkpoint, and the writer of further checkpoints."""
         assert self.train_data is not None and self.sampler is not None
         loop = TrainingLoop(self.context, self.engines, self.train_data, self.sampler, lambda: self.evaluate())
         self.engines.build(loop.total_steps)
@@ -421,9 +425,9 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         return loop, writer
 
     def _go_on(self, checkpoint: Checkpoint, loop: TrainingLoop, present: Present) -> None:
-        """Restore a run into the engines, and let the loop go on from there."""
+        """Restore a run into the engines, and prepare the loop to continue."""
         restore(checkpoint, self.context, self.engines, present)
-        if ACTIVITY.status is not None:  # attempts that came to no checkpoint are known to it alone
+        if ACTIVITY.status is not None:  # only the status knows of attempts without a checkpoint
             self.identity.attempt = max(self.identity.attempt, ACTIVITY.status.status.attempt)
         self.tell(BestModel(self.args, self.state).moved_to(checkpoint.folder.parent))
         loop.resumed = {
@@ -437,14 +441,14 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         self.tell(f"resume_from_checkpoint: {checkpoint.folder}, after step {checkpoint.step} of {loop.total_steps}")
 
     def precompute(self) -> None:
-        """Compute what a precomputed reference says of the training and evaluation sets, and keep it; load no policy.
+        """Compute and store the reference log-probs of the training and evaluation sets without loading the policy.
 
         Raises:
-            OptionError: ``ref_placement`` is another one.
+            OptionError: if ``ref_placement`` is not ``precomputed``.
         """
         if self.engines.stores is None:
             raise OptionError(
-                f"{setting('ref_placement', self.args.ref_placement)}: nothing is precomputed for it; set "
+                f"{setting('ref_placement', self.args.ref_placement)}: has nothing to precompute; set "
                 "ref_placement: precomputed"
             )
         self.engines.stores.reference().close()
@@ -452,34 +456,38 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Loss and metrics of the evaluation data, or of ``eval_dataset``; with several sets, ``eval_NAME_loss`` …
+        """Return loss and metrics of the evaluation data or ``eval_dataset``; for several sets, ``eval_NAME_loss`` …
 
-        Each set is a record of the log of its own, and callbacks hear of each; what is returned has all of them.
+        Each set has its own log record and callback event; the result contains the metrics of all sets.
 
         Args:
-            eval_dataset: in place of the constructor's: a dataset, a list of rows, a dict of several, or the name of
+            eval_dataset: replaces the constructor's: a dataset, a list of rows, a dict of several, or the name of
                 one of the constructor's.
-            ignore_keys: of no effect on losses that have no model outputs; refused unless empty.
-            metric_key_prefix: what the names begin with.
+            ignore_keys: not supported, since there are no model outputs; must be empty.
+            metric_key_prefix: prefix of the names.
         """
         data = self.eval_data
         if isinstance(eval_dataset, str):
             if eval_dataset not in data:
-                raise OptionError(f"eval_dataset: there is no set {eval_dataset!r} here ({', '.join(data) or 'none'})")
+                raise OptionError(
+                    f"eval_dataset: no set named {eval_dataset!r} (available: {', '.join(data) or 'none'})"
+                )
             data = {eval_dataset: data[eval_dataset]}
         elif eval_dataset is not None:
             data = {n: self._prepare(d, None, "eval_dataset") for n, d in named_datasets(eval_dataset).items()}
             self.engines.know(data.values())
         if not data:
-            raise OptionError("eval_dataset: none was given, so there is nothing to evaluate on")
+            raise OptionError("eval_dataset: required for evaluation")
         return self._evaluated(data, ignore_keys, metric_key_prefix)
 
     def _evaluated(
         self, data: Mapping[str, PreparedData], ignore_keys: list[str] | None, prefix: str
     ) -> dict[str, float]:
-        """Evaluate, log and tell the callbacks of one set after another."""
+        """Evaluate, log and notify the callbacks, set by set."""
         if ignore_keys:
-            raise OptionError(f"ignore_keys={ignore_keys}: models return no outputs here that could be ignored")
+            raise OptionError(
+                f"ignore_keys={ignore_keys}: not supported, since evaluation returns no model outputs; remove it"
+            )
         if not self.engines.ready:
             self.build_engines()
         metrics: dict[str, float] = {}
@@ -492,16 +500,16 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The names of what is measured beside the loss."""
+        """The names of all metrics other than the loss."""
         return (*self.method.metrics, *self.resources.metrics)
 
-    # What callers may ask for ---------------------------------------------------------------------------------------
+    # For callers ----------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
-        """Write model and tokenizer as a Hugging Face folder, whatever the ZeRO stage. All ranks must call it.
+        """Write model and tokenizer in Hugging Face format, for any ZeRO stage. All ranks must call it.
 
-        Of a run that trains adapters it is PEFT's folder of these alone, and what else was trained with them. With
-        ``push_to_hub`` it is then uploaded.
+        When adapters are trained, only the adapters and other trained weights are written, in PEFT's format. With
+        ``push_to_hub``, the folder is then uploaded.
         """
         folder = Path(output_dir or self.output_dir)
         on_first_rank(lambda: self.folder.check_not_replaced(folder))

@@ -29,18 +29,18 @@ Items = dict[str, tuple[float, float]]
 
 
 class Passed(NamedTuple):
-    """``items``: ``{name: (sum, count)}`` over all ranks, the same on each; ``counts``: of what was trained on."""
+    """``items``: ``{name: (sum, count)}`` over all ranks, equal on all; ``counts``: of what was trained on."""
 
     items: Items
     counts: WindowCounts
 
 
 class BadStep(TrainingError):
-    """A step by which no weight is to be changed, and none has been. Every rank raises it.
+    """A step that must not change any weight, and has not. Raised on every rank.
 
     Attributes:
         kind: what is wrong, in two words.
-        discarded: the engine holds nothing of its gradient any more.
+        discarded: whether the engine no longer holds its gradient.
     """
 
     kind = ""
@@ -59,8 +59,8 @@ class WindowPass:
     Args:
         method: the method.
         models: its models.
-        phases: where time and memory are recorded.
-        aux_coefficient: weight of the balancing loss of a mixture of experts; None where there is none.
+        phases: records time and memory.
+        aux_coefficient: weight of the load-balancing loss of a mixture of experts, or None.
     """
 
     def __init__(self, method: AnyMethod, models: Models, phases: Phases, aux_coefficient: float | None) -> None:
@@ -70,36 +70,36 @@ class WindowPass:
 
     @property
     def device(self) -> torch.device:
-        """Where the policy computes."""
+        """The policy's device."""
         return self.models.policy.device
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The metrics of a window."""
+        """The names of a window's metrics."""
         return ("loss", *self.method.metrics, *(() if self.aux_coefficient is None else ("aux_loss",)))
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """What the report of the run says of how windows were computed, by name."""
+        """Facts for the run's report about how windows were computed, as (name, value) pairs."""
         return []
 
     def dataset_of(self, data: PreparedData) -> str:
-        """What names the dataset that the row ids of batches are of; ``""`` where they hold what was generated."""
+        """Return the name that identifies the dataset of row ids; ``""`` if batches contain generated completions."""
         return data.key
 
     def begin(self, evaluation: Iterable[tuple[WindowPlan, Sequence[AnyBatch], PreparedData]]) -> None:
-        """Called before the first step, with the windows of the sets to evaluate on; collective."""
+        """Called before the first step with the windows of the evaluation sets; collective."""
 
     def logged(self, step: int) -> None:
         """Called after the log of a step."""
 
     def finish(self) -> None:
-        """Called at the end of a run, on the first rank, for what still waits to be written."""
+        """Called at the end of a run on the first rank, to flush pending output."""
 
     def prepared(
         self, plan: WindowPlan, batches: Sequence[AnyBatch], data: PreparedData, sums: MetricSums, *, train: bool
     ) -> tuple[WindowPlan, Sequence[AnyBatch]]:
-        """What the passes go through; a method that makes its own rows puts them in the place of the given ones."""
+        """Return the plan, batches and data of the passes; a method that generates its own rows replaces them here."""
         return plan, batches
 
     def __call__(
@@ -112,19 +112,19 @@ class WindowPass:
         between: Callable[[], None] = lambda: None,
         progress: Progress | None = None,
     ) -> Passed:
-        """Losses and metrics of the window; with ``train`` its gradient is left in the engine, not yet applied.
+        """Compute losses and metrics of the window; with ``train``, leave its gradient in the engine, not yet applied.
 
         Args:
             plan: the window.
             batches: this rank's micro-batches of it.
-            data: that the window's rows are of.
-            train: accumulate gradients; the policy must then be a :class:`PolicyEngine`.
-            between: called after the backward pass of each micro-batch but the last.
-            progress: moves with each micro-batch that is trained on or evaluated, and not with those of prompts.
+            data: the dataset of the window's rows.
+            train: accumulate gradients; the policy must be a :class:`PolicyEngine`.
+            between: called after the backward pass of each micro-batch except the last.
+            progress: advances with each micro-batch that is trained on or evaluated, not with those of prompts.
 
         Raises:
-            NonFiniteLoss: in training, the loss is not finite; on every rank, before any weight has changed.
-            Cut: the run was asked to stop; on every rank, before any weight has changed.
+            NonFiniteLoss: if the loss is not finite in training; on every rank, before any weight has changed.
+            Cut: if the run was asked to stop; on every rank, before any weight has changed.
         """
         with contextlib.nullcontext() if train else self.phases.of_evaluation():
             return self._passed(plan, batches, data, train, between, progress)
@@ -169,7 +169,7 @@ class WindowPass:
     def _accumulated(
         self, policy: PolicyEngine, known: Any, window: Window[Any], losses: list[Any], between: Callable[[], None]
     ) -> Iterator[AnyBatch]:
-        """Leave the window's gradient in the engine; each micro-batch is handed out once it has been gone through."""
+        """Leave the window's gradient in the engine; yield each micro-batch after its backward pass."""
         for index, batch in enumerate(window.batches):
             local = self._micro_batch(batch, index, known, window, losses)
             last = index == len(window.batches) - 1
@@ -179,12 +179,12 @@ class WindowPass:
             yield batch
 
     def repeat(self) -> None:
-        """Compute the gradient of the newest window again, for another loss scale; nothing else of it.
+        """Recompute the gradient of the newest window, for another loss scale, and nothing else.
 
-        What was generated for it, what a reference said of it and the random streams are those of the first time.
+        Generated completions, reference log-probs and random streams are those of the first computation.
 
         Raises:
-            Cut: the run was asked to stop; on every rank, before any weight has changed.
+            Cut: if the run was asked to stop; on every rank, before any weight has changed.
         """
         assert self._again is not None, "only an fp16 policy's newest training window can be repeated"
         self._again()
@@ -204,7 +204,7 @@ class WindowPass:
         result = self.method.losses(batch, index, output, known, window)
         local = result.local
         if self.aux_coefficient is not None:
-            # A product of batch means has no exact sum over micro-batches: weighted by their share of tokens.
+            # A product of batch means has no exact sum over micro-batches, so each is weighted by its share of tokens.
             tokens = scored.attention_mask.sum() if batch.rows else 0
             share = output.aux_loss * (tokens / window.counts.sequence_tokens)
             local = local + self.aux_coefficient * share
@@ -220,7 +220,7 @@ def _non_finite(
     own = [row for rows, values in losses for row, value in zip(rows, values.tolist()) if not math.isfinite(value)]
     rows = sorted(sources({row for part in gathered(own) for row in part}))
     return NonFiniteLoss(
-        f"the loss of this window is {loss}: no update was made; rows with a non-finite loss: "
+        f"the loss of this window is {loss}; no update was made. Rows with a non-finite loss: "
         f"{', '.join(map(str, rows[:16])) or 'none, so the NLL or the balancing loss overflowed'}. Likely causes: "
-        "weights that are broken already, a learning_rate that is too high, fp16 (use bf16), or too large a beta"
+        "weights that are already corrupted, a learning_rate that is too high, fp16 (use bf16), or too large a beta"
     )

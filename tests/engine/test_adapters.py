@@ -319,7 +319,7 @@ def test_two_references_are_one_too_many(base: str, tmp_path: Path) -> None:
     args = DPOConfig(**run_options(tmp_path, use_peft=True, model_init_kwargs=kwargs, ref_load_in_4bit=False))
     whole = DPOTrainer(base, args=args, train_dataset=paired_rows(2)).engine_plan
     assert whole.source.quantization is not None and whole.reference.source.quantization is None  # type: ignore[union-attr]
-    with pytest.raises(OptionError, match="the adapters do not exist yet"):
+    with pytest.raises(OptionError, match="adapters that do not exist yet"):
         model = AutoModelForCausalLM.from_pretrained(base)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         args = DPOConfig(**run_options(tmp_path, use_peft=True))

@@ -1,4 +1,4 @@
-"""Losses of rows in every format match TRL's to 1e-5, with the exceptions listed in docs/guides/coming-from-trl.md."""
+"""Losses of rows in every format match TRL's to 1e-5, except where docs/guides/coming-from-trl.md says otherwise."""
 
 from __future__ import annotations
 

@@ -18,13 +18,13 @@ from alignment.engines.rollout.engine import RolloutEngine, choose_backend
 from alignment.engines.rollout.processors import ACCEPTED, check_generation_kwargs, generation_config
 
 REFUSED = [
-    ("top_p", 0.5, "an option of its own; set it as top_p, outside generation_kwargs"),
+    ("top_p", 0.5, "it is a separate option; set top_p outside generation_kwargs"),
     ("num_return_sequences", 4, "set num_generations"),
     ("num_beams", 2, "set num_generations"),
     ("do_sample", False, "set temperature"),
     ("min_length", 3, "set min_new_tokens"),
     ("stop_strings", ["."], "set max_new_tokens"),
-    ("return_dict_in_generate", True, "does not shape the distribution.*leave it out"),
+    ("return_dict_in_generate", True, "does not affect the sampling distribution; remove it"),
     ("no_repeat_ngram", 3, "transformers has no such key; did you mean 'no_repeat_ngram_size'"),
     ("temprature", 0.5, "transformers has no such key; did you mean 'temperature'"),
     ("typical_p", -0.5, "generation_kwargs: typical_p=-0.5: .*has to be a float > 0 and < 1"),

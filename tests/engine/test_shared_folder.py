@@ -37,7 +37,7 @@ def test_a_folder_that_one_rank_does_not_see_is_refused_on_all(found: list[dict[
     for number, entry in enumerate(found):
         folder = entry["folder"]
         assert entry["node-local"] == (
-            f"output_dir: {folder}/{number}/out is node-local: n2 does not see what n1 writes there; choose a folder "
+            f"output_dir: {folder}/{number}/out is node-local: n2 does not see the files of n1; choose a folder "
             "on a file system that all nodes share"
         )
 

@@ -1,4 +1,4 @@
-"""Resumes that cannot be: one line, exit status 1, before a model is loaded, and nothing on disk has changed."""
+"""Impossible resumes: one line, exit status 1, before a model is loaded and without changes on disk."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def done(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a good command left."""
+    """Return the folder of a finished run."""
     folder = tmp_path_factory.mktemp("done")
     with pytest.raises(SystemExit) as leaving:
         main(command(Case("good", (), GOOD), folder, models))
@@ -93,23 +93,23 @@ def cases() -> Iterator[tuple[Case, Callable[[Path], None]]]:
         nothing,
     )
     yield (
-        Case("an output folder", ("holds checkpoints and is none",), {**GOOD, "resume_from_checkpoint": "@out"}),
+        Case("an output folder", ("contains checkpoints but is not one",), {**GOOD, "resume_from_checkpoint": "@out"}),
         nothing,
     )
     yield (
-        Case("a model", ("good: it has a model and no manifest.json",), {**at, "resume_from_checkpoint": "%good"}),
+        Case("a model", ("good: contains a model but no manifest.json",), {**at, "resume_from_checkpoint": "%good"}),
         nothing,
     )
     pairs = [{key: row[key] for key in ("prompt", "chosen", "rejected")} for row in paired_rows(8)]
     yield Case("another method", ("method kto", "is cpo"), {**at, "beta": "0.1"}, pairs, method="cpo"), nothing
-    yield Case("newer format", ("checkpoint-4/manifest.json: it has format 2", "upgrade"), LATEST), newer_format
-    yield Case("older release", ("checkpoint-4: it has a model and no manifest.json",), LATEST), older_release
-    yield Case("missing rank", ("optimizer-00001-of-00001.safetensors: it is missing",), LATEST), missing_rank
-    yield Case("truncated manifest", ("checkpoint-4/manifest.json: it cannot be read",), LATEST), truncated_manifest
-    yield Case("truncated manifest by name", ("it cannot be read",), at), truncated_manifest
-    yield Case("no checkpoint left", ("holds a model and no checkpoint",), LATEST), no_checkpoint_left
+    yield Case("newer format", ("checkpoint-4/manifest.json: format 2 is newer", "upgrade"), LATEST), newer_format
+    yield Case("older release", ("checkpoint-4: contains a model but no manifest.json",), LATEST), older_release
+    yield Case("missing rank", ("optimizer-00001-of-00001.safetensors: missing",), LATEST), missing_rank
+    yield Case("truncated manifest", ("checkpoint-4/manifest.json: cannot be read",), LATEST), truncated_manifest
+    yield Case("truncated manifest by name", ("cannot be read",), at), truncated_manifest
+    yield Case("no checkpoint left", ("contains a model but no checkpoint",), LATEST), no_checkpoint_left
     yield (
-        Case("another window", ("takes 2 rows", "took 4; set gradient_accumulation_steps: 2"),
+        Case("another window", ("a step has 2 rows", "had 4; set gradient_accumulation_steps: 2"),
              {**LATEST, "per_device_train_batch_size": "2"}),
         nothing,
     )  # fmt: skip
@@ -126,7 +126,7 @@ def cases() -> Iterator[tuple[Case, Callable[[Path], None]]]:
              {**LATEST, "learning_rate": "1e-3", "beta": "0.3"}),
         nothing,
     )  # fmt: skip
-    yield Case("fewer steps", ("steps of the run were 4, are 3",), {**LATEST, "max_steps": "3"}), nothing
+    yield Case("fewer steps", ("number of steps was 4, is 3",), {**LATEST, "max_steps": "3"}), nothing
     yield Case("begun over", ("is not empty", "resume_from_checkpoint: latest"), GOOD), nothing
 
 
@@ -134,7 +134,7 @@ CASES = list(cases())
 
 
 @pytest.mark.parametrize(("case", "damage"), CASES, ids=[case.name.replace(" ", "-") for case, _ in CASES])
-def test_a_resume_that_cannot_be(
+def test_an_impossible_resume(
     case: Case,
     damage: Callable[[Path], None],
     done: Path,
@@ -167,17 +167,17 @@ def test_the_differences_can_be_overridden(
     out = capfd.readouterr().out
     assert leaving.value.code == 0
     assert "resume_anyway: learning_rate was 1e-06, is 0.001" in out
-    assert "the run has 6 steps now and had 4" in out and "goes on at 0.0003333 instead of 0" in out
+    assert "total steps changed from 4 to 6" in out and "learning rate is now 0.0003333 instead of 0" in out
     assert (tmp_path / "out" / "checkpoint-6").is_dir()
 
 
-def test_the_same_command_begins_and_goes_on(models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_same_command_starts_and_resumes(models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     argv = command(Case("latest", (), LATEST), tmp_path, models)
-    for said in ("has no checkpoint, so the run begins", "checkpoint-4, after step 4 of 4"):
+    for said in ("; starting a new run", "checkpoint-4, after step 4 of 4"):
         with pytest.raises(SystemExit) as leaving:
             main(argv)
         assert leaving.value.code == 0 and said in capfd.readouterr().out
-        (tmp_path / "out" / ".probe-left").touch()  # as by a process that was killed as it looked at the folder
+        (tmp_path / "out" / ".probe-left").touch()  # like a process that was killed while checking the folder
         (tmp_path / "out" / ".checkpoint-9.partial").mkdir()
     with pytest.raises(SystemExit):
         main(argv)
@@ -187,8 +187,8 @@ def test_the_same_command_begins_and_goes_on(models: Path, tmp_path: Path, capfd
     assert not (tmp_path / "out" / ".lock").exists()
 
 
-def test_the_status_of_what_a_good_command_left(done: Path) -> None:
-    """Its log, its manifests and its phases are those that are read."""
+def test_the_status_of_a_finished_run(done: Path) -> None:
+    """Its log, manifests and phases are read."""
     found = RunReader(done).read()
     assert (found.state, found.method, found.step, found.total_steps) == ("finished", "kto", 4, 4)
     assert [(one.step, one.problem, one.resumable) for one in found.checkpoints] == [(4, None, True), (2, None, True)]
@@ -231,13 +231,13 @@ def test_two_runs_in_one_folder(
     finally:
         holder.kill()
         holder.wait()
-    with pytest.raises(SystemExit):  # and once it has gone
+    with pytest.raises(SystemExit):  # after it has exited
         main(command(Case("second", (), LATEST), tmp_path, models))
     assert loads != []
 
 
 @pytest.mark.parametrize("state", ["read-only", "full"])
-def test_a_disk_that_takes_nothing(
+def test_a_disk_that_cannot_be_written(
     state: str, done: Path, models: Path, loads: list[Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with small_disk(tmp_path / "out", 4000) as out:

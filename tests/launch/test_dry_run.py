@@ -95,7 +95,7 @@ def test_kto(dry_run: Callable[..., str]) -> None:
     ]
     assert "Steps per epoch: 2, rows per step: 8" in lines
     advised = lines[lines.index("Advice:") + 1 :]
-    assert [line.split()[1] for line in advised] == ["desirable", "learning_rate=0.0001", "a"]
+    assert [line.split()[1] for line in advised] == ["the", "learning_rate=0.0001", "a"]
 
 
 def test_cpo(dry_run: Callable[..., str]) -> None:
@@ -105,7 +105,7 @@ def test_cpo(dry_run: Callable[..., str]) -> None:
     assert re.search(r"^  dropped +1  chosen and rejected are identical$", out, re.M)
     assert re.search(r"^    rejected  '\w+</s>'$", out, re.M)
     assert out.count("\nData: ") == 2 and "cpo.jsonl (train[:2])" in out
-    assert "Advice:\n  - 1 of 6 rows are dropped (1 × chosen and rejected are identical); look at these rows" in out
+    assert "Advice:\n  - 1 of 6 rows were dropped (1 × chosen and rejected are identical); check these rows" in out
 
 
 def test_long_texts_are_cut_in_the_middle() -> None:

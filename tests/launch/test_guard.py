@@ -16,9 +16,9 @@ from alignment.engines.launch_env import VARIABLES
 from tools.ranks import RankServer
 
 DRIVER = DRIVERS / "failing_rank.py"
-ADVICE = "free space there, or set output_dir to a folder on another disk"
-DISK_FULL = f"could not be written, the disk is full: {ADVICE}"
-DEFECT = "(this is a defect: please report it with the traceback)"
+ADVICE = "free some space, or set output_dir to a folder on another disk"
+DISK_FULL = f"could not be written because the disk is full; {ADVICE}"
+DEFECT = "(this is a bug; please report it with the traceback)"
 
 
 @pytest.fixture(autouse=True)

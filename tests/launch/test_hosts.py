@@ -109,10 +109,10 @@ def test_a_link_is_cut_under_torchrun_and_the_run_goes_on_by_deepspeed(pair: Pai
     finally:
         pair.hosts[1].mend()
     lines = [line for line in run.text().splitlines() if line.startswith("error: ")]
-    no_answer = f"has given no answer for {PEER_TIMEOUT_S} s"
+    no_answer = f"has not responded for {PEER_TIMEOUT_S} s"
     assert len(lines) == 2, "one on each side"
-    assert f"rank 1 (host {NAMES[1]}) has given no sign of life for {PEER_TIMEOUT_S} s, last in phase " in lines[0]
-    assert f"rank 1 (host {NAMES[1]}): the launcher, which keeps the ranks in touch, {no_answer}" in lines[1]
+    assert f"rank 1 (host {NAMES[1]}) has sent no heartbeat for {PEER_TIMEOUT_S} s, last seen in phase " in lines[0]
+    assert f"rank 1 (host {NAMES[1]}): the launcher, which coordinates the ranks, {no_answer}" in lines[1]
     before = look(output_dir)
     assert before.steps and not before.problems
     again = Run(pair, "no_ssh", output_dir)
@@ -128,7 +128,7 @@ def test_deepspeed_over_pdsh_comes_to_the_weights_of_one_host(pair: Pair, tmp_pa
     assert compare(tmp_path / "out", pair.reference, []) == []
 
 
-NAMED = "host-b would tell the others to reach it at 127.0.1.1, which its name resolves to and which is each host"
+NAMED = "the host name host-b resolves to 127.0.1.1, a loopback address that other hosts cannot reach"
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_srun_keeps_a_given_address_and_refuses_another_world_size(monkeypatch: 
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("10.0.0.1", "29600")
     monkeypatch.delenv("RANK")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(AlignmentError, match="WORLD_SIZE=8, srun says 6: unset WORLD_SIZE"):
+    with pytest.raises(AlignmentError, match="WORLD_SIZE=8, but srun set 6; unset WORLD_SIZE"):
         prepare_environment()
 
 
@@ -139,10 +139,10 @@ def test_a_bare_batch_or_salloc_shell_is_one_process(monkeypatch: pytest.MonkeyP
     ("values", "message"),
     [
         ({"WORLD_SIZE": "2", "RANK": "1"}, "RANK=1, WORLD_SIZE=2 but not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR"),
-        ({**TORCHRUN, "RANK": "4"}, "RANK=4 with WORLD_SIZE=4: RANK must lie between 0 and WORLD_SIZE - 1"),
-        ({**TORCHRUN, "LOCAL_RANK": "x"}, "LOCAL_RANK='x' is not a number"),
+        ({**TORCHRUN, "RANK": "4"}, "RANK=4 with WORLD_SIZE=4; RANK must be between 0 and WORLD_SIZE - 1"),
+        ({**TORCHRUN, "LOCAL_RANK": "x"}, "LOCAL_RANK='x' in the environment: expected an integer"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2: mpirun is not supported"),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE='two' cannot be read"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE='two': expected a list"),
     ],
 )
 def test_an_unusable_environment_is_named(
@@ -226,4 +226,4 @@ def test_the_group_starts_on_a_machine_without_a_compiler(tmp_path: os.PathLike[
     environment["PATH"] = str(tmp_path)
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, env=environment, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("use_cpu=False, but DeepSpeed was imported for cpu before: set DS_ACCELERATOR=cuda")
+    assert done.stdout.startswith("use_cpu=False, but DeepSpeed was already imported for cpu; set DS_ACCELERATOR=cuda")

@@ -102,7 +102,7 @@ def test_one_line_and_nothing_changed(
     assert leaving.value.code == 1
     for said in case.says:
         assert in_folder(said, tmp_path) in line
-    assert len(line) < _LONGEST and "(this is a defect" not in line
+    assert len(line) < _LONGEST and "(this is a bug" not in line
     assert loads == []
     assert tree(tmp_path) == before
 

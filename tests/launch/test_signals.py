@@ -77,7 +77,7 @@ def test_a_second_start_does_not_meet_the_first(signals: Signals, tmp_path: Path
 
 @pytest.mark.slow
 def test_a_launcher_that_stands_still(signals: Signals, tmp_path: Path) -> None:
-    """Ctrl-Z under torchrun stops the agent, which keeps the ranks in touch, and none of them."""
+    """Ctrl-Z under torchrun stops the agent, which coordinates the ranks, and none of them."""
     output_dir = tmp_path / "out"
     plan = Plan(str(tmp_path / "trails"), str(output_dir), slow_from=SCHEDULED + 2, slow=(0.5, 0.5))
     options = {"peer_timeout": 5, "max_steps": 4 * SCHEDULED}

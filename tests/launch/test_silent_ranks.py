@@ -170,7 +170,7 @@ def test_everything_is_killed(signals: Signals, place: Path, capfd: pytest.Captu
     with pytest.raises(SystemExit):
         show([str(run.output_dir)])
     said = capfd.readouterr().out
-    assert "no sign of life since" in said and f"checkpoint-{SCHEDULED}" in said, said
+    assert "no heartbeat since" in said and f"checkpoint-{SCHEDULED}" in said, said
     assert signals.go_on("kto", 2, run.output_dir) == []
 
 

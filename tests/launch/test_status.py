@@ -49,21 +49,21 @@ def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     write_status(tmp_path, state="preempted", signal="SIGUSR1")
     assert outcome(tmp_path) == 0
     out = capsys.readouterr().out
-    assert "state       preempted by SIGUSR1\n" in out and "checkpoint-40  whole" in out
+    assert "state       preempted by SIGUSR1\n" in out and "checkpoint-40  complete" in out
     assert outcome(tmp_path, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["state"], found["checkpoints"][0]["whole"]) == ("preempted", True)
+    assert (found["state"], found["checkpoints"][0]["complete"]) == ("preempted", True)
 
 
 def test_exit_statuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert outcome(tmp_path / "none") == 1
-    assert capsys.readouterr().err == f"error: {tmp_path / 'none'}: there is no such folder\n"
+    assert capsys.readouterr().err == f"error: {tmp_path / 'none'}: no such folder\n"
     write_log(tmp_path, [start(), entry(4, 4, 4)])
     (tmp_path / "status.json").write_text('{"state": "runn')
     assert outcome(tmp_path) == 1
     told = capsys.readouterr()
     assert "step        4 of 100" in told.out, "what can be read is shown"
-    assert re.fullmatch(r"error: \S+: status.json: it cannot be read \(.*\)\n", told.err)
+    assert re.fullmatch(r"error: \S+: status.json: cannot be read \(.*\)\n", told.err)
     assert outcome() == 2 and outcome("--help") == 0
 
 
@@ -73,7 +73,7 @@ def test_exit_statuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         (("--follow", "--interval", "0"), "argument --interval: '0': expected seconds, from 0.1 to 86400"),
         (("--follow", "--interval", "soon"), "argument --interval: 'soon': expected seconds, from 0.1 to 86400"),
         (("--follow", "--interval", "nan"), "argument --interval: 'nan': expected seconds"),
-        (("--interval", "5"), "argument --interval: 5 has no effect without --follow; add it, or leave it out"),
+        (("--interval", "5"), "argument --interval: 5 has no effect without --follow; add --follow or drop it"),
     ],
 )
 def test_what_is_no_interval(
@@ -88,9 +88,9 @@ def test_content_is_compared_only_when_asked_for(tmp_path: Path, capsys: pytest.
     folder = write_checkpoint(tmp_path, 4)
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    for arguments, whole in (((), True), (("--check",), False)):
+    for arguments, complete in (((), True), (("--check",), False)):
         assert outcome(tmp_path, "--json", *arguments) == 0
-        assert json.loads(capsys.readouterr().out)["checkpoints"][0]["whole"] is whole
+        assert json.loads(capsys.readouterr().out)["checkpoints"][0]["complete"] is complete
 
 
 def test_it_imports_nothing_large(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_another_host_is_watched_and_that_is_told(
     assert outcome(tmp_path) == 0
     told = capsys.readouterr()
     assert "state       running: process 1 on node7" in told.out and len(slept) == 3
-    assert told.err == f"watching {tmp_path} for a sign of life, up to 20 s\n"
+    assert told.err == f"watching {tmp_path} for a heartbeat, up to 20 s\n"
 
 
 def test_following_by_lines(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_following_by_lines(tmp_path: Path) -> None:
         rest, _ = follow.communicate(timeout=10)
     finally:
         follow.kill()
-    assert rest.count("\n") == 1 and "no sign of life since" in rest and follow.returncode == 0
+    assert rest.count("\n") == 1 and "no heartbeat since" in rest and follow.returncode == 0
 
 
 def test_looks_that_were_missed_are_not_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Advice: what is said on both sides of each border, and that the weights it gives restore the ratio."""
+"""Advice on both sides of each threshold, and suggested weights that restore the balance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from alignment.training.advice import about_rows
 
 
 def said(report: tuple[int, int] = (50, 50), window: int = 16, cls: Any = KTOConfig, **options: Any) -> str:
-    """All advice for so many desirable and undesirable rows, one sentence to a line."""
+    """Return all advice for these numbers of desirable and undesirable rows, one sentence per line."""
     desirable, undesirable = report
     rows = DataReport(sum(report), sum(report), desirable=desirable, undesirable=undesirable)
     given = cls("out", **options)
@@ -46,15 +46,15 @@ def test_weights_within_the_range(rows: tuple[int, int], weights: tuple[float, f
 @pytest.mark.parametrize(
     ("rows", "weights", "expected"),
     [
-        ((99, 100), (1, 1), "(99:100) are weighted 0.99:1"),
-        ((401, 300), (1, 1), "(401:300) are weighted 1.34:1"),
-        ((100, 100), (1.34, 1), "weighted 1.34:1"),
-        ((100, 100), (1, 1.01), "weighted 0.99:1"),
-        ((10, 100), (1, 1), "weighted 0.1:1"),
+        ((99, 100), (1, 1), "(99:100) is 0.99:1"),
+        ((401, 300), (1, 1), "(401:300) is 1.34:1"),
+        ((100, 100), (1.34, 1), "is 1.34:1"),
+        ((100, 100), (1, 1.01), "is 0.99:1"),
+        ((10, 100), (1, 1), "is 0.1:1"),
         ((10, 100), (1, 1), "set desirable_weight to 10 to 13.3 or undesirable_weight to 0.075 to 0.1"),
         ((1000, 100), (1, 1), "set desirable_weight to 0.1 to 0.133 or undesirable_weight to 7.5 to 10"),
-        ((50, 50), (1, 0), "weighted 1:0, outside 1:1 to 4:3; set undesirable_weight to 0.75 to 1"),
-        ((50, 50), (0, 1), "weighted 0:1, outside 1:1 to 4:3; set desirable_weight to 1 to 1.33"),
+        ((50, 50), (1, 0), "is 1:0, outside 1:1 to 4:3; set undesirable_weight to 0.75 to 1"),
+        ((50, 50), (0, 1), "is 0:1, outside 1:1 to 4:3; set desirable_weight to 1 to 1.33"),
     ],
 )
 def test_weights_outside_the_range(rows: tuple[int, int], weights: tuple[float, float], expected: str) -> None:
@@ -63,7 +63,7 @@ def test_weights_outside_the_range(rows: tuple[int, int], weights: tuple[float, 
 
 @pytest.mark.parametrize("rows", [(10, 100), (9, 11), (1, 997), (997, 3), (123, 4567)])
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (0.3, 2.5)])
-def test_the_weights_that_it_names_leave_nothing_to_say(rows: tuple[int, int], weights: tuple[float, float]) -> None:
+def test_suggested_weights_restore_the_balance(rows: tuple[int, int], weights: tuple[float, float]) -> None:
     options = dict(zip(("desirable_weight", "undesirable_weight"), weights))
     named = re.findall(r"(\w+) to ([\d.e-]+) to ([\d.e-]+)", said(rows, **options))
     assert [name for name, _, _ in named] == ["desirable_weight", "undesirable_weight"]
@@ -73,11 +73,11 @@ def test_the_weights_that_it_names_leave_nothing_to_say(rows: tuple[int, int], w
             assert said(rows, **{**options, name: float(value)}) == ""
 
 
-def test_one_label_alone() -> None:
-    assert "all 100 rows are desirable: " in said((100, 0))
-    assert "set a learning_rate below the usual one (it is 1e-06)" in said((0, 7))
-    assert "all 7 rows are undesirable: " in said((0, 7))
-    assert "weighted" not in said((100, 0))
+def test_only_one_label() -> None:
+    assert "all 100 rows are desirable, " in said((100, 0))
+    assert "set learning_rate below the usual value (it is 1e-06)" in said((0, 7))
+    assert "all 7 rows are undesirable, " in said((0, 7))
+    assert "weighted ratio" not in said((100, 0))
     assert said((99, 1), undesirable_weight=99) == ""
 
 
@@ -88,12 +88,12 @@ def test_learning_rate(cls: Any) -> None:
     high = said(cls=cls, learning_rate=5.1e-6, beta=0.05)
     assert high.startswith("learning_rate=5.1e-06 at beta=0.05 is outside 5e-07 to 5e-06")
     assert "diverge" in high and ("smaller beta" in high) == (cls is KTOConfig)
-    assert "hardly moves" in said(cls=cls, learning_rate=4.9e-7)
+    assert "barely changes" in said(cls=cls, learning_rate=4.9e-7)
 
 
 def test_window() -> None:
     assert said(window=16) == said(window=17) == ""
-    assert "a step sees 15 rows, fewer than 16: KTO's KL is" in said(window=15)
+    assert "a step uses 15 rows, fewer than 16: KTO's KL is" in said(window=15)
     assert said(window=8).endswith("set gradient_accumulation_steps=2")
     assert said(window=2, per_device_train_batch_size=2).endswith("set gradient_accumulation_steps=8")
     assert said(window=3, per_device_train_batch_size=3).endswith("set gradient_accumulation_steps=6")
@@ -111,15 +111,15 @@ def test_pairs_have_no_labels_and_sft_no_advice() -> None:
     assert said((0, 0), window=1, cls=SFTConfig, learning_rate=1e-3) == ""
 
 
-def test_everything_at_once() -> None:
+def test_several_pieces_of_advice() -> None:
     assert len(said((10, 100), window=4, learning_rate=1e-4).splitlines()) == 3
 
 
-def test_many_rows_that_are_lost() -> None:
+def test_many_lost_rows() -> None:
     assert about_rows(DataReport(100, 95, {NO_ROOM: 5}, completions_cut=4)) == []
     assert about_rows(DataReport(100, 10, {NOT_DRAWN: 90})) == []
     dropped, cut = about_rows(DataReport(300, 100, {NO_ROOM: 167, NOT_DRAWN: 33}, completions_cut=6))
-    assert dropped == f"167 of 300 rows are dropped (167 × {NO_ROOM}); raise max_length, or lower max_prompt_length"
-    assert cut.startswith("6 of 100 rows have answers that are cut: nothing is learned of how these end; raise")
+    assert dropped == f"167 of 300 rows were dropped (167 × {NO_ROOM}); raise max_length, or lower max_prompt_length"
+    assert cut.startswith("6 of 100 completions are truncated, so the model does not learn how they end; raise")
     (empty,) = about_rows(DataReport(10, 9, {"the completion is empty": 1}))
-    assert empty == "1 of 10 rows are dropped (1 × the completion is empty); look at these rows"
+    assert empty == "1 of 10 rows were dropped (1 × the completion is empty); check these rows"

@@ -76,7 +76,7 @@ def test_a_killed_process_keeps_nobody_waiting(path: Path, hold: Hold, capsys: p
     waiting.start()
     waiting.join(5)
     assert not waiting.is_alive()
-    assert capsys.readouterr().err == f"removed {path}: the process that was compiling there was killed\n"
+    assert capsys.readouterr().err == f"removed {path}, which a killed process had left\n"
     assert not path.exists()
 
 
@@ -106,7 +106,7 @@ def test_what_cannot_be_seen_is_waited_for_with_a_limit(
     else:
         monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
     monkeypatch.setattr(compile_lock, "_LIMIT_S", 0.5)
-    with pytest.raises(AlignmentError, match=rf"^{path} is the lock of a compilation, and no process of this host"):
+    with pytest.raises(AlignmentError, match=rf"^{path} is a compilation lock that no process of this host has held"):
         wait_for_release(path)
     assert path.exists()
 

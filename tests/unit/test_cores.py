@@ -97,13 +97,13 @@ def test_threads_are_set_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     try:
         assert share_cores() == (
-            "threads: 3 per rank for work in host memory (8 cores, of which a quota allows 3.5, "
-            "1 rank(s) on this host); OMP_NUM_THREADS sets another number"
+            "threads: 3 per rank for work in host memory (8 cores, limited to 3.5 by a quota, "
+            "1 rank(s) on this host); set OMP_NUM_THREADS to change it"
         )
         assert torch.get_num_threads() == 3
         monkeypatch.setenv("OMP_NUM_THREADS", "5")
         torch.set_num_threads(5)
-        assert share_cores() == "threads: 5 per rank, as OMP_NUM_THREADS=5 says"
+        assert share_cores() == "threads: 5 per rank (OMP_NUM_THREADS=5)"
         assert torch.get_num_threads() == 5
     finally:
         torch.set_num_threads(before)

@@ -178,7 +178,7 @@ def test_a_quantized_base_is_dequantized_for_merging(
     assert ours.dtype == torch.float32 and getattr(ours.config, "quantization_config", None) is None
     assert (logps(ours) - logps(dense)).abs().max() < 1e-5
     assert (logps(ours) - logps(original)).abs().max() > 1e-3
-    assert any("its dequantised weights are merged" in line for line in told)
+    assert any("its dequantized weights are merged" in line for line in told)
 
 
 # Survival ------------------------------------------------------------------------------------------------------------
@@ -480,13 +480,13 @@ def test_other_quantization_methods(
 def test_the_command(adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = command(capsys, str(adapter), str(tmp_path / "out"), "--load_in_4bit", "--samples", "2")
     assert (code, err) == (0, "")
-    assert "its dequantised weights are merged" in out and "log-prob per token on 2 rows (built-in texts)" in out
+    assert "its dequantized weights are merged" in out and "log-prob per token on 2 rows (built-in texts)" in out
     assert f"{REPORT}: {tmp_path / 'out'}" in out
     code, out, err = command(capsys, str(adapter), str(tmp_path / "out"))
     assert (code, out) == (
         1,
         "",
-    ) and err == f"error: {tmp_path / 'out'} is not empty; name a folder that does not " + (
+    ) and err == f"error: {tmp_path / 'out'} is not empty; pass a folder that does not " + (
         "exist yet, or empty this one\n"
     )
 

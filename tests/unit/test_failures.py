@@ -82,12 +82,12 @@ def test_what_wandb_lacks_is_one_line() -> None:
     """Most often nobody has logged in."""
     error = type("UsageError", (Exception,), {"__module__": "wandb.errors"})("No API key configured.")
     line, is_defect = describe(error)
-    assert line.startswith("report_to: wandb could not be used (No API key configured.)") and not is_defect
+    assert line.startswith("report_to: wandb failed (No API key configured.)") and not is_defect
 
 
 def test_what_nccl_refuses_is_one_line() -> None:
     error = raised("DistBackendError", "NCCL error in: /pytorch/NCCLUtils.hpp:268, invalid usage, NCCL version 2.21.5")
-    expected = "NCCL failed; NCCL_DEBUG=INFO in the environment shows why (invalid usage, NCCL version 2.21.5)"
+    expected = "NCCL failed (invalid usage, NCCL version 2.21.5); set NCCL_DEBUG=INFO in the environment for details"
     assert describe(error) == (expected, False)
 
 
@@ -114,7 +114,7 @@ def test_a_full_disk_is_seen_through_wrapping_and_named_from_the_frame() -> None
             raise TypeError("could not save") from inner
     except TypeError as error:
         line, is_defect = describe(error)
-    assert line.startswith(f"{Path('out') / 'weights.bin'} could not be written, the disk is full")
+    assert line.startswith(f"{Path('out') / 'weights.bin'} could not be written because the disk is full")
     assert not is_defect
 
 
@@ -134,7 +134,7 @@ def test_safetensors_and_memory_errors_are_one_line(tmp_path: Path) -> None:
     assert line.startswith(f"{torn} cannot be read or written: ")
     assert not is_defect
     line, is_defect = describe(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
-    assert line.startswith("the GPU is out of memory: set a smaller per_device_train_batch_size")
+    assert line.startswith("the GPU is out of memory: use a smaller per_device_train_batch_size")
     assert not is_defect
 
 

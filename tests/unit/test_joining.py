@@ -99,10 +99,12 @@ def test_all_meet_and_a_process_of_another_run_is_turned_away() -> None:
     calls = ranks(run, address={rank: lambda: asked.append(1) or "" for rank in range(3)})
     assert together(*calls) == [None] * 3
     assert not asked, "on one host, addresses do not matter"
-    with pytest.raises(JoinError, match=r"belongs to a run that has a rank 1 already: choose another MASTER_PORT"):
+    with pytest.raises(
+        JoinError, match=r"is used by another run, which already has a rank 1; choose another MASTER_PORT"
+    ):
         calls[1]()
     # Its number is not among the others', but they are about to train.
-    with pytest.raises(JoinError, match="belongs to a run"):
+    with pytest.raises(JoinError, match="is used by another run"):
         Meeting(dataclasses.replace(run[0], rank=7), 5).agree(fine, loopback)
 
 
@@ -168,14 +170,16 @@ def test_hosts_have_to_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None
         return "127.0.0.1"
 
     results = together(*ranks(places(2, hosts=2), address={1: second}))
-    line = "host host1 cannot reach host host0 at 127.0.0.1 (No route to host): set GLOO_SOCKET_IFNAME"
+    line = "host host1 cannot reach host host0 at 127.0.0.1 (No route to host); set GLOO_SOCKET_IFNAME"
     assert str(results[1]) == line
     assert str(results[0]) == f"rank 1 (host host1): {line}"
 
 
 def test_ranks_that_do_not_come_are_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_TELL_S", 0.5)
-    with pytest.raises(JoinError, match=r"of 3 ranks only 1 came to 127\.0\.0\.1:\d+ within 1 s, without 1, 2: start"):
+    with pytest.raises(
+        JoinError, match=r"only 1 of 3 ranks arrived at 127\.0\.0\.1:\d+ within 1 s; missing: 1, 2; start"
+    ):
         Meeting(places(3)[0], 1).agree(fine, loopback)
     assert "rank 0 (host host0): waiting at 127.0.0.1:" in capsys.readouterr().err
     with pytest.raises(
@@ -203,9 +207,12 @@ def test_a_rank_that_stops_inside_the_meeting_is_named(monkeypatch: pytest.Monke
     for thread in threads:
         thread.join(10)
     assert time.monotonic() - begun < 4
-    line = "but rank 2 (host host2) has not got on within 0.5 s: it was stopped, or its host or the network is down"
+    line = (
+        "but rank 2 (host host2) has made no progress for 0.5 s: the process is suspended, or its host or network is "
+        "down"
+    )
     assert all(
-        line in str(results[rank]) and "all 3 ranks came to 127.0.0.1:" in str(results[rank]) for rank in (0, 1)
+        line in str(results[rank]) and "all 3 ranks arrived at 127.0.0.1:" in str(results[rank]) for rank in (0, 1)
     )
     assert sorted(type(result) is ReportedElsewhere for result in results[:2]) == [False, True]
     late.join(10)
@@ -216,7 +223,7 @@ def test_a_store_that_answers_nobody_is_not_waited_for(monkeypatch: pytest.Monke
     made._store, made._answered = object(), time.monotonic()
     made._tell(1)
     made._answered -= 121
-    with pytest.raises(JoinError, match=r"^rank 0, which lets the ranks meet at .*, has given host host0 no answer w"):
+    with pytest.raises(JoinError, match=r"^rank 0, which serves the store at .*, has not responded to host host0 for"):
         made._tell(1)
 
 
@@ -229,14 +236,16 @@ def test_a_port_in_use_is_named_with_its_holder(monkeypatch: pytest.MonkeyPatch)
         assert (holder_of(port) or "").startswith(f"process {os.getpid()} (")
         with pytest.raises(JoinError) as caught:
             Meeting(taken[0], 5).agree(fine, loopback)
-        with pytest.raises(JoinError, match=r"within 1 s \(something listens that gives no answer\): start all ranks"):
+        with pytest.raises(
+            JoinError, match=r"within 1 s \(the port accepts connections but does not respond\); start all ranks"
+        ):
             Meeting(taken[1], 1).agree(fine, loopback)
         monkeypatch.setattr(meeting, "_ANSWER_S", 0.5)
         with pytest.raises(
-            JoinError, match=r"gives no answer at 127\.0\.0\.1:\d+, where rank 0 should: choose another M"
+            JoinError, match=r"rank 0 did not respond at 127\.0\.0\.1:\d+, though the port .*; choose another M"
         ):
             Meeting(taken[1], 10).agree(fine, loopback)
-    assert f"port {port} of host host0, where rank 0 lets the ranks meet (MASTER_PORT), is in use by process" in str(
+    assert f"port {port} of host host0, the rendezvous port of the ranks (MASTER_PORT), is in use by process" in str(
         caught.value
     )
     assert holder_of(port) is None
@@ -265,7 +274,7 @@ def unknown(*_: object, **__: object) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("resolver", "reason"),
-    [(slow, "the resolver gave no answer within 0.3 s"), (unknown, "Name or service not known")],
+    [(slow, "the resolver did not respond within 0.3 s"), (unknown, "Name or service not known")],
 )
 def test_a_name_that_does_not_resolve_is_an_error_within_seconds(
     resolver: Callable[..., list[Any]], reason: str, monkeypatch: pytest.MonkeyPatch
@@ -281,7 +290,7 @@ def test_a_name_that_does_not_resolve_is_an_error_within_seconds(
         start.meet("gloo", 60)
     assert time.monotonic() - begun < 2
     assert str(caught.value).startswith("MASTER_ADDR=node-7 cannot be resolved on host ")
-    assert f"({reason}): set it to the name or address of rank 0's host" in str(caught.value)
+    assert f"({reason}); set it to the name or address of rank 0's host" in str(caught.value)
 
 
 def test_a_name_that_comes_a_moment_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,15 +341,20 @@ def test_a_variable_that_names_no_interface(
             "gloo",
             None,
             ["127.0.0.1"],
-            "host h would tell the others to reach it at 127.0.0.1, which its name resolves",
+            "the host name h resolves to 127.0.0.1, a loopback address that other hosts",
         ),
-        ("gloo", None, [], "the name of this host, h, cannot be resolved (to an address of its own), so that gloo"),
+        (
+            "gloo",
+            None,
+            [],
+            "the host name h cannot be resolved (to an address of this host), so gloo would use 127.0.0.1",
+        ),
         ("gloo", "eth0", ["127.0.0.1"], "=10.0.0.5"),
         (
             "gloo",
             "lo",
             [],
-            "GLOO_SOCKET_IFNAME=lo takes lo, by which other hosts cannot reach host h: set GLOO_SOCKET",
+            "GLOO_SOCKET_IFNAME=lo selects lo, which other hosts cannot reach on host h; set GLOO_SOCKET",
         ),
         ("nccl", None, [], "=10.1.0.5"),  # InfiniBand first
         ("nccl", "eth,ib", [], "=10.0.0.5"),
@@ -364,7 +378,7 @@ def test_the_address_for_other_hosts(
 
 def test_a_host_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     set_interface(monkeypatch, "nccl", None)
-    with pytest.raises(AlignmentError, match="host h has no network interface that leads to the other hosts"):
+    with pytest.raises(AlignmentError, match="host h has no network interface that connects to other hosts"):
         address_for_others("nccl", {"lo": ["127.0.0.1"]})
 
 

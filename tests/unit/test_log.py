@@ -81,8 +81,8 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path, disk: type[LimitedPat
     write(log, 3, 4)
     assert records(tmp_path / "log.jsonl") == [1, 2], "the half of line 3 that found space is cut off"
     assert told == [
-        f"output_dir: no space left to write {tmp_path}/log.jsonl: its lines are kept in memory and written when "
-        "there is space again"
+        f"output_dir: no space left to write {tmp_path}/log.jsonl; its lines are kept in memory and written when "
+        "space is available again"
     ]
     assert not log.flush()
     state = log.state_dict()
@@ -97,7 +97,7 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path, disk: type[LimitedPat
     assert records(tmp_path / "log.jsonl") == [1, 2]
     write(resumed, 5)
     assert records(tmp_path / "log.jsonl") == [1, 2, 3, 4, 5]
-    assert told[1:] == [f"output_dir: {tmp_path}/log.jsonl is written again: 3 kept line(s) were added"]
+    assert told[1:] == [f"output_dir: {tmp_path}/log.jsonl is writable again; 3 pending line(s) were written"]
     disk.space = 0
     write(log, 6)
     disk.space = 1 << 20
@@ -207,10 +207,18 @@ def test_a_resume_forgets_what_waited_for_space_after_the_checkpoint(tmp_path: P
 @pytest.mark.parametrize(
     ("damage", "left", "says"),
     [
-        (lambda path: os.truncate(path, path.stat().st_size - 5), [1, 2], "some lines before the checkpoint are lost"),
-        (lambda path: os.truncate(path, 0), [], "has 0 bytes of whole lines"),
-        (lambda path: path.unlink(), [], "is missing; what it said before the checkpoint is lost"),
-        (lambda path: path.write_text('{"n": 1}\n' + "{" + "x" * 500 + "\n"), [1], "some lines before the checkpoint"),
+        (
+            lambda path: os.truncate(path, path.stat().st_size - 5),
+            [1, 2],
+            "some lines from before the checkpoint are lost",
+        ),
+        (lambda path: os.truncate(path, 0), [], "has 0 bytes of complete lines"),
+        (lambda path: path.unlink(), [], "is missing; its lines from before the checkpoint are lost"),
+        (
+            lambda path: path.write_text('{"n": 1}\n' + "{" + "x" * 500 + "\n"),
+            [1],
+            "some lines from before the checkpoint",
+        ),
     ],
 )
 def test_a_file_that_lost_lines_is_gone_on_with(damage: Any, left: list[int], says: str, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ A language model, trained from [meta-llama/Llama-3.2-1B](https://huggingface.co/
 - method: [A paper](https://example.org/1)
 - steps: 4
 
-Options that are not at their defaults:
+Options changed from their defaults:
 
 | option        | value |
 | ------------- | ----: |

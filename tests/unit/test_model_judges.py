@@ -327,7 +327,7 @@ def test_valid_judge_options(monkeypatch: pytest.MonkeyPatch) -> None:
         given_judge(None, "pair_rm")
     own = given_judge(None, "hf")
     assert isinstance(own, HfPairwiseJudge) and given_judge(own, "hf") is own
-    with pytest.raises(OptionError, match="given both"):
+    with pytest.raises(OptionError, match="set both"):
         given_judge(own, "openai")
     monkeypatch.setenv("OPENAI_BASE_URL", "http://host:2/v1")
     assert OpenAIPairwiseJudge().where == "gpt-4-turbo-preview at http://host:2/v1"

@@ -14,7 +14,7 @@ from alignment.engines.checkpoints.old_runs import set_aside, set_folder_aside
 MOVED = (
     *("checkpoint-2/model.safetensors", "checkpoint-10/model.safetensors", "checkpoint-10/sub/file"),
     *(".checkpoint-12.partial/model.safetensors", "log.jsonl", "completions.jsonl", "trainer_state.json"),
-    *("options.json", "report.md", "report.png"),
+    *("options.json", "report.md", "report.html"),
 )
 KEPT = ("model.safetensors", "config.json", "deepspeed.json", ".lock", "notes.txt", "reports/mine")
 
@@ -113,8 +113,8 @@ def test_what_cannot_be_moved_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(OutputError) as caught:
         set_aside(tmp_path)
     assert str(caught.value) == (
-        f"output_dir: could not move {tmp_path}/checkpoint-2 of the earlier run aside: Device or resource "
-        "busy; move it away, or choose another output_dir"
+        f"output_dir: could not move {tmp_path}/checkpoint-2 of the earlier run: Device or resource "
+        "busy; move it manually, or choose another output_dir"
     )
     assert {name: text for name, text in files(tmp_path).items() if not name.startswith("previous")} == content(
         (*MOVED, *KEPT)

@@ -137,8 +137,8 @@ def test_a_living_process_is_not_disturbed(holder: subprocess.Popen[str], tmp_pa
         with pytest.raises(OutputError) as caught:
             attempt()
         assert str(caught.value) == (
-            f"output_dir: {tmp_path} is in use by process {holder.pid} on {HERE.host}; wait for it to end, stop it, "
-            "or choose another output_dir"
+            f"output_dir: {tmp_path} is in use by process {holder.pid} on {HERE.host}; wait for it to finish, "
+            "stop it, or choose another output_dir"
         )
     lock.release()
     assert Owner.parsed((tmp_path / LOCK).read_bytes()) == before
@@ -196,7 +196,7 @@ def test_from_elsewhere_a_heart_that_stands_still_for_a_minute_has_stopped(tmp_p
     lock.acquire()
     assert 60 <= observer.now - 1000 < 65
     assert observer.told == [
-        f"output_dir: {tmp_path}/.lock is held by process 7 on n2: waiting up to 60 s for a sign of life"
+        f"output_dir: {tmp_path}/.lock is held by process 7 on n2; waiting up to 60 s for a heartbeat"
     ]
     assert named(lock.path)["pid"] == os.getpid()
     lock.release()
@@ -210,7 +210,7 @@ def test_from_elsewhere_one_beat_is_a_sign_of_life(beats: int, tmp_path: Path) -
 
     observer = Observer(during)
     left(tmp_path, ELSEWHERE, beat=41)
-    with pytest.raises(OutputError, match=r"is in use by process 7 on n2; wait for it to end"):
+    with pytest.raises(OutputError, match=r"is in use by process 7 on n2; wait for it to finish"):
         observer.lock(tmp_path).acquire()
     assert observer.now - 1000 == beats and named(tmp_path / LOCK)["heartbeat"] == 42
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]
@@ -256,7 +256,8 @@ def test_a_torn_file_is_watched_like_one_from_elsewhere(torn: bytes, tmp_path: P
     lock.acquire()
     assert observer.now - 1000 >= 60
     assert observer.told == [
-        f"output_dir: {tmp_path}/.lock is held by a file that cannot be read: waiting up to 60 s for a sign of life"
+        f"output_dir: {tmp_path}/.lock is held by an unknown process (unreadable file); waiting up to 60 s for a "
+        "heartbeat"
     ]
     lock.release()
 

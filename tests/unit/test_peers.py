@@ -87,7 +87,7 @@ def test_a_rank_that_never_beats_is_missed(monkeypatch: pytest.MonkeyPatch) -> N
     world.spend(50, turn)
     with pytest.raises(Failed) as failed:
         world.spend(10, turn)
-    assert failed.value.line.startswith("error: rank 2 has given no sign of life since the ranks have joined: ")
+    assert failed.value.line.startswith("error: rank 2 has sent no heartbeat since the ranks joined: ")
     assert failed.value.verdict.dead == (2,) and world.now < 157
 
 
@@ -225,7 +225,7 @@ def test_the_watch_survives_what_it_did_not_expect(
     rank._thread.join(10)
     assert len(turns) == 4
     assert capsys.readouterr().err == (
-        "rank 1: watching the other ranks met OSError: [Errno 24] Too many open files; it goes on\n"
+        "rank 1: monitoring the other ranks raised OSError: [Errno 24] Too many open files; monitoring continues\n"
     )
 
 

@@ -163,7 +163,7 @@ def test_a_running_run(tmp_path: Path) -> None:
         entries = [entry(step, 2 * step, 50 * step) for step in range(21, 41)]
         write_log(tmp_path, [start(), resume, *entries[:5], older, *entries[5:10], *sets, *entries[10:]])
         found = view(tmp_path)
-        assert (found.state, found.lives, found.over) == ("running", True, False)
+        assert (found.state, found.alive, found.over) == ("running", True, False)
         assert (found.step, found.total_steps, found.eta_seconds) == (40, 100, pytest.approx(120))
         assert (found.metrics, found.metrics_step) == ({"loss": 1 / 40}, 40)
         assert (found.evaluation, found.evaluation_step) == ({"eval_a_loss": 0.7, "eval_b_loss": 0.8}, 30)
@@ -189,9 +189,9 @@ def test_a_run_whose_process_was_killed(tmp_path: Path) -> None:
     for name in (LOCK, STATUS):
         os.utime(tmp_path / name, (BEGAN, BEGAN + 300))
     found = reader.read()
-    assert (found.state, found.lives, found.over, found.eta_seconds) == ("lost", False, True, None)
-    assert found.last_sign == "2026-09-21T14:18:20Z"
-    assert "no sign of life since 2026-09-21 14:18:20 UTC: process" in status_line(found)
+    assert (found.state, found.alive, found.over, found.eta_seconds) == ("lost", False, True, None)
+    assert found.last_heartbeat == "2026-09-21T14:18:20Z"
+    assert "no heartbeat since 2026-09-21 14:18:20 UTC: process" in status_line(found)
     assert "is gone in phase save" in status_line(found)
 
 
@@ -202,16 +202,16 @@ def test_a_run_on_another_host_is_watched(tmp_path: Path, clock: Clock) -> None:
     write_status(tmp_path, state="running", pid=1, time="2026-01-01T00:00:00Z")
     reader = RunReader(tmp_path)
     found = reader.read()
-    assert (found.state, found.lives, found.settled) == ("running", None, False)
-    assert "no sign of life seen yet" in status_line(found)
+    assert (found.state, found.alive, found.settled) == ("running", None, False)
+    assert "no heartbeat seen yet" in status_line(found)
     clock.now += SILENT_S - 1
     assert not reader.read().settled
     write_lock(tmp_path, owner, count=1)
     found = reader.read()
-    assert (found.state, found.lives) == ("running", True)
+    assert (found.state, found.alive) == ("running", True)
     assert re.fullmatch(r"the clock of node7 is \d+ s behind that of the file system", found.notes[0])
     clock.now += SILENT_S - 1
-    assert reader.read().lives, "one beat lasts as long"
+    assert reader.read().alive, "one beat lasts as long"
     clock.now += 1
     found = reader.read()
     assert (found.state, found.reason) == ("lost", "nothing was written for 20 s")
@@ -223,7 +223,7 @@ def test_files_from_the_future_are_told(tmp_path: Path) -> None:
         write_status(tmp_path, state="running", pid=process.pid, time="2100-01-01T00:00:00Z")
         os.utime(tmp_path / STATUS, (4102444800, 4102444800))
         found = view(tmp_path)
-    assert found.lives and re.match(r"the clock of the file system is \d+ s ahead of this machine's", found.notes[0])
+    assert found.alive and re.match(r"the clock of the file system is \d+ s ahead of this machine's", found.notes[0])
 
 
 def test_a_run_that_holds_no_lock_is_watched_too(tmp_path: Path, clock: Clock) -> None:
@@ -231,7 +231,7 @@ def test_a_run_that_holds_no_lock_is_watched_too(tmp_path: Path, clock: Clock) -
     reader = RunReader(tmp_path)
     assert not reader.read().settled
     write_log(tmp_path, [start()])
-    assert reader.read().state == "starting" and reader.read().lives
+    assert reader.read().state == "starting" and reader.read().alive
     clock.now += SILENT_S
     assert reader.read().state == "lost"
 
@@ -298,7 +298,7 @@ def test_runs_of_a_version_without_a_status(tmp_path: Path) -> None:
     write_log(tmp_path, [start(), entry(30, 30, 30), entry(40, 40, 40)])
     found = view(tmp_path)
     assert (found.state, found.step, found.method, found.name) == ("unknown", 40, "kto", "a run")
-    assert "not known" in status_line(found)
+    assert "unknown: " in status_line(found)
     with another_process() as process:
         write_lock(tmp_path, owner_of(process.pid))
         assert view(tmp_path).state == "running"
@@ -314,9 +314,9 @@ def test_a_half_written_status(tmp_path: Path) -> None:
         (tmp_path / STATUS).write_text(content)
         found = view(tmp_path)
         assert (found.state, found.step) == ("unknown", 40)
-        assert len(found.problems) == 1 and found.problems[0].startswith("status.json: it cannot be read (")
+        assert len(found.problems) == 1 and found.problems[0].startswith("status.json: cannot be read (")
     (tmp_path / STATUS).write_text(whole.replace("40", "4" + "0" * 400, 1))
-    assert "cannot be" in view(tmp_path).problems[0] and text(tmp_path)
+    assert "out of range" in view(tmp_path).problems[0] and text(tmp_path)
 
 
 @pytest.mark.parametrize("name", [STATUS, "log.jsonl", LOCK, "checkpoint-7", "report.md"])
@@ -350,15 +350,15 @@ def flipped(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "says", "seen_by_size"),
     [
-        (truncated, "model.safetensors: it has 100 bytes, and 3000 were written", True),
-        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors: it is missing", True),
-        (lambda folder: (folder / "manifest.json").unlink(), "it has a model and no manifest.json", True),
-        (lambda folder: os.truncate(folder / "manifest.json", 50), "manifest.json: it cannot be read", True),
-        (lambda folder: (folder / "manifest.json").write_text("[" * 9000), "manifest.json: it cannot be read", True),
-        (flipped, "model.safetensors: its content is not what was written", False),
+        (truncated, "model.safetensors: has 100 bytes instead of 3000", True),
+        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors: missing", True),
+        (lambda folder: (folder / "manifest.json").unlink(), "contains a model but no manifest.json", True),
+        (lambda folder: os.truncate(folder / "manifest.json", 50), "manifest.json: cannot be read", True),
+        (lambda folder: (folder / "manifest.json").write_text("[" * 9000), "manifest.json: cannot be read", True),
+        (flipped, "model.safetensors: the content has changed since it was written", False),
     ],
 )
-def test_a_checkpoint_that_is_not_whole(
+def test_an_incomplete_checkpoint(
     tmp_path: Path, damage: Callable[[Path], None], says: str, seen_by_size: bool
 ) -> None:
     for step in (5, 10, 100):
@@ -367,11 +367,11 @@ def test_a_checkpoint_that_is_not_whole(
     for read_all in (False, True):
         views = RunReader(tmp_path, read_all=read_all).read().checkpoints
         assert [one.step for one in views] == [100, 10, 5]
-        whole = [one.problem is None for one in views]
-        assert whole == [True, not (seen_by_size or read_all), True]
-        if not whole[1]:
+        complete = [one.problem is None for one in views]
+        assert complete == [True, not (seen_by_size or read_all), True]
+        if not complete[1]:
             assert (views[1].problem or "").startswith(says)
-            assert f"checkpoint-10   not whole: {says}" in "\n".join(
+            assert f"checkpoint-10   incomplete: {says}" in "\n".join(
                 status_lines(RunReader(tmp_path, read_all=read_all).read())
             )
 
@@ -401,7 +401,8 @@ def test_checkpoints_that_are_being_written_or_hold_the_model_only(tmp_path: Pat
     assert found.partial == [".checkpoint-10.partial"] and found.phases == {}
     said = text(tmp_path)
     assert (
-        "checkpoint-5  whole, 0.0 MB, the model only" in said and ".checkpoint-10.partial  left half written" in said
+        "checkpoint-5  complete, 0.0 MB, weights only" in said
+        and ".checkpoint-10.partial  incomplete: the run ended while writing it" in said
     )
 
 
@@ -411,7 +412,7 @@ def test_many_checkpoints(tmp_path: Path) -> None:
         if step in (2, 12):
             truncated(folder)
     said = text(tmp_path)
-    assert said.count("whole, 0.0 MB") == 7 and "and 4 older ones, 1 of them not whole" in said
+    assert said.count(" complete, 0.0 MB") == 7 and "and 4 older, 1 of them incomplete" in said
 
 
 # What is no run -----------------------------------------------------------------------------------------------------
@@ -422,11 +423,11 @@ def test_folders_without_a_run(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(run, 5)
     (tmp_path / "file").touch()
     for folder, says in (
-        (tmp_path / "none", "there is no such folder"),
-        (tmp_path / "file", "it is not a folder"),
-        (tmp_path, "it is not the output folder of a run, for it has no status.json, no log.jsonl and no checkpoint"),
-        (run.parent, "there are runs in its folders one"),
-        (checkpoint, f"it is a checkpoint: give the output folder, {run}"),
+        (tmp_path / "none", "no such folder"),
+        (tmp_path / "file", "not a folder"),
+        (tmp_path, "not the output folder of a run: it has no status.json, no log.jsonl and no checkpoint"),
+        (run.parent, "it contains runs in one"),
+        (checkpoint, f"it is a checkpoint: pass the output folder, {run}"),
     ):
         with pytest.raises(OutputError, match=re.escape(says)):
             RunReader(folder)

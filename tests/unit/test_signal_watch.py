@@ -88,15 +88,15 @@ def test_ctrl_c_while_the_run_finishes_is_answered_and_the_next_one_counts(heari
         hearing.now += pause
         hearing.watch._hear(signal.SIGINT)
         assert len(hearing.ends) == ends
-    assert hearing.told == ["SIGINT: the run is about to end by itself; press Ctrl-C again to end it at once"]
+    assert hearing.told == ["SIGINT: the run is already finishing; press Ctrl-C again to exit immediately"]
 
 
 def test_what_another_rank_was_asked_is_said_once(hearing: Hearing) -> None:
     with hearing.requests.deferred(None):
-        hearing.requests.request(StopReason.SIGUSR1, "rank 3 was asked")
+        hearing.requests.request(StopReason.SIGUSR1, "received by rank 3")
         for _ in range(3):
             hearing.watch._tick()
-    assert hearing.told == ["SIGUSR1 (rank 3 was asked): saving a checkpoint at the next safe point, then stopping"]
+    assert hearing.told == ["SIGUSR1 (received by rank 3): saving a checkpoint at the next safe point, then stopping"]
 
 
 def test_the_thread_survives_a_terminal_that_was_closed() -> None:

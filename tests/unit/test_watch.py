@@ -195,13 +195,13 @@ def test_ranks_tell_each_other_what_they_were_asked() -> None:
     assert pulses[1].beat().asked == 0
     second.request(StopReason.SIGTERM)
     pulses[0].heed(pulses[1].beat())
-    assert (first.reason, first.detail) == (StopReason.SIGTERM, "rank 1 was asked")
+    assert (first.reason, first.detail) == (StopReason.SIGTERM, "received by rank 1")
     pulses[2].heed(pulses[0].beat())  # which passes it on
-    assert (third.reason, third.detail) == (StopReason.SIGTERM, "rank 1 was asked")
+    assert (third.reason, third.detail) == (StopReason.SIGTERM, "received by rank 1")
     first.request(StopReason.SIGINT)
     for pulse in pulses[1:]:
         pulse.heed(pulses[0].beat())
-    assert (second.reason, second.detail) == (StopReason.SIGINT, "rank 0 was asked")
+    assert (second.reason, second.detail) == (StopReason.SIGINT, "received by rank 0")
     pulses[0].heed(pulses[2].beat())
     assert (first.reason, first.detail) == (StopReason.SIGINT, ""), "its own"
 
@@ -333,12 +333,12 @@ def test_the_notice_is_what_the_job_was_promised(monkeypatch: pytest.MonkeyPatch
     scontrol.write_text("#!/bin/sh\necho 'KillOnBadExit = 0'\necho 'KillWait                = 45 sec'\n")
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert stop_notice() == (45.0, "KillWait of SLURM")
+    assert stop_notice() == (45.0, "SLURM's KillWait")
     monkeypatch.setattr(watch_launchers, "launchers", lambda: [Launcher(1, "torchrun", ("torchrun", "train.py"))])
     assert stop_notice() == (30.0, "torchrun --shutdown-timeout"), "the shorter of both"
     monkeypatch.setattr(watch_launchers, "launchers", lambda: [Launcher(1, "slurmstepd")])
     scontrol.write_text("#!/bin/sh\nexit 1\n")
-    assert stop_notice() == (30.0, "KillWait of SLURM, by default")
+    assert stop_notice() == (30.0, "SLURM's default KillWait")
 
 
 @pytest.mark.parametrize(
@@ -443,7 +443,7 @@ def run(kind: str, ignoring: tuple[signal.Signals, ...] = ()) -> subprocess.Comp
 @pytest.mark.parametrize(
     ("kind", "code", "out", "err"),
     [
-        ("loading", 85, "", "preempted by SIGTERM in phase start: no step was under way\n"),
+        ("loading", 85, "", "preempted by SIGTERM in phase start; no training step was in progress\n"),
         ("deferred", 0, "SIGUSR1\n", "SIGUSR1: saving a checkpoint at the next safe point, then stopping\n"),
         ("worker", 0, f"{signal.SIGTERM.value} None\n", ""),
     ],
@@ -457,15 +457,15 @@ def test_a_main_thread_that_does_not_hear_is_not_waited_for() -> None:
     start = time.monotonic()
     done = run("deaf")
     assert done.returncode == 85 and time.monotonic() - start < 15
-    assert done.stderr == "preempted by SIGTERM at once, in phase start after step 0\n"
+    assert done.stderr == "preempted immediately by SIGTERM in phase start after step 0\n"
 
 
 def test_a_second_ctrl_c_ends_at_once() -> None:
     done = run("twice")
     assert (done.returncode, done.stdout) == (130, "still here\n")
     first, last = done.stderr.splitlines()
-    assert first.endswith("then stopping; press Ctrl-C again to stop at once")
-    assert last == "stopped by SIGINT at once, in phase start after step 0"
+    assert first.endswith("then stopping; press Ctrl-C again to exit immediately")
+    assert last == "stopped immediately by SIGINT in phase start after step 0"
 
 
 def test_signals_that_are_to_be_ignored_at_the_end_stay_so_and_the_thread_is_not_waited_for() -> None:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 _TIMES = ("time", "per_second")
 _LOG, _COMPLETIONS = "log.jsonl", "completions.jsonl"
 _STATE = "trainer_state.json"
-_CURVES = "report.png"  # not written on the rank server
+_PAGE = "report.html"  # not drawn on the rank server
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def compare(output_dir: Path, reference: Path, resumes: Sequence[int]) -> list[s
 
 
 def _different_names(output_dir: Path, reference: Path) -> list[str]:
-    names, expected = ({path.name for path in folder.iterdir()} - {_CURVES} for folder in (output_dir, reference))
+    names, expected = ({path.name for path in folder.iterdir()} - {_PAGE} for folder in (output_dir, reference))
     return [f"{name}: {'not expected' if name in names else 'missing'}" for name in sorted(names ^ expected)]
 
 

@@ -61,7 +61,7 @@ def main(plan: dict[str, Any]) -> None:
 
     from alignment.cli.train import main as train
 
-    with mock.patch("alignment.training.summary.draw_history", return_value=False):  # takes 0.5 s
+    with mock.patch("alignment.training.run_page.draw_page"):  # takes 0.5 s
         train(program="launch/train.py")
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: folders that appear whole or not at all, what is in them, and who may write them."""
+"""Checkpoints on disk: folders that are published atomically, their content, and who may write them."""

@@ -1,4 +1,4 @@
-"""What a training engine counts with: steps, loss scale, the settings of its parameter groups, and its schedule."""
+"""Counters and settings of a training engine: steps, loss scale, parameter groups and schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PAIRS, _COUNTS = "__pairs__", "__counts__"
 
 
 class EngineState:
-    """A part of the run state.
+    """The part of the run state that belongs to the engine.
 
     Args:
         policy: the engine.
@@ -26,7 +26,7 @@ class EngineState:
         self.policy = policy
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, loss scale and groups."""
+        """State to save: counters, loss scale and parameter groups."""
         engine = self.policy.engine
         return {
             "counters": counters(engine),
@@ -35,7 +35,7 @@ class EngineState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave.
+        """Restore a state from :meth:`state_dict`.
 
         Raises:
             CheckpointError: the optimizer has other parameter groups.
@@ -46,24 +46,24 @@ class EngineState:
 
 
 class ScheduleState:
-    """The state of a learning rate schedule, a user's own included, in what JSON knows.
+    """The state of a learning rate schedule, possibly the user's own, in a form that JSON supports.
 
-    JSON has texts for keys only, and torch's ``MultiStepLR`` has a ``Counter`` of steps, even within another schedule;
-    such a mapping becomes a list of pairs.
+    JSON supports only strings as keys, but torch's ``MultiStepLR`` has a ``Counter`` of steps, possibly inside another
+    schedule; such a mapping is converted to a list of pairs.
 
     Args:
-        scheduler: any of torch's form.
+        scheduler: any scheduler with torch's interface.
     """
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self.scheduler = scheduler
 
     def state_dict(self) -> dict[str, Any]:
-        """Its own."""
+        """The schedule's state in a form that JSON supports."""
         return {name: _encoded(value) for name, value in self.scheduler.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave."""
+        """Restore a state from :meth:`state_dict`."""
         self.scheduler.load_state_dict({name: _decoded(value) for name, value in state.items()})
 
 

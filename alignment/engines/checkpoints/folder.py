@@ -1,7 +1,7 @@
-"""Checkpoint folders: how they appear, how they go, and which there are.
+"""Checkpoint folders: creation, removal and listing.
 
-Each change that a reader can see is one rename. What is being written or removed has a hidden name, and what a killed
-process left behind under such a name is cleared away by the next one.
+Each change that a reader can see is a single rename. Checkpoints that are being written or removed have hidden names,
+and the leftovers of a killed process are cleared by the next one.
 """
 
 from __future__ import annotations
@@ -18,55 +18,55 @@ _PARTIAL, _REMOVED = ".partial", ".removed"
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:
-    """The checkpoint of a step."""
+    """The checkpoint folder of a step."""
     return folder / f"{CHECKPOINT_PREFIX}{step}"
 
 
 def checkpoint_step(path: Path) -> int | None:
-    """The step of a checkpoint by the name of its folder; None for any other name."""
+    """The step in the name of a checkpoint folder; None for any other name."""
     number = path.name.removeprefix(CHECKPOINT_PREFIX)
     return int(number) if path.name.startswith(CHECKPOINT_PREFIX) and number.isdecimal() else None
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Checkpoint folders, the oldest step first."""
+    """All checkpoint folders, oldest step first."""
     found = ((checkpoint_step(path), path) for path in folder.glob(f"{CHECKPOINT_PREFIX}*"))
     return [path for _, path in sorted((step, path) for step, path in found if step is not None and path.is_dir())]
 
 
 def partial_of(target: Path) -> Path:
-    """Where a checkpoint is written before it is there."""
+    """The hidden folder in which a checkpoint is written before it is published."""
     return target.with_name(f".{target.name}{_PARTIAL}")
 
 
 def publish(partial: Path, target: Path) -> None:
-    """Make a checkpoint visible whose files are all on disk."""
+    """Make a checkpoint visible after all its files have been written."""
     sync_folder(partial)
     os.rename(partial, target)
-    with contextlib.suppress(OSError):  # it is there; if the machine loses the name, the one before is taken
+    with contextlib.suppress(OSError):  # published; if a crash loses the name, the previous checkpoint is used
         sync_folder(target.parent)
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: out of sight at once, then file by file."""
+    """Remove a checkpoint: hide it immediately, then delete its files."""
     hidden = path.with_name(f".{path.name}{_REMOVED}")
     shutil.rmtree(hidden, ignore_errors=True)
     os.rename(path, hidden)
     if hidden.is_symlink():
-        hidden.unlink()  # what it points to is not ours to remove
+        hidden.unlink()  # the target of a link is not ours to remove
     else:
         shutil.rmtree(hidden)
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove what was being written or removed when an earlier process ended."""
+    """Remove checkpoints that were being written or removed when an earlier process ended."""
     for ending in (_PARTIAL, _REMOVED):
         for path in folder.glob(f".{CHECKPOINT_PREFIX}*{ending}"):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def prune_checkpoints(folder: Path, limit: int | None, keep: Path | None = None) -> None:
-    """Remove the oldest checkpoints until ``limit`` are left. The newest and ``keep`` stay in any case."""
+    """Remove the oldest checkpoints until ``limit`` are left. The newest one and ``keep`` are never removed."""
     found = checkpoints(folder)
     if limit is None or not found:
         return

@@ -1,4 +1,4 @@
-"""Filling an optimizer's units from fragments: whole where the split is the same, by intervals where it is not."""
+"""Filling an optimizer's units from fragments: as a unit if the split is the same, by intervals if not."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from alignment.internals.deepspeed_state import Unit
 
 
 class ExportedTensor(NamedTuple):
-    """Where the model's own files hold a parameter in fp32, with the same shape: file in the folder, and its key."""
+    """Location of a parameter in fp32, with the same shape, in the model's own files: file name and key."""
 
     file: str
     key: str
 
 
 class FragmentReader:
-    """Fills units; a context manager that closes the model's files which it opened.
+    """Fills units; a context manager that closes the model files that it has opened.
 
     Args:
-        fragments: the checkpoint's, opened.
-        exported: parameters that the model's files hold in fp32.
+        fragments: the opened fragments of the checkpoint.
+        exported: parameters that the model's files contain in fp32.
         optimizer: the inner optimizer.
         split: this run's stage and ranks, for messages.
     """
@@ -63,41 +63,41 @@ class FragmentReader:
         self._opened.close()
 
     def check(self, unit: Unit, pieces: Sequence[SavedPiece], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise where the checkpoint does not have what a unit needs; nothing is changed, and no tensor is read.
+        """Check that the checkpoint contains everything that a unit needs, without changing or reading tensors.
 
         Args:
-            unit: of this rank.
+            unit: a unit of this rank.
             pieces: its pieces, by name.
-            shapes: of the model's parameters.
+            shapes: shapes of the model's parameters.
 
         Raises:
             CheckpointError: a parameter is missing or has another shape, states fit another split only, or a master
-                is in neither the fragments nor the model's files.
+                weight is in neither the fragments nor the model's files.
         """
         folder = self.fragments.folder
         for piece in pieces:
             saved, own = self.fragments.shapes.get(piece.name), shapes[piece.name]
             if saved != own:
-                found = "is not in the checkpoint" if saved is None else f"has the shape {list(saved)} there"
+                found = "is not in the checkpoint" if saved is None else f"has shape {list(saved)} in the checkpoint"
                 raise CheckpointError(
-                    f"{folder}: {piece.name} {found}, but {list(own)} is trained; continue with the same model and "
-                    "the same trained parameters"
+                    f"{folder}: {piece.name} {found}, but {list(own)} in this run; resume with the same model and the "
+                    "same trained parameters"
                 )
         same = (unit.master.numel(), tuple(pieces)) in self._same
         for held in self._sources(pieces):
             if held.unit.fits_only_itself and not same:
                 first = self.fragments.first
                 raise CheckpointError(
-                    f"{folder}: the states of {first.optimizer} were saved at {first.split} and cannot be divided "
-                    f"otherwise, but this run has {self.split}; continue with the stage and ranks of the checkpoint, "
-                    "or start a new run from the model"
+                    f"{folder}: the states of {first.optimizer} were saved with {first.split} and cannot be "
+                    f"repartitioned, but this run uses {self.split}; resume with the stage and number of ranks of the "
+                    "checkpoint, or start a new run from the model"
                 )
             self._check_master(held, unit.master.dtype)
         if not same:
             self._merged(pieces)
 
     def fill(self, unit: Unit, pieces: Sequence[SavedPiece]) -> None:
-        """Set the master and the states of a unit that :meth:`check` accepted.
+        """Set the master weights and the states of a unit that :meth:`check` accepted.
 
         Raises:
             CheckpointError: a file cannot be read.
@@ -120,7 +120,7 @@ class FragmentReader:
         self._set(unit, states | saved.values)
 
     def _sources(self, pieces: Sequence[SavedPiece]) -> list[Held]:
-        """What holds the elements of these pieces, each unit of the checkpoint once."""
+        """The units of the checkpoint that contain the elements of these pieces, each once."""
         found: dict[tuple[int, int], Held] = {}
         for piece in pieces:
             for held, _, _ in self.fragments.overlapping(piece.name, piece.start, piece.numel):
@@ -135,15 +135,15 @@ class FragmentReader:
             where = file.path
             shape = self.fragments.shapes[held.piece.name]
             if file.shape(key) != shape:
-                raise CheckpointError(f"{where}: {key} has the shape {list(file.shape(key))} instead of {list(shape)}")
+                raise CheckpointError(f"{where}: {key} has shape {list(file.shape(key))} instead of {list(shape)}")
         if file.dtype(key) != dtype:
             raise CheckpointError(
                 f"{where}: {key} is {_short(file.dtype(key))}, but this run's master weights are {_short(dtype)}; "
-                "continue with the same number formats"
+                "resume with the same number formats"
             )
 
     def _exported(self, name: str) -> tuple[TensorFile, str]:
-        """The model's file that has a parameter, and the parameter's key in it."""
+        """The model's file that contains a parameter, and the parameter's key in it."""
         if name not in self.exported:
             raise CheckpointError(
                 f"{self.fragments.folder}: the fp32 weights of {name} are in neither the optimizer's nor the model's "
@@ -156,7 +156,7 @@ class FragmentReader:
         return self._models[file], key
 
     def _fill_master(self, unit: Unit, pieces: Sequence[SavedPiece]) -> None:
-        """Masters by intervals; padding stays as it is."""
+        """Fill the master weights by intervals; padding is not changed."""
         for piece in pieces:
             for held, start, numel in self.fragments.overlapping(piece.name, piece.start, piece.numel):
                 with _elements(unit.master, piece.offset + start - piece.start, numel) as target:
@@ -167,7 +167,7 @@ class FragmentReader:
                         file.read_into(key, target, start)
 
     def _fill_pieces(self, unit: Unit, pieces: Sequence[SavedPiece]) -> None:
-        """States by intervals; what no unit of the checkpoint has, padding included, is zero."""
+        """Fill the states by intervals; elements missing in the checkpoint, including padding, are set to zero."""
         states, scalars = self._merged(pieces)
         for name, dtype in states.items():
             room = self._room(unit, name, ELEMENTS, tuple(unit.master.shape), dtype).zero_()
@@ -183,10 +183,10 @@ class FragmentReader:
         self._set(unit, states | scalars)
 
     def _merged(self, pieces: Sequence[SavedPiece]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """For a unit made of parts of others: the dtype of each state by element, and the values of the others.
+        """For a unit assembled from several others: the dtype of each element-wise state, and the scalar values.
 
         Raises:
-            CheckpointError: units that become one have different values.
+            CheckpointError: the values of the merged units differ.
         """
         elements: dict[str, Any] = {}
         values: dict[str, Any] = {}
@@ -201,17 +201,17 @@ class FragmentReader:
             for name, value in own.items():
                 before = values.setdefault(name, value)
                 if name == "step":
-                    values[name] = max(before, value)  # what gets no gradient is not counted in a unit of its own
+                    values[name] = max(before, value)  # tensors without gradients are not counted in a separate unit
                 elif before != value:
                     raise CheckpointError(
-                        f"{self.fragments.folder}: {self.fragments.first.optimizer} keeps {name!r} for each tensor, "
-                        f"and with {self.split} tensors of different values become one; continue with "
+                        f"{self.fragments.folder}: {self.fragments.first.optimizer} stores {name!r} per tensor, but "
+                        f"{self.split} would merge tensors with different values; resume with "
                         f"{self.fragments.first.split}"
                     )
         return elements, values
 
     def _room(self, unit: Unit, name: str, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory for a state, where the optimizer itself would have it: the present tensor if it fits."""
+        """Memory for a state on the device that the optimizer would use: the existing tensor if it fits."""
         master = unit.master
         present = self.optimizer.state.get(master, {}).get(name)
         if isinstance(present, Tensor) and tuple(present.shape) == shape and present.dtype == dtype:
@@ -232,7 +232,7 @@ class FragmentReader:
 
 
 class _elements:
-    """Elements of a flattened tensor, to be filled; written back at the end where they had to be copied."""
+    """A range of a flattened tensor to be filled; written back at the end if it had to be copied."""
 
     def __init__(self, tensor: Tensor, offset: int, numel: int) -> None:
         self._tensor, self._range = tensor.detach(), slice(offset, offset + numel)

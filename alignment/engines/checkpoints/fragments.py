@@ -1,7 +1,7 @@
-"""Optimizer fragments as files, without a model or an engine: their index, what to check, and the masters in them.
+"""Optimizer fragments as files, without a model or an engine: index, checks, and master weights.
 
-A fragment file is one rank's: safetensors with the tensors of its units (``unit-3.master``, ``unit-3.exp_avg``) and an
-index in the metadata, which says what parameters a unit stands for. A unit is one tensor that the optimizer steps on.
+Each rank writes one fragment file: safetensors with the tensors of its units (``unit-3.master``, ``unit-3.exp_avg``)
+and an index in the metadata that maps units to parameters. A unit is one tensor that the optimizer updates.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NAME = re.compile(r"optimizer-(\d{5,})-of-(\d{5,})\.safetensors")
 
 
 class SavedPiece(NamedTuple):
-    """``numel`` elements of the flattened parameter ``name`` from ``start`` on, at ``offset`` of the unit."""
+    """``numel`` elements of the flattened parameter ``name``, from ``start``, at ``offset`` in the unit."""
 
     name: str
     start: int
@@ -41,12 +41,12 @@ class SavedUnit(NamedTuple):
 
     Attributes:
         group: number of its parameter group.
-        numel: elements, padding included.
-        master: whether its master is in the file; otherwise the model's files have it.
-        pieces: what it stands for.
+        numel: number of elements, including padding.
+        master: whether its master weights are in the file; otherwise they are in the model's files.
+        pieces: the parts of parameters that it consists of.
         states: the kind of each tensor: ``elements`` has one value for each element of the unit, ``scalar`` is 0-dim,
-            and ``whole`` is anything else, which means something for the unit as it is only.
-        values: states that are no tensors.
+            and ``whole`` is anything else, which is meaningful only for the unit as it is.
+        values: states that are not tensors.
     """
 
     group: int
@@ -58,22 +58,22 @@ class SavedUnit(NamedTuple):
 
     @property
     def fits_only_itself(self) -> bool:
-        """Whether its states cannot be cut into pieces."""
+        """Whether its states cannot be split."""
         return WHOLE in self.states.values()
 
 
 class Index(NamedTuple):
-    """What a file says of itself.
+    """The index of a file.
 
     Attributes:
         rank: number of the file, from 0.
-        ranks: how many files there are.
-        world_size: how many ranks trained.
-        stage: their ZeRO stage.
+        ranks: number of files.
+        world_size: number of ranks of the run.
+        stage: ZeRO stage.
         optimizer: library and class.
         groups: settings of the parameter groups.
-        shapes: of the parameters that have a piece in the file, by name.
-        units: in the order of their numbers.
+        shapes: shapes of the parameters with a piece in the file, by name.
+        units: units in the order of their numbers.
     """
 
     rank: int
@@ -87,17 +87,17 @@ class Index(NamedTuple):
 
     @property
     def split(self) -> str:
-        """Stage and ranks, in words."""
+        """Stage and ranks, as text."""
         return describe_split(self.stage, self.world_size)
 
     def metadata(self) -> dict[str, str]:
-        """The index as metadata of the file."""
+        """Serialize the index as metadata of the file."""
         content = {"format": FORMAT, **self._asdict(), "units": [unit._asdict() for unit in self.units]}
         return {"format": "pt", _INDEX: json.dumps(content, separators=(",", ":"))}
 
 
 def describe_split(stage: int, world_size: int) -> str:
-    """``ZeRO stage 2 on 4 ranks``."""
+    """Describe a split, such as ``ZeRO stage 2 on 4 ranks``."""
     return f"ZeRO stage {stage} on {world_size} rank{'s' if world_size > 1 else ''}"
 
 
@@ -107,31 +107,31 @@ def fragment_file(rank: int, ranks: int) -> str:
 
 
 def fragment_files(folder: Path, ranks: int | None = None) -> list[str]:
-    """The names of all fragment files that a checkpoint has to have.
+    """The names of all fragment files of a checkpoint.
 
     Args:
         folder: the checkpoint.
-        ranks: how many there are; None: as the names in the folder say.
+        ranks: number of files; None: as given by the names in the folder.
 
     Raises:
-        CheckpointError: one is missing, or the folder has those of several splits.
+        CheckpointError: a file is missing, or the folder has files of several splits.
     """
     found = {entry.name: _NAME.fullmatch(entry.name) for entry in folder.iterdir()} if folder.is_dir() else {}
     counts = {int(match[2]) for match in found.values() if match} if ranks is None else {ranks}
     if not counts:
         raise CheckpointError(
-            f"{folder}: has no optimizer state (optimizer-*.safetensors); give it as the model of a new run instead"
+            f"{folder}: no optimizer state (optimizer-*.safetensors); use it as the model of a new run instead"
         )
     if len(counts) > 1:
         raise CheckpointError(
-            f"{folder}: has optimizer files of different numbers of ranks ({', '.join(map(str, sorted(counts)))}); "
-            "remove those that do not belong to it"
+            f"{folder}: optimizer files of different numbers of ranks ({', '.join(map(str, sorted(counts)))}); "
+            "remove those that do not belong to this checkpoint"
         )
     count = counts.pop()
     names = [fragment_file(rank, count) for rank in range(count)]
     for name in names:
         if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name}: is missing; restore the file, or use another checkpoint")
+            raise CheckpointError(f"{folder / name}: missing; restore the file, or use another checkpoint")
     return names
 
 
@@ -141,17 +141,17 @@ def state_key(unit: int, state: str) -> str:
 
 
 class FragmentFile:
-    """A fragment file opened for reading, its index checked against its tensors.
+    """A fragment file opened for reading, with its index checked against its tensors.
 
     Args:
-        path: of the file.
+        path: the file.
 
     Attributes:
-        tensors: the file.
-        index: what it says of itself.
+        tensors: the tensors of the file.
+        index: its index.
 
     Raises:
-        CheckpointError: it is damaged, no fragment file, or of a newer format.
+        CheckpointError: the file is damaged, not a fragment file, or of a newer format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -171,14 +171,14 @@ class FragmentFile:
     def _read_index(self) -> Index:
         text = self.tensors.metadata.get(_INDEX)
         if text is None:
-            raise CheckpointError(f"{self.path}: its metadata has no index {_INDEX!r}: it is no optimizer fragment")
+            raise CheckpointError(f"{self.path}: not an optimizer fragment, because its metadata has no {_INDEX!r}")
         try:
             content = json.loads(text)
             version = content.pop("format")
             if type(version) is int and version > FORMAT:
                 raise CheckpointError(
-                    f"{self.path}: format {version} is newer than {FORMAT}, the newest that this release reads; "
-                    "install the release that wrote it"
+                    f"{self.path}: format {version} is newer than {FORMAT}, the newest that this release can read; "
+                    "upgrade deepspeed-alignment"
                 )
             units = [
                 SavedUnit(**{**unit, "pieces": tuple(SavedPiece(*piece) for piece in unit["pieces"])})
@@ -188,10 +188,10 @@ class FragmentFile:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"{self.path}: its index cannot be read ({error}); restore the file") from error
+            raise CheckpointError(f"{self.path}: the index cannot be read ({error}); restore the file") from error
 
     def _check_units(self) -> None:
-        """Every tensor of the index is there, no other is, and each has its size."""
+        """Check that the file contains exactly the tensors of the index, with their sizes."""
         wanted: set[str] = set()
         for number, unit in enumerate(self.index.units):
             kinds = unit.states | ({MASTER: ELEMENTS} if unit.master else {})
@@ -199,21 +199,25 @@ class FragmentFile:
                 key = state_key(number, state)
                 wanted.add(key)
                 if key not in self.tensors:
-                    raise CheckpointError(f"{self.path}: {key} is missing; restore the file")
+                    raise CheckpointError(f"{self.path}: tensor {key} is missing; restore the file")
                 held = math.prod(self.tensors.shape(key))
                 if (kind == ELEMENTS and held != unit.numel) or (kind == SCALAR and held != 1):
-                    raise CheckpointError(f"{self.path}: {key} has {held} elements; restore the file")
+                    raise CheckpointError(
+                        f"{self.path}: tensor {key} has the wrong size ({held} elements); restore the file"
+                    )
             for piece in unit.pieces:
                 size = math.prod(self.index.shapes.get(piece.name, [0]))
                 if piece.offset + piece.numel > unit.numel or piece.start + piece.numel > size:
-                    raise CheckpointError(f"{self.path}: the piece of {piece.name} does not fit; restore the file")
+                    raise CheckpointError(
+                        f"{self.path}: the piece of {piece.name} does not fit its unit or parameter; restore the file"
+                    )
         for key in self.tensors.keys():
             if key not in wanted:
-                raise CheckpointError(f"{self.path}: {key} is not in its index; restore the file")
+                raise CheckpointError(f"{self.path}: tensor {key} is not in the index; restore the file")
 
 
 class Held(NamedTuple):
-    """A piece and where it is."""
+    """A piece and its location."""
 
     file: FragmentFile
     number: int
@@ -222,15 +226,15 @@ class Held(NamedTuple):
 
 
 class Fragments:
-    """All fragment files of a checkpoint, opened together and checked against each other; a context manager.
+    """All fragment files of a checkpoint, opened together and checked for consistency; a context manager.
 
     Args:
         folder: the checkpoint.
-        files: names of all of them; None: as the folder has them.
+        files: names of all files; None: as found in the folder.
 
     Attributes:
         files: the files, in the order of their ranks.
-        shapes: of all parameters, by name.
+        shapes: shapes of all parameters, by name.
 
     Raises:
         CheckpointError: a file is missing, damaged, of a newer format or of another checkpoint, or the pieces of a
@@ -260,14 +264,14 @@ class Fragments:
 
     @property
     def first(self) -> Index:
-        """The index of the first file, for what all of them share."""
+        """The index of the first file, for properties that all files share."""
         return self.files[0].index
 
     def overlapping(self, name: str, start: int, numel: int) -> Iterator[tuple[Held, int, int]]:
-        """What holds the elements of a flattened parameter from ``start`` on.
+        """The pieces that contain ``numel`` elements of a flattened parameter from ``start``.
 
         Yields:
-            A piece, the first of its elements that is wanted (in the parameter), and how many are.
+            A piece, its first requested element (in the parameter), and the number of requested elements.
         """
         at, end = start, start + numel
         for held in self._held[name]:
@@ -286,20 +290,23 @@ class Fragments:
             index = file.index
             if (index.rank, index.ranks) != (rank, len(self.files)):
                 raise CheckpointError(
-                    f"{file.path}: is number {index.rank + 1} of {index.ranks} but was given as number {rank + 1} of "
-                    f"{len(self.files)}; restore the files of one checkpoint"
+                    f"{file.path}: is file {index.rank + 1} of {index.ranks}, not {rank + 1} of {len(self.files)} as "
+                    "expected; restore the files of one checkpoint"
                 )
             if (index.split, index.optimizer) != (first.split, first.optimizer):
                 raise CheckpointError(
-                    f"{file.path}: is of {index.optimizer} at {index.split}, but {self.files[0].path.name} is of "
-                    f"{first.optimizer} at {first.split}; restore the files of one checkpoint"
+                    f"{file.path}: was saved by {index.optimizer} with {index.split}, but {self.files[0].path.name} "
+                    f"by {first.optimizer} with {first.split}; restore the files of one checkpoint"
                 )
 
     def _collect(self) -> None:
         for file in self.files:
             for name, shape in file.index.shapes.items():
                 if self.shapes.setdefault(name, tuple(shape)) != tuple(shape):
-                    raise CheckpointError(f"{file.path}: {name} has the shape {shape}, elsewhere {self.shapes[name]}")
+                    raise CheckpointError(
+                        f"{file.path}: {name} has shape {shape}, but {list(self.shapes[name])} in another file; "
+                        "restore the files of one checkpoint"
+                    )
             for number, unit in enumerate(file.index.units):
                 for piece in unit.pieces:
                     self._held.setdefault(piece.name, []).append(Held(file, number, unit, piece))
@@ -312,16 +319,16 @@ class Fragments:
             found = sum(numel for _, _, numel in self.overlapping(name, 0, size)) if name in self._held else 0
             if found != size:
                 raise CheckpointError(
-                    f"{self.folder}: has {found} of the {size} elements of {name}; restore its files"
+                    f"{self.folder}: contains only {found} of the {size} elements of {name}; restore its files"
                 )
 
 
 def check_fragments(folder: Path, ranks: int | None = None) -> None:
-    """Check names, headers and indices of all fragment files of a checkpoint; no tensor is read.
+    """Check names, headers and indices of all fragment files of a checkpoint without reading tensors.
 
     Args:
         folder: the checkpoint.
-        ranks: how many files there have to be; None: as their names say.
+        ranks: expected number of files; None: as given by their names.
 
     Raises:
         CheckpointError: a file is missing, truncated, of a newer format, or does not belong to the others.
@@ -331,12 +338,13 @@ def check_fragments(folder: Path, ranks: int | None = None) -> None:
 
 
 def master_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """The optimizer's masters by parameter name, whole and one at a time, in the order of the names.
+    """Yield the optimizer's master weights by parameter name, unsharded and one at a time, in the order of the names.
 
-    Parameters whose masters are not in the fragments, because the model's files hold the same values, are left out.
+    Parameters whose master weights are not in the fragments, because the model's files have the same values, are
+    skipped.
 
     Raises:
-        CheckpointError: as :func:`check_fragments`.
+        CheckpointError: as for :func:`check_fragments`.
     """
     with Fragments(folder) as fragments:
         for name in sorted(fragments.shapes):
@@ -352,6 +360,6 @@ def master_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_piece(held: Held, state: str, target: Tensor, start: int) -> None:
-    """Fill ``target`` with elements of a state, from element ``start`` of the flattened parameter on."""
+    """Fill ``target`` with elements of a state, beginning at element ``start`` of the flattened parameter."""
     position = held.piece.offset + start - held.piece.start
     held.file.tensors.read_into(state_key(held.number, state), target, position)

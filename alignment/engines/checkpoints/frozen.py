@@ -1,4 +1,4 @@
-"""What training changes without training it: buffers, and frozen parameters that a module writes into."""
+"""State that training changes without optimizing it: buffers, and frozen parameters that a module modifies."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from alignment.internals.torch import version_of
 
 
 class FrozenTensors:
-    """The buffers and frozen parameters of a model, watched from when this is made.
+    """The buffers and frozen parameters of a model, monitored for changes from construction on.
 
-    Partitioned parameters are left out: ZeRO-3 discards what a module writes into a gathered one.
+    Partitioned parameters are excluded: ZeRO-3 discards what a module writes into a gathered one.
 
     Args:
-        model: inside its engine.
+        model: the model inside its engine.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -32,7 +32,7 @@ class FrozenTensors:
 
     @property
     def changed(self) -> dict[str, Tensor]:
-        """Those that were written into, or replaced by another tensor, by name."""
+        """The tensors that were modified or replaced, by name."""
         found = {}
         for name, tensor in self._tensors().items():
             before, version = self._before.get(name, (None, 0))
@@ -42,7 +42,7 @@ class FrozenTensors:
 
     @torch.no_grad()
     def restore(self, file: TensorFile) -> None:
-        """Put back what :func:`write_frozen` wrote: into the tensor that is there, or in its place if it differs."""
+        """Restore what :func:`write_frozen` wrote: into the existing tensor, or as a new one if it does not match."""
         present = self._tensors()
         for key in file.keys():
             value = torch.empty(file.shape(key), dtype=file.dtype(key))
@@ -55,20 +55,20 @@ class FrozenTensors:
             module = self.model.get_submodule(owner)
             if tensor is None:
                 module.register_buffer(name, value, persistent=False)
-            else:  # set as the module sets it, so that it stays as persistent as it was
+            else:  # assigned as the module does, so that its persistence does not change
                 setattr(module, name, value.to(tensor.device))
 
 
 def frozen_file(rank: int, ranks: int) -> str:
-    """The file of one rank; there only where something has changed."""
+    """The file name of a rank; the file exists only if something has changed."""
     return f"frozen-{rank + 1:05d}-of-{ranks:05d}.safetensors"
 
 
 def write_frozen(frozen: FrozenTensors, path: Path) -> FileRecord:
-    """Write what has changed."""
+    """Write the changed tensors."""
     return write_tensors(path, frozen.changed, {"format": "pt"})
 
 
 def frozen_bytes(frozen: FrozenTensors) -> int:
-    """How much that is."""
+    """The size of the changed tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in frozen.changed.values())

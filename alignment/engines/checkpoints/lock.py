@@ -1,9 +1,9 @@
-"""One writer per output folder: a file in it names the process that writes there, and shows that it lives.
+"""One writer per output folder: a lock file names the process that writes there, and carries its heartbeat.
 
-The lock is a file, because those of the operating system do not reach across hosts on every network file system. A run
-that was killed leaves its file behind, so a later one has to find out whether the owner lives. On the same machine the
-process table tells. From elsewhere only the heartbeat does: a counter which the owner raises, and which an observer
-watches by its own clock, because the clocks of two hosts may differ.
+The lock is a file because the locks of the operating system do not reach across hosts on every network file system. A
+killed run leaves its file behind, so a later run has to find out whether the owner is alive. On the same machine, the
+process table shows it. From elsewhere only the heartbeat does: a counter that the owner increments and that an
+observer watches by its own clock, because the clocks of two hosts may differ.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from alignment.engines.checkpoints.owner import Owner, Standing, beat
 
 LOCK = ".lock"
 HEARTBEAT_S = 5.0
-STALE_S = 60.0  # a heartbeat that stands still for so long has stopped
+STALE_S = 60.0  # a heartbeat without change for this long has stopped
 _POLL_S = 1.0
-_LAST_BEAT_S = 5.0  # how long a beat that is under way may take when the lock is given back
-_SETTLE_S = 0.5  # far longer than another process needs from its last look at a stale file to its rename
+_LAST_BEAT_S = 5.0  # limit for a write in progress when the lock is released
+_SETTLE_S = 0.5  # far longer than another process needs between checking and renaming a stale file
 _TURN_S = 5.0
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -37,13 +37,13 @@ def _print(text: str) -> None:
 
 
 class OutputLock:
-    """The right to write into a folder; one rank of a run takes it, for all of them.
+    """The right to write into a folder; one rank acquires it for the whole run.
 
     Args:
         folder: the output folder.
-        own: the process that takes it; None: the calling one.
+        own: the process that acquires the lock; None: the calling one.
         tell: prints a line for the user.
-        clock, wait: the observer's, in seconds.
+        clock, wait: clock and sleep function of the observer, in seconds.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class OutputLock:
         self._heartbeat: _Heartbeat | None = None
 
     def peek(self) -> None:
-        """Look whether a process of this machine holds the lock; nothing is changed, and nothing waited for.
+        """Check whether a process of this machine holds the lock, without changing anything or waiting.
 
         Raises:
             OutputError: it does, or the folder cannot be read.
@@ -75,12 +75,12 @@ class OutputLock:
             raise self._refusal(owner)
 
     def acquire(self) -> None:
-        """Take the lock, making the folder; at once if nobody holds it or the owner is known to be gone.
+        """Acquire the lock and create the folder; immediately if there is no owner or it is known to be dead.
 
-        The file of an owner that cannot be looked up, and one that a crash has torn, is watched for a minute first.
+        If the owner cannot be looked up, or the file is torn after a crash, it is watched for a minute first.
 
         Raises:
-            OutputError: another process holds it, or the folder cannot be written.
+            OutputError: another process holds the lock, or the folder cannot be written.
         """
         if self._heartbeat is not None:
             return
@@ -92,21 +92,21 @@ class OutputLock:
                 if seen is not None and self._is_stale(seen):
                     self._take_away(seen.__eq__)
             if contested:
-                # A process of another host may have moved this file away, taking it for the stale one.
+                # A process of another host may have moved this file away, mistaking it for the stale one.
                 self._wait(_SETTLE_S)
                 self._confirm()
-            for left in self.folder.glob(f"{LOCK}.*"):  # by processes that were killed while they took the lock
+            for left in self.folder.glob(f"{LOCK}.*"):  # from processes that were killed while acquiring the lock
                 left.unlink(missing_ok=True)
         except OSError as error:
             raise self._cannot(error) from error
-        atexit.register(self.release)  # for whoever never closes its trainer
+        atexit.register(self.release)  # for callers that never close the trainer
 
     def check(self) -> None:
-        """Make sure that the folder is still this run's; a file that somebody removed is written again.
+        """Check that the folder still belongs to this run; recreate the file if it was removed.
 
-        A run that stood still for a minute (stopped by a signal, its machine suspended) may have been taken for dead.
+        A run that was suspended for a minute, by a signal or with its machine, may have been taken for dead.
 
-        A file system that does not answer is told and no more: whoever writes next will meet it.
+        An unresponsive file system is only reported: the next write will fail.
 
         Raises:
             OutputError: another run holds the lock.
@@ -119,13 +119,13 @@ class OutputLock:
             self._tell(str(self._cannot(error)))
 
     def release(self) -> None:
-        """Give the lock back if it is this process's; calling it again changes nothing."""
-        if self._heartbeat is None or os.getpid() != self._pid:  # a fork has the object, and not the lock
+        """Release the lock if this process holds it. Repeated calls have no effect."""
+        if self._heartbeat is None or os.getpid() != self._pid:  # a fork has the object but not the lock
             return
         atexit.unregister(self.release)
         self._stop()
         try:
-            with contextlib.suppress(FileNotFoundError):  # somebody has removed the folder
+            with contextlib.suppress(FileNotFoundError):  # the folder was removed
                 self._take_away(self._is_own)
         except OSError as error:
             self._tell(f"output_dir: {self.path} could not be removed: {error.strerror or error}")
@@ -142,7 +142,7 @@ class OutputLock:
     # Files ----------------------------------------------------------------------------------------------------------
 
     def _create(self) -> bool:
-        """Put a file of this process into place; False if there is one already."""
+        """Create the lock file of this process; return False if one exists."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._turn():
             descriptor = self._linked()
@@ -153,14 +153,14 @@ class OutputLock:
         return True
 
     def _linked(self) -> int | None:
-        """The lock file, opened; None if another is in its place. It appears there with its content, or not at all."""
+        """The opened lock file; None if another one exists. It appears atomically, with its content."""
         aside = self._beside("new")
         descriptor = self._written(aside)
         try:
             os.link(aside, self.path)
             return descriptor
-        except (FileExistsError, FileNotFoundError):  # there is an owner, who may have tidied up the other file
-            if self._is_own(self._read(self.path) or b""):  # NFS has repeated a request that had succeeded
+        except (FileExistsError, FileNotFoundError):  # there is an owner, which may have removed the other file
+            if self._is_own(self._read(self.path) or b""):  # NFS repeated a request that had succeeded
                 return descriptor
         except OSError as error:
             if error.errno not in _NO_LINKS:
@@ -174,7 +174,7 @@ class OutputLock:
         return None
 
     def _written_in_place(self) -> int | None:
-        """As :meth:`_linked`, on a file system without links; another process may see an empty file for a moment."""
+        """Like :meth:`_linked`, on a file system without links; other processes may briefly see an empty file."""
         try:
             return self._written(self.path)
         except FileExistsError:
@@ -192,7 +192,7 @@ class OutputLock:
         return descriptor
 
     def _take_away(self, wanted: Callable[[bytes], bool]) -> None:
-        """Remove the lock file if it is the wanted one. No process can remove one that it has not looked at."""
+        """Remove the lock file if it is the expected one. No process can remove a file that it has not examined."""
         moved = self._beside("old")
         with self._turn():
             if not wanted(self._read(self.path) or b""):
@@ -200,17 +200,16 @@ class OutputLock:
             with contextlib.suppress(FileNotFoundError):
                 os.rename(self.path, moved)
             found = self._read(moved)
-            if found is not None and not wanted(found):  # replaced between the look and the rename
+            if found is not None and not wanted(found):  # replaced between the check and the rename
                 self._put_back(moved)
             moved.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """Let one process of this host at a time look at the file and act on it.
+        """Let only one process of this host at a time check the file and act on it.
 
-        The kernel keeps the turn, so that it ends with its process. Network file systems, which would have to keep it
-        for all hosts, mostly refuse; a process that was stopped in its turn is not waited for: what is done within is
-        made to be safe without.
+        The kernel releases this lock when its process ends. Network file systems, which would have to coordinate all
+        hosts, often do not support it, and a suspended holder is not waited for: the guarded code is safe without it.
         """
         descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -238,7 +237,7 @@ class OutputLock:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            if error.errno == errno.ESTALE:  # replaced on the server just now
+            if error.errno == errno.ESTALE:  # just replaced on the server
                 return b""
             raise
 
@@ -252,7 +251,7 @@ class OutputLock:
         return owner is not None and owner.token == self._own.token
 
     def _is_stale(self, seen: bytes) -> bool:
-        """Whether the owner is gone; False if the file has changed hands, so that one has to look again."""
+        """Whether the owner is dead; False if the file has changed hands, so that it must be checked again."""
         owner = Owner.parsed(seen)
         standing = Standing.UNKNOWN if owner is None else owner.standing(self._own)
         if owner is not None and standing is Standing.LIVES:
@@ -266,9 +265,9 @@ class OutputLock:
         return now == seen
 
     def _watched(self, seen: bytes) -> bytes | None:
-        """The content of the file as soon as it is another one, at the latest after :data:`STALE_S`."""
-        owner = Owner.parsed(seen) or "a file that cannot be read"
-        self._tell(f"output_dir: {self.path} is held by {owner}: waiting up to {STALE_S:.0f} s for a sign of life")
+        """The content of the file as soon as it changes, at the latest after :data:`STALE_S`."""
+        owner = Owner.parsed(seen) or "an unknown process (unreadable file)"
+        self._tell(f"output_dir: {self.path} is held by {owner}; waiting up to {STALE_S:.0f} s for a heartbeat")
         watched, last = 0.0, self._clock()
         while watched < STALE_S:
             self._wait(_POLL_S)
@@ -276,12 +275,12 @@ class OutputLock:
             if now != seen:
                 return now
             time_now = self._clock()
-            # Where a look took long, this process or the file system stood still, and the owner's writes maybe too.
+            # If a check took long, this process or the file system was stalled, and maybe the owner's writes as well.
             watched, last = watched + min(time_now - last, 2 * _POLL_S), time_now
         return seen
 
     def _confirm(self) -> None:
-        """Raise OutputError unless the file in place is this process's, or could be written again."""
+        """Raise OutputError unless the current file belongs to this process or could be recreated."""
         found = self._read(self.path)
         if found is None:
             self._stop()
@@ -290,7 +289,7 @@ class OutputLock:
             found = self._read(self.path)
         if self._is_own(found or b""):
             return
-        if found == b"":  # replaced on the server just now, or torn: nobody's, as far as can be seen
+        if found == b"":  # just replaced on the server, or torn: no visible owner
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         self._stop()
         raise self._refusal(Owner.parsed(found or b""))
@@ -302,7 +301,7 @@ class OutputLock:
 
     def _refusal(self, owner: Owner | None) -> OutputError:
         return OutputError(
-            f"output_dir: {self.folder} is in use by {owner or 'another process'}; wait for it to end, stop it, or "
+            f"output_dir: {self.folder} is in use by {owner or 'another process'}; wait for it to finish, stop it, or "
             "choose another output_dir"
         )
 
@@ -313,7 +312,7 @@ class OutputLock:
 
 
 def _locked(descriptor: int) -> bool:
-    """Lock an open file for this process alone; False if another one has it locked."""
+    """Lock an open file exclusively; return False if another process has locked it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -322,15 +321,15 @@ def _locked(descriptor: int) -> bool:
 
 
 class _Heartbeat(threading.Thread):
-    """Raises the counter in a lock file, in place.
+    """Increments the counter in a lock file, in place.
 
-    A file that was replaced for every beat would need space, which a full disk has not: a living run would look dead.
-    Bytes that are there already can be written again. The open file is also the right one whatever has become of its
-    name: a run that was taken for dead never writes into its successor's.
+    Replacing the file for every heartbeat would need space, so that a full disk would make a living run look dead;
+    existing bytes can always be overwritten. The open file also stays the right one whatever happens to its name: a
+    run that was mistaken for dead never writes into its successor's file.
 
     Args:
-        descriptor: the open file, closed at the end.
-        offset: where the counter is.
+        descriptor: the open file, which is closed at the end.
+        offset: position of the counter.
     """
 
     def __init__(self, descriptor: int, offset: int) -> None:
@@ -339,17 +338,17 @@ class _Heartbeat(threading.Thread):
         self._stopped = threading.Event()
 
     def run(self) -> None:
-        """Beat until stopped, or until nobody can see the file any more."""
+        """Update the counter until stopped, or until the file has been unlinked."""
         count, seen = 0, True
         while seen and not self._stopped.wait(HEARTBEAT_S):
             count += 1
-            with contextlib.suppress(OSError):  # of a file system that is full or away: it may be back for the next
+            with contextlib.suppress(OSError):  # the file system is full or unavailable, possibly for a moment
                 seen = os.fstat(self._descriptor).st_nlink > 0
                 os.pwrite(self._descriptor, beat(count), self._offset)
-                os.fdatasync(self._descriptor)  # or other hosts would not see it
+                os.fdatasync(self._descriptor)  # make it visible to other hosts
         os.close(self._descriptor)
 
     def stop(self) -> None:
-        """End it, waiting for a beat that is under way unless the file system hangs."""
+        """Stop, waiting for a write in progress unless the file system hangs."""
         self._stopped.set()
         self.join(timeout=_LAST_BEAT_S)

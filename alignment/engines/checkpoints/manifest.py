@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: every file with size and checksum, and the run that wrote them.
+"""The manifest of a checkpoint: the size and checksum of every file, and the run that wrote them.
 
-It is written last. A folder whose manifest is there and right is a whole checkpoint; nothing else tells.
+It is written last. A checkpoint is complete if and only if its manifest exists and matches its files.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of.
+    """The content of a checkpoint.
 
     Attributes:
-        run: the name of the run, which its restarts share.
-        step: optimizer steps that were done.
-        method: of alignment.
-        world_size: ranks that wrote it.
+        run: name of the run, shared by its attempts.
+        step: number of completed optimizer steps.
+        method: alignment method.
+        world_size: number of ranks that wrote it.
         stage: ZeRO stage.
-        window: rows of one optimizer step.
-        total_steps: of the whole run.
-        resumable: whether it holds more than the model.
-        versions: of the libraries, by name.
-        fingerprints: what stands for data, models and reward sources.
-        options: the resolved ones.
+        window: rows per optimizer step.
+        total_steps: number of steps of the run.
+        resumable: whether it contains more than the model.
+        versions: versions of the libraries, by name.
+        fingerprints: fingerprints of data, models and reward sources.
+        options: the resolved options.
         files: size and checksum of every file, by its path in the folder.
         format: version of this format.
     """
@@ -56,7 +56,7 @@ class Manifest:
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:
-        """Write it into ``folder``, after everything that it lists."""
+        """Write the manifest into ``folder``, after all files that it lists."""
         content = {each.name: getattr(self, each.name) for each in fields(self)}
         content["files"] = {
             name: {"size": record.size, "checksum": record.checksum} for name, record in sorted(self.files.items())
@@ -65,10 +65,10 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a checkpoint, whose files are not looked at.
+        """Read the manifest of a checkpoint without checking the files.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or of a newer format.
+            CheckpointError: it is missing, damaged, or of a newer format.
         """
         path = folder / MANIFEST
         if not path.is_file():
@@ -78,45 +78,50 @@ class Manifest:
             content = json.loads(text)
             found = content.pop("format")
         except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{path}: it cannot be read ({error}), so the checkpoint is damaged") from error
+            raise CheckpointError(f"{path}: cannot be read ({error}); the checkpoint is damaged") from error
         if isinstance(found, int) and found > FORMAT:
-            raise CheckpointError(f"{path}: it has format {found}, and this release knows up to {FORMAT}; upgrade it")
+            raise CheckpointError(
+                f"{path}: format {found} is newer than {FORMAT}, the newest that this release can read; upgrade "
+                "deepspeed-alignment"
+            )
         checksum = content.pop("checksum", None)
         if checksum != _checksum({**content, "format": found}) or text != _text({**content, "format": found}):
-            raise CheckpointError(f"{path}: it is not as it was written, so the checkpoint is damaged")
+            raise CheckpointError(f"{path}: the content does not match its checksum; the checkpoint is damaged")
         records = {name: FileRecord(**record) for name, record in content.pop("files").items()}
         return cls(**content, files=records, format=found)
 
     def check_files(self, folder: Path) -> None:
-        """Look for every file, and at its size.
+        """Check that every file exists and has the recorded size.
 
         Raises:
-            CheckpointError: one is missing, or has another size.
+            CheckpointError: a file is missing or has another size.
         """
         for name, record in self.files.items():
             try:
                 size = (folder / name).stat().st_size
             except OSError as error:
-                raise CheckpointError(f"{folder / name}: it is missing ({error.strerror})") from error
+                raise CheckpointError(f"{folder / name}: missing ({error.strerror})") from error
             if size != record.size:
-                raise CheckpointError(f"{folder / name}: it has {size} bytes, and {record.size} were written")
+                raise CheckpointError(f"{folder / name}: has {size} bytes instead of {record.size}")
 
     def check_contents(self, folder: Path, names: Iterable[str]) -> None:
-        """Read these files once, and compare their checksums.
+        """Read these files and compare their checksums.
 
         Raises:
-            CheckpointError: one is not as it was written.
+            CheckpointError: the content of a file has changed.
         """
         for name in names:
             try:
                 checksum = record_of(folder / name).checksum
             except OSError as error:
-                raise CheckpointError(f"{folder / name}: it cannot be read ({error.strerror or error})") from error
+                raise CheckpointError(f"{folder / name}: cannot be read ({error.strerror or error})") from error
             if checksum != self.files[name].checksum:
-                raise CheckpointError(f"{folder / name}: its content is not what was written (checksum {checksum})")
+                raise CheckpointError(
+                    f"{folder / name}: the content has changed since it was written (checksum {checksum})"
+                )
 
     def shares(self, ranks: int) -> list[list[str]]:
-        """The files dealt out to ``ranks`` readers, about equally many bytes each."""
+        """Distribute the files among ``ranks`` readers, with about the same number of bytes each."""
         shares: list[list[str]] = [[] for _ in range(ranks)]
         loads = [0] * ranks
         for name, record in sorted(self.files.items(), key=lambda entry: (-entry[1].size, entry[0])):
@@ -136,16 +141,16 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 def _no_manifest(folder: Path) -> str:
     if not folder.is_dir():
-        return f"{folder}: there is no such folder"
+        return f"{folder}: no such folder"
     if any(folder.glob("*.safetensors")):
         return (
-            f"{folder}: it has a model and no {MANIFEST}, as of an older release or of another program, so no run can "
-            "go on from it; start a new one with model_name_or_path"
+            f"{folder}: contains a model but no {MANIFEST}, so it was written by an older release or another program "
+            "and no run can resume from it; start a new run with model_name_or_path"
         )
-    return f"{folder}: it has no {MANIFEST}, so it is no checkpoint"
+    return f"{folder}: not a checkpoint, because it has no {MANIFEST}"
 
 
 def files_in(folder: Path) -> list[str]:
-    """The paths of all files below ``folder``, relative to it, but for the manifest."""
+    """The paths of all files below ``folder`` except the manifest, relative to it."""
     found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return sorted(str(path) for path in found if str(path) != MANIFEST)

@@ -1,4 +1,4 @@
-"""Moving an earlier run out of the way, where ``overwrite_output_dir`` lets a new one use its folder."""
+"""Moving an earlier run out of the way when ``overwrite_output_dir`` lets a new one use its folder."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ _MOVING = f".{PREVIOUS}partial"
 _CHECKPOINTS = ("checkpoint-*", ".checkpoint-*")
 _FILES = (
     *("log.jsonl", "completions.jsonl", "trainer_state.json"),
-    *("options.json", "report.md", "report.png", "status.json"),
+    *("options.json", "report.md", "report.html", "status.json"),
 )
 
 
 def set_aside(folder: Path, only: Sequence[Path] | None = None) -> Path | None:
-    """Move checkpoints, logs and reports of an earlier run into ``previous-N`` inside ``folder``, N the next free one.
+    """Move checkpoints, logs and reports of an earlier run into ``previous-N`` in ``folder``, with the next free N.
 
-    Only names change, so it takes no time and no space. Model files in ``folder`` stay until they are replaced. A call
-    that was interrupted is finished by the next one. The caller holds the lock of the folder.
+    This only renames, so it takes neither time nor space. Model files in ``folder`` stay until they are replaced. An
+    interrupted call is completed by the next one. The caller holds the lock of the folder.
 
     Args:
         folder: the output folder.
-        only: what of it to move; None: all that a run leaves, but for the model.
+        only: files and folders to move; None: everything that a run leaves except the model.
 
     Returns:
-        Where they are; None if there was nothing to move.
+        The new folder; None if there was nothing to move.
 
     Raises:
-        OutputError: something could not be moved; what was is found by the next call.
+        OutputError: something could not be moved; the next call continues from there.
     """
     moving, last = folder / _MOVING, folder
     try:
         found = _left_by_earlier_run(folder) if only is None else sorted(only, key=_step)
         if any((moving / path.name).exists() for path in found):
-            _publish(folder)  # a run has written since the interrupted call: these are two earlier runs
+            _publish(folder)  # a run has written since the interrupted call, so there are two earlier runs
         if not found and not moving.exists():
             return None
         moving.mkdir(exist_ok=True)
@@ -49,13 +49,13 @@ def set_aside(folder: Path, only: Sequence[Path] | None = None) -> Path | None:
         return _publish(folder)
     except OSError as error:
         raise OutputError(
-            f"output_dir: could not move {last} of the earlier run aside: {error.strerror or error}; move it away, or "
+            f"output_dir: could not move {last} of the earlier run: {error.strerror or error}; move it manually, or "
             "choose another output_dir"
         ) from error
 
 
 def set_folder_aside(folder: Path) -> Path | None:
-    """Give a folder that is not empty the name ``NAME.previous-N`` beside it; None if there is nothing to rename.
+    """Rename a non-empty folder to ``NAME.previous-N``; return None if there is nothing to rename.
 
     Raises:
         OutputError: it cannot be renamed.
@@ -73,9 +73,9 @@ def set_folder_aside(folder: Path) -> Path | None:
 
 
 def _left_by_earlier_run(folder: Path) -> list[Path]:
-    """Its files: checkpoints from the oldest to the newest, for as long as any is there, the newest is; then the rest.
+    """The files of the earlier run: checkpoints from oldest to newest, then the rest.
 
-    A resume between an interrupted call and the next one goes on from the newest or from nothing.
+    In this order, a resume after an interrupted call starts from the newest checkpoint or from scratch.
     """
     checkpoints = {path for pattern in _CHECKPOINTS for path in folder.glob(pattern)}
     files = [folder / name for name in _FILES if (folder / name).exists()]
@@ -88,7 +88,7 @@ def _step(path: Path) -> tuple[int, str]:
 
 
 def _publish(folder: Path) -> Path | None:
-    """Give what has been moved its final name; None if that is nothing."""
+    """Give the moved files their final folder name; return None if there are none."""
     moving = folder / _MOVING
     if not any(moving.iterdir()):
         moving.rmdir()

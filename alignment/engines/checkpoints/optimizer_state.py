@@ -1,9 +1,9 @@
-"""The optimizer's state of a training engine: written as fragments, and read back at the same or another split.
+"""The optimizer state of a training engine: written as fragments, and read with the same or another split.
 
-Every rank writes the masters and states that it holds, and reads the intervals that it needs from the files of all
-ranks: bitwise what was written at the same split, and element by element the same at any other one. Weights of the
-model are not in the fragments; they follow from the masters, and those that the model's own files hold in the same
-precision are read from there. What a fragment file is: :mod:`.fragments`.
+Every rank writes the master weights and states that it holds, and reads the intervals that it needs from the files of
+all ranks: bitwise identical with the same split, and element by element with any other. The model's weights are not in
+the fragments; they follow from the master weights, and those that the model's own files contain in the same precision
+are read from there. The format of a fragment file is described in :mod:`.fragments`.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from alignment.internals.deepspeed_state import (
 
 
 def trained_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Names of the parameters that are trained, in the order of the model; a tied one has its first name."""
+    """The names of the trained parameters, in the order of the model; a tied parameter has its first name."""
     return {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def fragment_ranks(policy: PolicyEngine) -> int:
-    """How many fragment files this engine writes: one without ZeRO, where all ranks hold the same, else one a rank."""
+    """The number of fragment files: one without ZeRO, where all ranks have the same state, otherwise one per rank."""
     return 1 if replicates_state(policy.engine) else policy.world_size
 
 
@@ -63,7 +63,7 @@ def writes_fragments(policy: PolicyEngine) -> bool:
 
 
 def group_settings(policy: PolicyEngine) -> list[dict[str, Any]]:
-    """The settings of the optimizer's parameter groups (rates, decays, betas), as far as JSON can say them."""
+    """The settings of the optimizer's parameter groups (rates, decays, betas), as far as JSON supports them."""
     groups = inner_optimizer(policy.engine).param_groups
     return [
         {name: _plain(value) for name, value in group.items() if name != "params" and _is_plain(_plain(value))}
@@ -72,15 +72,15 @@ def group_settings(policy: PolicyEngine) -> list[dict[str, Any]]:
 
 
 def restore_group_settings(policy: PolicyEngine, settings: Sequence[Mapping[str, Any]]) -> None:
-    """Set what :func:`group_settings` gave.
+    """Restore settings from :func:`group_settings`.
 
     Raises:
-        CheckpointError: there are more or fewer groups.
+        CheckpointError: the number of groups differs.
     """
     groups = inner_optimizer(policy.engine).param_groups
     if len(groups) != len(settings):
         raise CheckpointError(
-            f"the checkpoint has {len(settings)} parameter groups, but the optimizer has {len(groups)}; continue with "
+            f"the checkpoint has {len(settings)} parameter groups, but the optimizer has {len(groups)}; resume with "
             "the same model and optimizer"
         )
     for group, saved in zip(groups, settings, strict=True):
@@ -95,13 +95,13 @@ def restore_group_settings(policy: PolicyEngine, settings: Sequence[Mapping[str,
 def write_fragments(
     policy: PolicyEngine, path: Path, exported: Mapping[str, ExportedTensor] | None = None
 ) -> FileRecord:
-    """Write this rank's fragment file; for ranks that :func:`writes_fragments` names.
+    """Write this rank's fragment file; for ranks with :func:`writes_fragments`.
 
     Args:
-        policy: between two steps.
-        path: of the file.
-        exported: parameters that the model's files in the same folder hold in fp32; a unit of these alone is written
-            without its master.
+        policy: the engine, between two steps.
+        path: the file.
+        exported: parameters that the model's files in the same folder contain in fp32; a unit that consists only of
+            these is written without its master weights.
 
     Raises:
         OSError: the file cannot be written.
@@ -117,19 +117,19 @@ def read_fragments(
     files: Sequence[str] | None = None,
     exported: Mapping[str, ExportedTensor] | None = None,
 ) -> None:
-    """Set masters and states of this rank from the fragments of all ranks, then the model's weights; collective.
+    """Restore this rank's master weights and states from the fragments of all ranks, then the weights. Collective.
 
-    Where any rank cannot read, every rank raises; as long as the checkpoint does not suit the engine, nothing has
-    been changed by then. Beside the states themselves only buffers of at most 64 MiB are needed.
+    If any rank cannot read, every rank raises; if the checkpoint does not match the engine, nothing has been changed.
+    Apart from the states, only buffers of at most 64 MiB are needed.
 
     Args:
-        policy: with the same model and optimizer; it may have taken steps.
+        policy: an engine with the same model and optimizer; it may have made steps.
         folder: the checkpoint.
-        files: names of all fragment files in it; None: as the folder has them.
+        files: names of all fragment files in it; None: as found in the folder.
         exported: as for :func:`write_fragments`.
 
     Raises:
-        CheckpointError: files are missing or damaged, or do not suit this model, optimizer or split.
+        CheckpointError: files are missing or damaged, or do not match this model, optimizer or split.
     """
     optimizer, names = inner_optimizer(policy.engine), trained_names(policy.scorer.model)
     shapes = {name: whole_shape(parameter) for parameter, name in names.items()}
@@ -152,14 +152,14 @@ def read_fragments(
 
 
 def fragment_bytes(policy: PolicyEngine, exported: Collection[str] = ()) -> int:
-    """The size of this rank's fragment file; 0 where it writes none.
+    """The size of this rank's fragment file; 0 if it writes none.
 
-    Before the first step there are no states: their size is that of the states which the optimizer makes for small
-    tensors, extended to the size of the masters.
+    Before the first step there are no states: their size is extrapolated from the states that the optimizer creates
+    for small tensors.
 
     Args:
-        policy: at any time.
-        exported: names of the parameters that the model's files will hold in fp32.
+        policy: the engine, at any time.
+        exported: names of the parameters that the model's files will contain in fp32.
     """
     if not writes_fragments(policy):
         return 0
@@ -173,18 +173,19 @@ def _check_same(policy: PolicyEngine, fragments: Fragments, shapes: Collection[s
     saved, own = fragments.first.optimizer, optimizer_name(policy)
     if saved != own:
         raise CheckpointError(
-            f"{fragments.folder}: has the states of {saved}, but this run has {own}; continue with the same optimizer"
+            f"{fragments.folder}: contains the states of {saved}, but this run uses {own}; resume with the same "
+            "optimizer"
         )
     for name in fragments.shapes:
         if name not in shapes:
             raise CheckpointError(
-                f"{fragments.folder}: {name} was trained, but this run does not train it; continue with the same "
-                "model and the same trained parameters"
+                f"{fragments.folder}: {name} was trained, but this run does not train it; resume with the same model "
+                "and the same trained parameters"
             )
 
 
 def _contents(policy: PolicyEngine, exported: Collection[str]) -> tuple[Index, dict[str, Tensor]]:
-    """The index of this rank's file and its tensors, which are the optimizer's own."""
+    """The index of this rank's file and its tensors, which are not copied."""
     optimizer = inner_optimizer(policy.engine)
     names, tensors = trained_names(policy.scorer.model), {}
     shapes: dict[str, list[int]] = {}
@@ -201,8 +202,8 @@ def _contents(policy: PolicyEngine, exported: Collection[str]) -> tuple[Index, d
                 values[name] = value
             else:
                 raise CheckpointError(
-                    f"{optimizer_name(policy)}: its state {name!r} is of type {type(value).__name__}, which cannot be "
-                    "saved; use another optimizer"
+                    f"{optimizer_name(policy)}: state {name!r} of type {type(value).__name__} cannot be saved; use "
+                    "another optimizer"
                 )
         in_model = unit.master.dtype == torch.float32 and all(piece.name in exported for piece in pieces)
         if not in_model:
@@ -230,7 +231,7 @@ def saved_pieces(unit: Unit, names: Mapping[nn.Parameter, str]) -> tuple[SavedPi
         if piece.parameter not in names:
             raise CheckpointError(
                 f"the optimizer trains a parameter of shape {list(whole_shape(piece.parameter))} that the model does "
-                "not have; give it the model's parameters only"
+                "not have; pass it only parameters of the model"
             )
     return tuple(SavedPiece(names[piece.parameter], *piece[1:]) for piece in unit.pieces)
 
@@ -242,12 +243,12 @@ def _kind(name: str, state: Tensor, master: Tensor) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A number for a tensor that holds one, as rates may; anything else as it is."""
+    """The number in a tensor of one element, such as a learning rate; anything else unchanged."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON gives the same value back, a tuple as a list."""
+    """Whether a value survives a round trip through JSON, except that tuples become lists."""
     if isinstance(value, list | tuple):
         return all(_is_plain(one) for one in value)
     if isinstance(value, dict):

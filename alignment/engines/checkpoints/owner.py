@@ -1,4 +1,4 @@
-"""Who owns an output folder: which process, and whether it still lives as far as another process can know."""
+"""The owner of an output folder: which process it is, and whether another process can tell that it is alive."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 
 _BEAT_WIDTH = 12
-_HIDDEN = ""  # the start of a process that exists and shows nothing of itself
+_HIDDEN = ""  # start time of a process that exists but is hidden
 
 
 class Standing(enum.Enum):
-    """What is known of an owner without watching it."""
+    """State of an owner as far as it is known without watching it."""
 
     LIVES = enum.auto()
     GONE = enum.auto()
@@ -26,17 +26,17 @@ class Standing(enum.Enum):
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, described so that another one can look for it.
+    """A process, described so that another one can look it up.
 
     Attributes:
-        host: name of its host.
-        boot: of the kernel it runs on, different on every machine and after every restart of one; "" if unknown.
-        space: its PID namespace, for a container has numbers of its own; "" if unknown.
-        pid: its number there.
-        start: when it started, by a clock that only starts of the same ``boot`` share: numbers are used again.
-        cluster, job: of SLURM; "" outside of it.
-        restarts: how often SLURM has requeued the job.
-        token: of this lock; one process may take several, one after another.
+        host: host name.
+        boot: Boot ID of its kernel, unique per machine and boot; "" if unknown.
+        space: PID namespace, since containers have their own; "" if unknown.
+        pid: process ID in this namespace.
+        start: start time, comparable only within the same ``boot``, because PIDs are reused.
+        cluster, job: SLURM cluster and job; "" outside of SLURM.
+        restarts: number of times SLURM has requeued the job.
+        token: ID of this lock; one process may acquire several, one after another.
     """
 
     host: str
@@ -67,7 +67,7 @@ class Owner:
 
     @classmethod
     def parsed(cls, text: bytes) -> Owner | None:
-        """The owner that a lock file names; None if it was torn, or is no lock file."""
+        """Parse a lock file; None if it is torn, or not a lock file."""
         try:
             found = json.loads(text)
         except ValueError:
@@ -79,21 +79,21 @@ class Owner:
         return owner if 0 < owner.pid < 2**31 else None
 
     def text(self) -> bytes:
-        """A lock file: one line of JSON that ends with the heartbeat, see :func:`beat`."""
+        """The content of the lock file: one line of JSON that ends with the heartbeat, see :func:`beat`."""
         head = json.dumps(asdict(self)).removesuffix("}")
         return f'{head}, "heartbeat": '.encode() + beat(0)
 
     def standing(self, observer: Owner) -> Standing:
-        """Whether this owner lives, as far as ``observer``, the calling process, can know at once.
+        """Whether this owner is alive, as far as ``observer``, the calling process, can tell immediately.
 
-        Only processes of the same PID namespace on the same running kernel can be looked up: the number of one in
-        another container, if it is there at all, is that of a stranger. A host's name says nothing about that.
+        Only processes of the same PID namespace on the same running kernel can be looked up: a PID of another
+        container, if it exists here, belongs to an unrelated process. Host names do not help.
         """
         if (self.host, self.boot, self.space) != (observer.host, observer.boot, observer.space):
             same_job = bool(self.job) and (self.cluster, self.job) == (observer.cluster, observer.job)
             return Standing.GONE if same_job and self.restarts < observer.restarts else Standing.UNKNOWN
         if (self.pid, self.start) == (observer.pid, observer.start):
-            return Standing.GONE  # another trainer of the calling process, which has come to the next
+            return Standing.GONE  # an earlier trainer of the calling process
         start = process_start(self.pid)
         if start == _HIDDEN:
             return Standing.UNKNOWN
@@ -104,14 +104,14 @@ class Owner:
 
 
 def beat(count: int) -> bytes:
-    """The end of a lock file with its ``count``-th heartbeat, always of the same length."""
+    """The end of a lock file with heartbeat number ``count``, always of the same length."""
     return f"{count:>{_BEAT_WIDTH}}}}\n".encode()
 
 
 def process_start(pid: int) -> str | None:
-    """When a process started, for comparison only; None if there is none, "" if it can be known but to others.
+    """The start time of a process, for comparison only; None if there is no such process, "" if it is hidden.
 
-    The kernel counts from its own start. The time of day, which psutil computes from that, moves when a clock is set.
+    The kernel counts from boot. The time of day, which psutil derives from that, changes when the clock is set.
     """
     try:
         shown = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -119,11 +119,11 @@ def process_start(pid: int) -> str | None:
         return _hidden_start(pid) if Path("/proc/self/stat").exists() else _start_without_proc(pid)
     after_name = shown.rpartition(")")[2].split()
     state, start = after_name[0], after_name[19]
-    return None if state in "ZX" else start  # dead, and its parent has not asked for its status yet
+    return None if state in "ZX" else start  # dead, but not yet reaped by its parent
 
 
 def _hidden_start(pid: int) -> str | None:
-    """Of a process that /proc does not show: it may be mounted so that users see their own only."""
+    """The start time of a process that /proc does not show: it may be mounted with hidepid."""
     try:
         os.kill(pid, 0)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Whether the output folder is one folder for all ranks: each writes its part of a checkpoint into it."""
+"""Check that all ranks share the output folder, since each writes its part of a checkpoint into it."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from alignment.config.errors import OutputError
 from alignment.engines.collectives import from_first_rank, gathered
 from alignment.engines.launch_env import rank
 
-PROBE = ".probe-"  # what the names of its files begin with
-_PATIENCE_S = 10.0  # network file systems show a new file to other hosts when their caches run out
+PROBE = ".probe-"  # prefix of the probe files
+_PATIENCE_S = 10.0  # on network file systems, a new file appears on other hosts when their caches expire
 _POLL_S = 0.1
 _UNSEEN = "unseen"
 
 
 def check_shared_folder(folder: Path) -> None:
-    """Let every rank look for a file of the first one, and write one of its own. Collective; nothing is left behind.
+    """Let every rank look for a file of the first rank and write its own. Collective; leaves nothing behind.
 
-    The files go to the nearest folder above ``folder`` that the first rank has, if ``folder`` is still to be made.
+    If ``folder`` does not exist yet, the nearest parent that exists on the first rank is used.
 
     Raises:
-        OutputError: on every rank, naming the hosts that see another folder or cannot write there.
+        OutputError: on every rank, naming the hosts that see another folder or cannot write to it.
     """
     name = f"{PROBE}{uuid.uuid4().hex}"
     levels = _existing_level(folder) if rank() == 0 else 0
     places = (folder.absolute(), *folder.absolute().parents)
     problem = _write(places[levels] / name) if rank() == 0 else None
-    # Levels, not a path: a relative one may be another place in another rank's working directory.
+    # Levels rather than a path: a relative path may differ with the working directory of another rank.
     levels, name, problem, first_host = from_first_rank((levels, name, problem, socket.gethostname()))
     probe = places[min(levels, len(places) - 1)] / name
     try:
@@ -43,7 +43,7 @@ def check_shared_folder(folder: Path) -> None:
     unseen = sorted({host for host, problem in found if problem == _UNSEEN})
     if unseen:
         raise OutputError(
-            f"output_dir: {folder} is node-local: {', '.join(unseen)} does not see what {first_host} writes there; "
+            f"output_dir: {folder} is node-local: {', '.join(unseen)} does not see the files of {first_host}; "
             "choose a folder on a file system that all nodes share"
         )
     for host, problem in found:
@@ -54,13 +54,13 @@ def check_shared_folder(folder: Path) -> None:
 
 
 def _existing_level(folder: Path) -> int:
-    """How far above ``folder`` the nearest folder is that exists."""
+    """The number of levels from ``folder`` up to the nearest existing folder."""
     places = (folder.absolute(), *folder.absolute().parents)
     return next(level for level, place in enumerate(places) if place.exists())
 
 
 def _write(path: Path) -> str | None:
-    """Make a file; the reason if that fails."""
+    """Create a file; return the reason if that fails."""
     try:
         path.write_text("", encoding="utf-8")
     except OSError as error:
@@ -69,7 +69,7 @@ def _write(path: Path) -> str | None:
 
 
 def _look(probe: Path) -> str | None:
-    """Wait for the first rank's file, then write another beside it for a moment; what is wrong, if anything."""
+    """Wait for the first rank's file, then create another for a moment; return the problem, if any."""
     deadline = time.monotonic() + _PATIENCE_S
     while not _listed(probe):
         if time.monotonic() > deadline:
@@ -83,7 +83,7 @@ def _look(probe: Path) -> str | None:
 
 
 def _listed(probe: Path) -> bool:
-    """Whether a file is there; listing its folder makes NFS ask the server, where a look at the name alone may not."""
+    """Whether a file exists; listing its folder makes NFS query the server, unlike a lookup by name."""
     try:
         return probe.name in os.listdir(probe.parent)
     except OSError:

@@ -11,11 +11,11 @@ from alignment.config.errors import CheckpointError
 
 
 class FileRecord(NamedTuple):
-    """What a manifest says of a file.
+    """The manifest's record of a file.
 
     Attributes:
-        size: in bytes.
-        checksum: xxh3_128 of its content, 32 hexadecimal digits.
+        size: size in bytes.
+        checksum: xxh3_128 of the content, 32 hexadecimal digits.
     """
 
     size: int
@@ -23,10 +23,10 @@ class FileRecord(NamedTuple):
 
 
 def record_of(path: Path) -> FileRecord:
-    """Size and checksum of a file, read in chunks.
+    """Compute size and checksum of a file, which is read in chunks.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the file cannot be read.
     """
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(4 * 2**20))

@@ -1,4 +1,4 @@
-"""safetensors files written and read in chunks, with a checksum, so that no file is ever whole in memory."""
+"""Writing and reading safetensors files in chunks and with a checksum, so that no file is ever in memory at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from alignment.config.errors import CheckpointError
 from alignment.engines.checkpoints.records import FileRecord
 
 CHUNK_BYTES = 64 * 2**20
-_LONGEST_HEADER = 100_000_000  # bytes; safetensors refuses a longer one
+_LONGEST_HEADER = 100_000_000  # bytes; the maximum of the safetensors library
 _METADATA = "__metadata__"
 _DTYPES = {
     "F64": torch.float64,
@@ -49,19 +49,19 @@ class _Entry(NamedTuple):
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
-    """Write a safetensors file and flush it to the disk.
+    """Write a safetensors file and flush it to disk.
 
     ``safetensors.torch.save_file`` copies every tensor into one buffer before it writes; this function copies at most
-    64 MiB at a time, and a tensor on a device chunk by chunk. Only a tensor that is not contiguous is copied whole.
+    64 MiB at a time, also from a device. Only non-contiguous tensors are copied entirely.
 
     Args:
-        path: of the file, which is replaced in place if it exists; write to a folder that nobody reads yet.
-        tensors: by name, of any shape and device.
-        metadata: text by name.
+        path: the file, which is overwritten in place if it exists; write to a folder that has no readers yet.
+        tensors: tensors by name, of any shape and device.
+        metadata: strings by name.
 
     Raises:
-        OSError: the file cannot be written, a full disk included.
-        CheckpointError: a tensor has a dtype that the format does not have.
+        OSError: the file cannot be written, or the disk is full.
+        CheckpointError: the format does not support the dtype of a tensor.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # aligns all of them
     header = _header(ordered, metadata)
@@ -80,7 +80,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def file_bytes(tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> int:
-    """The size of the file that :func:`write_tensors` would write, to within the lengths of the names."""
+    """The size of the file that :func:`write_tensors` would write, up to the lengths of the names."""
     tensors = list(tensors)
     return len(_header([(f"{number:024}", tensor) for number, tensor in enumerate(tensors)], metadata)) + sum(
         tensor.numel() * tensor.element_size() for tensor in tensors
@@ -88,19 +88,19 @@ def file_bytes(tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> int:
 
 
 class TensorFile:
-    """A safetensors file opened for reading, its header checked.
+    """A safetensors file opened for reading, with a checked header.
 
     Use it as a context manager, or call :meth:`close`.
 
     Args:
-        path: of the file.
+        path: the file.
 
     Attributes:
-        path: of the file.
-        metadata: text by name.
+        path: the file.
+        metadata: strings by name.
 
     Raises:
-        CheckpointError: the file cannot be opened, or is no whole safetensors file.
+        CheckpointError: the file cannot be opened, or is not a complete safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -124,7 +124,7 @@ class TensorFile:
         self.close()
 
     def close(self) -> None:
-        """Close the file; calling it again changes nothing."""
+        """Close the file. Repeated calls have no effect."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -145,7 +145,7 @@ class TensorFile:
         return self._entry(key).dtype
 
     def read(self, key: str) -> Tensor:
-        """A whole tensor, on the CPU."""
+        """Read a tensor to the CPU."""
         entry = self._entry(key)
         target = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         self.read_into(key, target)
@@ -153,25 +153,25 @@ class TensorFile:
 
     @torch.no_grad()
     def read_into(self, key: str, target: Tensor, start: int = 0) -> None:
-        """Fill ``target`` with the elements of the flattened tensor from ``start`` on.
+        """Fill ``target`` with the elements of the flattened tensor, beginning at ``start``.
 
-        A contiguous tensor on the CPU is read into directly; any other by way of a buffer of at most 64 MiB.
+        Contiguous CPU tensors are filled directly, all others through a buffer of at most 64 MiB.
 
         Args:
             key: name of the tensor.
-            target: of the same dtype and any shape; as many elements are read as it has.
+            target: tensor of the same dtype and any shape; its size is the number of elements to read.
             start: first element of the flattened tensor.
 
         Raises:
-            CheckpointError: no such tensor, another dtype, too few elements, or the file cannot be read.
+            CheckpointError: there is no such tensor, the dtype differs, it has too few elements, or reading fails.
         """
         entry = self._entry(key)
         if target.dtype != entry.dtype:
-            raise CheckpointError(f"{self.path}: {key} is {entry.dtype}, but {target.dtype} is needed")
+            raise CheckpointError(f"{self.path}: {key} is {entry.dtype}, but {target.dtype} is required")
         count, held = target.numel(), math.prod(entry.shape)
         if start < 0 or start + count > held:
             raise CheckpointError(
-                f"{self.path}: {key} has {held} elements, but those from {start} to {start + count} are needed"
+                f"{self.path}: {key} has {held} elements, but elements {start} to {start + count} are required"
             )
         offset = entry.begin + start * target.element_size()
         target = target.detach()
@@ -195,7 +195,7 @@ class TensorFile:
         return self._entries[key]
 
     def _read_bytes(self, view: memoryview, offset: int) -> None:
-        """Fill ``view`` from ``offset`` on; one call of the system reads 2 GiB at most."""
+        """Fill ``view`` from position ``offset``; one system call reads at most 2 GiB."""
         done = 0
         while done < len(view):
             try:
@@ -209,57 +209,57 @@ class TensorFile:
     def _read_header(self) -> tuple[dict[str, str], dict[str, _Entry]]:
         size = os.fstat(self._descriptor).st_size
         if size < 8:
-            raise self._damaged(f"has {size} bytes, too few for a header")
+            raise self._damaged(f"{size} bytes are too few for a header")
         first = bytearray(8)
         self._read_bytes(memoryview(first), 0)
         length = int.from_bytes(first, "little")
         if length > min(size - 8, _LONGEST_HEADER):
-            raise self._damaged(f"its header of {length} bytes does not fit into {size} bytes")
+            raise self._damaged(f"the header of {length} bytes does not fit into the {size} bytes of the file")
         text = bytearray(length)
         self._read_bytes(memoryview(text), 8)
         try:
             header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
         except (ValueError, RecursionError) as error:
-            raise self._damaged(f"its header is not valid JSON: {error}") from error
+            raise self._damaged(f"the header is not valid JSON ({error})") from error
         if not isinstance(header, dict):
-            raise self._damaged("its header is not a JSON object")
+            raise self._damaged("the header is not a JSON object")
         metadata = header.pop(_METADATA, {})
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-            raise self._damaged("its metadata is not text by name")
+            raise self._damaged("the metadata does not map names to strings")
         return metadata, self._checked(header, 8 + length, size)
 
     def _checked(self, header: dict[str, Any], begin: int, size: int) -> dict[str, _Entry]:
-        """The entries in the order of the file, which have to fill it without a gap."""
+        """The entries in the order of the file, which they must fill without gaps."""
         entries = {key: self._checked_entry(key, value, begin) for key, value in header.items()}
         entries = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
         at = begin
         for key, entry in entries.items():
             if entry.begin != at:
-                raise self._damaged(f"{key} begins at byte {entry.begin} instead of {at}")
+                raise self._damaged(f"{key} starts at byte {entry.begin} instead of {at}")
             at = entry.end
         if at != size:
-            raise self._damaged(f"has {size} bytes instead of {at}")
+            raise self._damaged(f"{size} bytes instead of {at}")
         return entries
 
     def _checked_entry(self, key: str, value: Any, begin: int) -> _Entry:
         if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-            raise self._damaged(f"the entry of {key} is not dtype, shape and data_offsets")
+            raise self._damaged(f"the entry of {key} does not consist of dtype, shape and data_offsets")
         shape, offsets = value["shape"], value["data_offsets"]
         if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-            raise self._damaged(f"shape or data_offsets of {key} are not whole numbers")
+            raise self._damaged(f"shape or data_offsets of {key} are not non-negative integers")
         if not isinstance(value["dtype"], str) or value["dtype"] not in _DTYPES:
-            raise self._damaged(f"the dtype {value['dtype']!r} of {key} is not known")
+            raise self._damaged(f"the dtype {value['dtype']!r} of {key} is not supported")
         dtype = _DTYPES[value["dtype"]]
         if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
-            raise self._damaged(f"data_offsets of {key} do not suit its shape {shape}")
+            raise self._damaged(f"data_offsets of {key} do not match its shape {shape}")
         return _Entry(dtype, tuple(shape), begin + offsets[0], begin + offsets[1])
 
     def _damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {what}: it is damaged or no safetensors file; restore it")
+        return CheckpointError(f"{self.path}: {what}; the file is damaged or not a safetensors file; restore it")
 
 
 def _header(tensors: list[tuple[str, Tensor]], metadata: Mapping[str, str]) -> bytes:
-    """Length and JSON, padded with spaces so that the data is aligned to 8 bytes."""
+    """The length and the JSON header, padded with spaces so that the data is aligned to 8 bytes."""
     content: dict[str, Any] = {_METADATA: dict(metadata)}
     at = 0
     for name, tensor in tensors:
@@ -274,7 +274,7 @@ def _header(tensors: list[tuple[str, Tensor]], metadata: Mapping[str, str]) -> b
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, a limited number at a time."""
+    """Yield the bytes of a tensor in chunks."""
     flat = tensor.detach().contiguous().view(-1)
     step = max(CHUNK_BYTES // tensor.element_size(), 1)
     for first in range(0, flat.numel(), step):
@@ -299,5 +299,5 @@ def _are_sizes(value: Any) -> bool:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("duplicate name")
     return found

@@ -1,1 +1,1 @@
-"""Looking at a run from outside, by its files alone. Importing this package imports neither torch nor DeepSpeed."""
+"""Inspection of a run through its files alone. Importing this package imports neither torch nor DeepSpeed."""

@@ -1,4 +1,4 @@
-"""The checkpoints of a run as they are on disk, and whether they are whole."""
+"""The checkpoints of a run on disk, and whether they are complete."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class CheckpointView:
 
     Attributes:
         name: of its folder.
-        step: by its name.
-        problem: why it is not whole; None if it is.
-        bytes: of all files; 0 if that is not known.
-        resumable: whether a run can go on from it.
-        total_steps: of the whole run when it was written; 0 if that is not known.
+        step: from its name.
+        problem: why it is incomplete; None if it is complete.
+        bytes: total size of its files; 0 if unknown.
+        resumable: whether a run can resume from it.
+        total_steps: of the run when the checkpoint was written; 0 if unknown.
         run: name of the run that wrote it.
     """
 
@@ -34,11 +34,11 @@ class CheckpointView:
     run: str = field(default="", repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The checkpoint as a JSON object."""
         return {
             "name": self.name,
             "step": self.step,
-            "whole": self.problem is None,
+            "complete": self.problem is None,
             "problem": self.problem,
             "bytes": self.bytes,
             "resumable": self.resumable,
@@ -46,11 +46,11 @@ class CheckpointView:
 
 
 class CheckpointReader:
-    """Looks at the checkpoints of a folder; a manifest that it has read is not read again.
+    """Reads the checkpoints of a folder; each manifest is read once.
 
     Args:
         folder: the output folder.
-        read_all: compare the content of every file with its checksum as well, once.
+        read_all: also compare the contents of every file with its checksum, once.
     """
 
     def __init__(self, folder: Path, *, read_all: bool = False) -> None:
@@ -59,12 +59,12 @@ class CheckpointReader:
         self._compared: set[tuple[str, int]] = set()
 
     def views(self) -> list[CheckpointView]:
-        """All of them, the newest first."""
+        """All checkpoints, the newest first."""
         found = [(folder, self._view(folder)) for folder in reversed(checkpoints(self.folder))]
         return [view for folder, view in found if view.problem is None or folder.is_dir()]  # or removed meanwhile
 
     def being_written(self) -> list[str]:
-        """The names of those that are being written, or were when their process was killed."""
+        """Names of checkpoints that are being written, or were when their process was killed."""
         return sorted(path.name for path in self.folder.glob(partial_of(self.folder / "checkpoint-*").name))
 
     def _view(self, folder: Path) -> CheckpointView:
@@ -99,5 +99,5 @@ class CheckpointReader:
 
 
 def _without_folder(message: str, folder: Path) -> str:
-    """Messages name files in full; here they follow the checkpoint's name."""
+    """The message without the folder's path, since the checkpoint's name precedes it."""
     return message.removeprefix(f"{folder}/").removeprefix(f"{folder}: ")

@@ -1,7 +1,7 @@
-"""Whether the process that a run's files speak of is still there.
+"""Whether the process of a run is still alive.
 
-On the same machine the process table tells. From elsewhere only changes do: of the heartbeat in ``.lock``, and of the
-other files that a run writes. They are watched by the observer's own clock, for two hosts may differ in theirs.
+On the same host the process table tells. On another host only changes do: of the heartbeat in ``.lock`` and of the
+other files that a run writes. They are timed with the observer's clock, since the clocks of two hosts may differ.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from alignment.reporting.status_file import STATUS, RunStatus
 
 SILENT_S = 20.0  # four heartbeats
 _CLOCKS_DIFFER_S = 30.0
-_SIGNS = (LOCK, STATUS, "log.jsonl")
+_HEARTBEATS = (LOCK, STATUS, "log.jsonl")
 
 
 @dataclass(frozen=True)
 class Life:
-    """What is known of a run's process.
+    """What is known about a run's process.
 
     Attributes:
-        lives: None while that has to be watched.
-        owner: who holds the output folder; None if nobody does.
-        reason: how it is known that it does not live.
+        alive: None as long as it has to be watched.
+        owner: the process that holds the output folder, if any.
+        reason: how it is known that the process is gone.
     """
 
-    lives: bool | None
+    alive: bool | None
     owner: Owner | None = None
     reason: str = ""
 
 
 class Pulse:
-    """Looks for signs of life of the process that writes into an output folder.
+    """Watches for heartbeats of the process that writes to an output folder.
 
     Args:
         folder: the output folder.
-        own: the observer; None: the calling process.
+        own: the observer. Defaults to the calling process.
         clock: the observer's, in seconds.
     """
 
@@ -53,7 +53,7 @@ class Pulse:
         self._changed = False
 
     def look(self) -> Life:
-        """What is known by now; each call may know more than the one before."""
+        """What is known so far; each call may know more than the previous one."""
         text = _content(self.folder / LOCK)
         owner = None if text is None else Owner.parsed(text)
         standing = Standing.UNKNOWN if owner is None else owner.standing(self._own)
@@ -61,7 +61,7 @@ class Pulse:
             return Life(True, owner)
         if standing is Standing.GONE:
             return Life(False, owner, f"{owner} is gone")
-        return self._watched(owner, (text, *(_stamp(self.folder / name) for name in _SIGNS)))
+        return self._watched(owner, (text, *(_stamp(self.folder / name) for name in _HEARTBEATS)))
 
     def _watched(self, owner: Owner | None, seen: tuple[object, ...]) -> Life:
         now = self._clock()
@@ -74,16 +74,16 @@ class Pulse:
         return Life(True if self._changed else None, owner)
 
 
-def last_sign(folder: Path) -> float | None:
-    """When the folder's run last wrote something, by the clock of the file system: seconds since 1970."""
-    times = [stamp[0] for name in _SIGNS if (stamp := _stamp(folder / name)) is not None]
+def last_heartbeat(folder: Path) -> float | None:
+    """When the run last wrote to its folder, by the file system's clock, in seconds since 1970."""
+    times = [stamp[0] for name in _HEARTBEATS if (stamp := _stamp(folder / name)) is not None]
     return max(times, default=None)
 
 
 def clocks(folder: Path, status: RunStatus, now: Callable[[], float] = time.time) -> str | None:
-    """A sentence where two of the clocks that times are read from visibly differ; None where they do not.
+    """A sentence if two of the clocks involved visibly differ, else None.
 
-    ``status.json`` has its time by the clock of the run's host, and by that of the file system.
+    The time in ``status.json`` is from the clock of the run's host; its modification time is from the file system's.
     """
     said, stamp = seconds_of(status.time), _stamp(folder / STATUS)
     if said is None or stamp is None:
@@ -105,7 +105,7 @@ def _content(path: Path) -> bytes | None:
 
 
 def _stamp(path: Path) -> tuple[float, int] | None:
-    """Time and size of a file."""
+    """Modification time and size of a file."""
     try:
         found = os.stat(path)
     except OSError:

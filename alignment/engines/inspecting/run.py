@@ -1,4 +1,4 @@
-"""Where a run stands, from its output folder alone: while it runs, after its end, and after it was killed."""
+"""The state of a run, read from its output folder: while it runs, after its end, and after it was killed."""
 
 from __future__ import annotations
 
@@ -13,57 +13,61 @@ from alignment.engines.checkpoints.folder import checkpoints
 from alignment.engines.checkpoints.lock import LOCK
 from alignment.engines.checkpoints.manifest import MANIFEST
 from alignment.engines.inspecting.checkpoints import CheckpointReader, CheckpointView
-from alignment.engines.inspecting.life import Life, Pulse, clocks, last_sign
+from alignment.engines.inspecting.life import Life, Pulse, clocks, last_heartbeat
 from alignment.engines.inspecting.view import LOST, UNKNOWN, RunView
 from alignment.reporting.log_reading import LogReader, Record, metrics_of, number
 from alignment.reporting.status_file import ENDED, STATUS, RunStatus, read_status
 
-_LOG, _REPORT = "log.jsonl", "report.md"
+_LOG, _REPORTS = "log.jsonl", ("report.html", "report.md")
 _STATE = "run_state-00000.json"  # of the first rank, in a checkpoint
 _LARGEST_STATE = 64 * 2**20
 _LARGEST_COUNT = 2**53
 
 
 class RunReader:
-    """Reads an output folder, again and again if need be.
+    """Reads an output folder, as often as needed.
 
     Args:
         folder: the output folder.
-        read_all: compare the content of checkpoints with their checksums as well.
+        read_all: also compare the contents of checkpoints with their checksums.
+        history: keep all entries of the log, in ``log.records``.
+
+    Attributes:
+        log: the reader of ``log.jsonl``.
 
     Raises:
         OutputError: it is not the output folder of a run.
     """
 
-    def __init__(self, folder: Path, *, read_all: bool = False) -> None:
+    def __init__(self, folder: Path, *, read_all: bool = False, history: bool = False) -> None:
         _check_folder(folder)
         self.folder = folder
-        self._log, self._pulse = LogReader(folder / _LOG), Pulse(folder)
+        self.log, self._pulse = LogReader(folder / _LOG, history=history), Pulse(folder)
         self._checkpoints = CheckpointReader(folder, read_all=read_all)
         self._phases: dict[str, dict[str, Record]] = {}
 
     def read(self) -> RunView:
-        """How things stand now."""
+        """The current state."""
         problems: list[str] = []
         status, life = self._status_and_life(problems)
         try:
-            self._log.read()
+            self.log.read()
         except OSError as error:
-            problems.append(f"{_LOG}: it cannot be read ({error.strerror or error})")
-        if self._log.unreadable:
-            problems.append(f"{_LOG}: {self._log.unreadable} line(s) cannot be read")
+            problems.append(f"{_LOG}: cannot be read ({error.strerror or error})")
+        if self.log.unreadable:
+            problems.append(f"{_LOG}: {self.log.unreadable} line(s) cannot be read")
         found = self._checkpoints.views()
         state, reason = self._state(status, life)
         return RunView(
             folder=str(self.folder),
             state=state,
             reason=reason,
-            last_sign=_text_of(last_sign(self.folder)),
-            lives=life.lives,
-            holder="" if life.owner is None or life.lives is False else str(life.owner),
+            last_heartbeat=_text_of(last_heartbeat(self.folder)),
+            alive=life.alive,
+            holder="" if life.owner is None or life.alive is False else str(life.owner),
             checkpoints=found,
             partial=self._checkpoints.being_written(),
-            report=str(self.folder / _REPORT) if (self.folder / _REPORT).is_file() else None,
+            report=next((str(self.folder / name) for name in _REPORTS if (self.folder / name).is_file()), None),
             notes=[said for said in [status and life.owner and clocks(self.folder, status)] if said],
             problems=problems,
             **self._identity(status, found),
@@ -72,38 +76,38 @@ class RunReader:
         )
 
     def _status_and_life(self, problems: list[str]) -> tuple[RunStatus | None, Life]:
-        """``status.json`` and who lives, of one moment: a run writes its end there before it lets go of the folder."""
+        """A consistent ``status.json`` and process state: a run writes its end there before it releases the folder."""
         for _ in range(3):
             status, problem = _read(self.folder)
             life = self._life(status)
-            if life.lives is not False or _read(self.folder)[0] == status:
+            if life.alive is not False or _read(self.folder)[0] == status:
                 break
         problems += [problem] if problem else []
         return status, life
 
     def _life(self, status: RunStatus | None) -> Life:
-        """Of a run that says it is over, or says nothing and holds nothing, nobody has to be waited for."""
+        """Do not wait for a run that has ended, or that has neither status nor lock."""
         life = self._pulse.look()
         says_so = status is not None and status.state not in ENDED
-        holds = status is None and self._log.ended is None and (self.folder / LOCK).exists()
-        return life if life.lives is not None or says_so or holds else Life(False, life.owner)
+        holds = status is None and self.log.ended is None and (self.folder / LOCK).exists()
+        return life if life.alive is not None or says_so or holds else Life(False, life.owner)
 
     def _state(self, status: RunStatus | None, life: Life) -> tuple[str, str]:
         if status is not None and status.state in ENDED:
             return status.state, ""
-        if life.lives is not False:
-            # Another process than the one of status.json: a next attempt, which has not come to write its own yet.
+        if life.alive is not False:
+            # Not the process of status.json: the next attempt, which has not written its own status yet.
             if status is None:
-                return "running" if self._log.events else "starting", ""
+                return "running" if self.log.events else "starting", ""
             another = life.owner is not None and life.owner.pid != status.pid
             return "starting" if another else status.state, ""
-        if status is None and (life.owner is None or self._log.ended is not None):
-            return "finished" if self._log.ended is not None else UNKNOWN, ""
+        if status is None and (life.owner is None or self.log.ended is not None):
+            return "finished" if self.log.ended is not None else UNKNOWN, ""
         return LOST, life.reason
 
     def _identity(self, status: RunStatus | None, found: list[CheckpointView]) -> dict[str, Any]:
-        """Which run it is, and by which process: as the status says, or without one the log."""
-        start, begun = self._log.newest("start"), self._log.newest("start", "resume")
+        """The run's identity and process: from the status or, without one, from the log."""
+        start, begun = self.log.newest("start"), self.log.newest("start", "resume")
         if status is None:
             return {
                 "method": _text(start.get("method")),
@@ -120,7 +124,7 @@ class RunReader:
         return {**values, "name": _text(start.get("run_name")), "updated": status.time}
 
     def _progress(self, status: RunStatus | None, state: str, found: list[CheckpointView]) -> dict[str, Any]:
-        log, last, evaluation = self._log, self._log.last, self._log.evaluation
+        log, last, evaluation = self.log, self.log.last, self.log.evaluation
         logged = _int(last.get("step"))
         steps = [logged, None if status is None else status.step, found[0].step if found else None]
         step = max((one for one in steps if one is not None), default=None)
@@ -151,8 +155,8 @@ class RunReader:
         }
 
     def _phase_times(self, found: list[CheckpointView]) -> dict[str, Any]:
-        """From the end of the log; of a run that has not come to it, from its newest checkpoint."""
-        ended = self._log.ended
+        """From the end event of the log or, before the end, from the newest checkpoint."""
+        ended = self.log.ended
         if ended is not None:
             return {"phases": _phases_in(ended), "phases_of": "the whole run"}
         for one in found:
@@ -164,23 +168,23 @@ class RunReader:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise OutputError unless a run has left something in ``folder``."""
+    """Raise OutputError unless ``folder`` contains a run."""
     try:
         if not folder.is_dir():
-            raise OutputError(f"{folder}: {'it is not a folder' if folder.exists() else 'there is no such folder'}")
+            raise OutputError(f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}")
         if _is_run(folder):
             return
         inside = sorted(path.name for path in folder.iterdir() if path.is_dir() and _is_run(path))
     except OSError as error:
-        raise OutputError(f"{folder}: it cannot be read: {error.strerror or error}") from error
+        raise OutputError(f"{folder}: cannot be read: {error.strerror or error}") from error
     hint = ""
     if (folder / MANIFEST).is_file():
-        hint = f"; it is a checkpoint: give the output folder, {folder.absolute().parent}"
+        hint = f"; it is a checkpoint: pass the output folder, {folder.absolute().parent}"
     elif inside:
         more = f" and {len(inside) - 5} more" if len(inside) > 5 else ""
-        hint = f"; there are runs in its folders {listing(inside[:5])}{more}"
+        hint = f"; it contains runs in {listing(inside[:5])}{more}"
     raise OutputError(
-        f"{folder}: it is not the output folder of a run, for it has no {STATUS}, no {_LOG} and no checkpoint{hint}"
+        f"{folder}: not the output folder of a run: it has no {STATUS}, no {_LOG} and no checkpoint{hint}"
     )
 
 
@@ -190,20 +194,20 @@ def _is_run(folder: Path) -> bool:
 
 
 def _read(folder: Path) -> tuple[RunStatus | None, str]:
-    """``status.json``, or what is wrong with it."""
+    """``status.json``, or the reason why it cannot be read."""
     try:
         status = read_status(folder)
         if status is not None and max(status.step, status.total_steps, status.attempt) > _LARGEST_COUNT:
-            raise ValueError("a number of steps or attempts that cannot be")
+            raise ValueError("the number of steps or attempts is out of range")
         return status, ""
     except ValueError as error:
-        return None, f"{STATUS}: it cannot be read ({one_line(error)})"
+        return None, f"{STATUS}: cannot be read ({one_line(error)})"
     except OSError as error:
-        return None, f"{STATUS}: it cannot be read ({error.strerror or error})"
+        return None, f"{STATUS}: cannot be read ({error.strerror or error})"
 
 
 def _state_in(checkpoint: Path) -> Record:
-    """What a checkpoint says of its first rank; empty where that cannot be read."""
+    """The run state of the first rank in a checkpoint; empty if it cannot be read."""
     try:
         path = checkpoint / _STATE
         found = json.loads(path.read_bytes()) if path.stat().st_size <= _LARGEST_STATE else {}
@@ -214,7 +218,7 @@ def _state_in(checkpoint: Path) -> Record:
 
 
 def _phases_in(record: Record) -> dict[str, Record]:
-    """Phases by name, each with its seconds."""
+    """Phases by name, those with a valid time."""
     found = record.get("phases")
     phases = found.items() if isinstance(found, dict) else ()
     return {name: one for name, one in phases if isinstance(one, dict) and number(one.get("seconds")) is not None}
@@ -223,7 +227,7 @@ def _phases_in(record: Record) -> dict[str, Record]:
 def _text_of(seconds: float | None) -> str | None:
     if seconds is None:
         return None
-    with contextlib.suppress(OverflowError, ValueError, OSError):  # a file system may say any year
+    with contextlib.suppress(OverflowError, ValueError, OSError):  # a file system may report any year
         return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     return None
 

@@ -1,4 +1,4 @@
-"""A run as its files show it, in plain values."""
+"""A run as seen in its files, in plain values."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ from typing import Any
 from alignment.engines.inspecting.checkpoints import CheckpointView
 from alignment.reporting.log_reading import Record
 
-LOST, UNKNOWN = "lost", "unknown"  # states beside those of status.json
+LOST, UNKNOWN = "lost", "unknown"  # states in addition to those of status.json
 
 
 @dataclass(frozen=True)
 class RunView:
-    """A run as its files show it. What they do not tell is None or empty.
+    """A run as seen in its files. Unknown values are None or empty.
 
     Attributes:
         folder: the output folder.
         state: ``starting``, ``running``, ``preempted``, ``stopped``, ``failed`` or ``finished``, as ``status.json``
-            says; ``lost``: it says that the run lives, and no sign of life is left; ``unknown``: there is no
-            ``status.json`` that can be read, and neither log nor lock tell.
+            says; ``lost``: it says that the run is in progress, but its process is gone; ``unknown``: there is no
+            readable ``status.json``, and neither log nor lock tell.
         reason: how it is known that the run is lost.
-        last_sign: when the run last wrote something, by the clock of the file system.
-        lives: whether its process lives; None where that is not known, or not known yet.
+        last_heartbeat: when the run last wrote something, by the clock of the file system.
+        alive: whether its process is alive; None if this is not known, or not known yet.
         signal, error, method, run, attempt, stalled, host, pid, world_size, job, restarts, phase, started: as
             ``status.json`` says.
         updated: when ``status.json`` was written.
         name: ``run_name``.
         holder: the process that holds the output folder.
         step, total_steps: optimizer steps.
-        eta_seconds: until the last step, at the present rate.
-        steps_per_second, tokens_per_second: see :meth:`LogReader.rates`.
+        eta_seconds: until the last step, at the current rate.
+        steps_per_second, tokens_per_second: see ``LogReader.rates``.
         tokens: trained on so far.
         metrics, metrics_step: of the newest training entry of the log.
         evaluation, evaluation_step: of the newest evaluation.
-        resumes: where the run went on from checkpoints: time, attempt, step.
+        resumes: each resume from a checkpoint: time, attempt, step.
         phases: time, tokens and peak memory of each phase, of the first rank.
-        phases_of: what they are of: the whole run, or the run up to a checkpoint.
+        phases_of: what the phases cover: the whole run, or the run up to a checkpoint.
         checkpoints: the newest first.
         partial: checkpoints that are being written, or were when the run was killed.
         report: path of the report.
-        notes: what a reader has to know: clocks that differ.
+        notes: caveats, such as clocks that differ.
         problems: files that could not be read.
     """
 
     folder: str
     state: str
     reason: str = ""
-    last_sign: str | None = None
-    lives: bool | None = None
+    last_heartbeat: str | None = None
+    alive: bool | None = None
     signal: str | None = None
     error: str | None = None
     method: str = ""
@@ -86,23 +86,23 @@ class RunView:
     problems: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it; the keys are those of the attributes, and stay."""
+        """The run as a JSON object; the keys are the names of the attributes, and are stable."""
         values = {each.name: _strict(getattr(self, each.name)) for each in fields(self)}
         return {**values, "checkpoints": [one.to_dict() for one in self.checkpoints]}
 
     @property
     def settled(self) -> bool:
-        """Whether it is known if the run lives."""
-        return self.state not in ("starting", "running") or self.lives is not None
+        """Whether it is known if the run's process is alive."""
+        return self.state not in ("starting", "running") or self.alive is not None
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is to come from this attempt."""
-        return self.state not in ("starting", "running") and self.lives is not True
+        """Whether this attempt has ended."""
+        return self.state not in ("starting", "running") and self.alive is not True
 
 
 def _strict(value: Any) -> Any:
-    """The same without inf and nan, which JSON does not know."""
+    """The value with None for inf and nan, which are not valid JSON."""
     if isinstance(value, dict):
         return {name: _strict(one) for name, one in value.items()}
     if isinstance(value, list):

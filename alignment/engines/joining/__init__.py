@@ -1,1 +1,1 @@
-"""Before ranks join the process group: that they can meet, by which addresses, and one line where they cannot."""
+"""Checks before ranks join the process group: can they meet, at which addresses, and a clear error if not."""

@@ -1,4 +1,4 @@
-"""The network interfaces of this host, and which of them gloo and NCCL take to talk to other hosts."""
+"""The network interfaces of this host, and which of them gloo and NCCL use to reach other hosts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Interfaces = Mapping[str, list[str]]
 
 
 def interfaces() -> dict[str, list[str]]:
-    """The addresses of each interface that is up, or of all where that cannot be known."""
+    """The addresses of each interface that is up, or of all interfaces if their state is unknown."""
     known = psutil.net_if_addrs()
     try:
         up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    except OSError:  # it reads /proc, which a container may lack
+    except OSError:  # it reads /proc, which may be missing in a container
         up = set(known)
     families = (socket.AF_INET, socket.AF_INET6)
     found = {
@@ -31,19 +31,19 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def check_named(backend: str, own: Interfaces) -> None:
-    """The variable that names interfaces has to name some of this host's.
+    """Check that the variable that selects interfaces selects some of this host's.
 
     Args:
         backend: ``gloo`` or ``nccl``.
-        own: of this host.
+        own: interfaces of this host.
 
     Raises:
-        AlignmentError: it does not.
+        AlignmentError: it selects none, or names one that does not exist.
     """
     text = os.environ.get(variable(backend), "")
     if not text:
         return
-    # gloo looks each name up and fails on the first that is missing; NCCL takes what it finds.
+    # gloo fails on the first name that is missing; NCCL ignores missing ones.
     missing = [name for name in text.split(",") if name not in own] if backend == "gloo" else []
     if missing or not chosen(backend, own):
         what = f"{variable(backend)}={text}, but host {socket.gethostname()}"
@@ -53,45 +53,46 @@ def check_named(backend: str, own: Interfaces) -> None:
 
 
 def address_for_others(backend: str, own: Interfaces) -> str:
-    """The address at which ranks of other hosts are to reach those of this one.
+    """The address at which ranks of other hosts can reach the ranks of this one.
 
     Args:
         backend: ``gloo`` or ``nccl``.
-        own: of this host.
+        own: interfaces of this host.
 
     Raises:
-        AlignmentError: it is one that only this host reaches.
+        AlignmentError: the address is reachable from this host only.
     """
     name, host = variable(backend), socket.gethostname()
     others = {each: found for each, found in own.items() if not all(map(is_loopback, found))}
-    advice = f"set {name} to the interface that leads to the other hosts; host {host} has {listed(others)}"
+    advice = f"set {name} to the interface that connects to the other hosts; host {host} has {listed(others)}"
     if not others:
         raise AlignmentError(
-            f"host {host} has no network interface that leads to the other hosts: it has {listed(own)}"
+            f"host {host} has no network interface that connects to other hosts; it has {listed(own)}"
         )
     if backend == "nccl" or os.environ.get(name):
         taken = chosen(backend, own)
         found = [address for each in taken if each in others for address in others[each] if not is_loopback(address)]
         if found:
-            return min(found, key=lambda address: address.startswith("fe80"))  # of the link alone
+            return min(found, key=lambda address: address.startswith("fe80"))  # link-local last
         by = f"{name}={os.environ[name]}" if os.environ.get(name) else "NCCL"
-        raise AlignmentError(f"{by} takes {', '.join(taken)}, by which other hosts cannot reach host {host}: {advice}")
+        raise AlignmentError(
+            f"{by} selects {', '.join(taken)}, which other hosts cannot reach on host {host}; {advice}"
+        )
     try:
         address = gloo_address(host)
     except OSError as error:
         raise AlignmentError(
-            f"the name of this host, {host}, cannot be resolved ({error}), so that gloo would take 127.0.0.1: {advice}"
+            f"the host name {host} cannot be resolved ({error}), so gloo would use 127.0.0.1; {advice}"
         ) from error
     if is_loopback(address):
         raise AlignmentError(
-            f"host {host} would tell the others to reach it at {address}, which its name resolves to and which is "
-            f"each host itself: {advice}"
+            f"the host name {host} resolves to {address}, a loopback address that other hosts cannot reach; {advice}"
         )
     return address
 
 
 def gloo_address(host: str) -> str:
-    """The address that gloo takes without GLOO_SOCKET_IFNAME: the first one of the host's name that is its own.
+    """The address that gloo uses without GLOO_SOCKET_IFNAME: the first one of the host name that belongs to this host.
 
     Args:
         host: name of this host.
@@ -107,15 +108,15 @@ def gloo_address(host: str) -> str:
             except OSError:
                 continue
             return address
-    raise OSError("to an address of its own")
+    raise OSError("to an address of this host")
 
 
 def chosen(backend: str, own: Interfaces) -> list[str]:
-    """The interfaces that a backend takes, of those of this host; for gloo by GLOO_SOCKET_IFNAME alone.
+    """The interfaces of this host that a backend uses; for gloo only those named in GLOO_SOCKET_IFNAME.
 
-    NCCL takes interfaces whose names begin as NCCL_SOCKET_IFNAME says, are equal to it after ``=``, or are none of
-    those after ``^``. Without it InfiniBand's come first, then all but loopback and those of containers and virtual
-    machines, and these only where there is no other.
+    NCCL_SOCKET_IFNAME lists prefixes of interface names, exact names after ``=``, or exclusions after ``^``. If it is
+    unset, InfiniBand interfaces come first, then all but loopback and those of containers and virtual machines, which
+    NCCL uses only if there is nothing else.
     """
     text = os.environ.get(variable(backend), "")
     if backend == "gloo":
@@ -136,7 +137,7 @@ def chosen(backend: str, own: Interfaces) -> list[str]:
 
 
 def listed(own: Interfaces) -> str:
-    """Interfaces and their addresses, for a message; without IPv6 addresses of the link where there are others."""
+    """Interfaces and their addresses, for a message; link-local IPv6 addresses only if there are no others."""
     shown = {
         name: [address for address in addresses if not address.startswith("fe80")] or addresses
         for name, addresses in own.items()
@@ -145,5 +146,5 @@ def listed(own: Interfaces) -> str:
 
 
 def variable(backend: str) -> str:
-    """The environment variable that names a backend's interfaces."""
+    """The environment variable that selects a backend's interfaces."""
     return f"{backend.upper()}_SOCKET_IFNAME"

@@ -1,7 +1,7 @@
 """The ranks meet on the store before they join the process group, and a rank that cannot join tells the others.
 
-Without it one rank's error leaves the others waiting for ten minutes: torch's own meeting has no word for it. What
-happens before a rank reaches the store, such as a name that does not resolve, the others cannot know.
+Without this, the error of one rank would leave the others waiting for ten minutes, since torch's rendezvous cannot
+report it. The others cannot learn of errors before a rank reaches the store, such as a name that does not resolve.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ from alignment.engines.joining.reach import Listener, refusal_of
 
 Result = TypeVar("Result")
 _POLL_S, _REACH_S = 0.1, 0.5
-_LAST_S = 10.0  # for a last word
-_HUSH_S = 5.0  # how long ranks wait for all of them to know of a problem
-_ALL_S = 30.0  # how long a rank that cannot join keeps the news for those that have not come yet
-_LATER_S = 1.0  # the rank that speaks ends first
-_ANSWER_S = 60.0  # how long rank 0 takes to answer once something listens at its port
-_STAGE_S = 120.0  # in which ranks that have come find out whether they reach each other, eight times 10 s at most
-_TELL_S = 30.0  # after so long the user hears what is waited for
+_LAST_S = 10.0  # for the last calls to the store
+_HUSH_S = 5.0  # how long ranks wait until all of them know of a problem
+_ALL_S = 30.0  # how long a rank that cannot join waits for late ranks, to tell them
+_LATER_S = 1.0  # the reporting rank exits first
+_ANSWER_S = 60.0  # how long rank 0 may take to respond once its port accepts connections
+_STAGE_S = 120.0  # for ranks to check whether they reach each other: up to eight connections of 10 s
+_TELL_S = 30.0  # after this time, tell the user what the ranks wait for
 _MOST_NAMED = _NEIGHBOURS = 8
-_SILENT = "something listens that gives no answer"
+_SILENT = "the port accepts connections but does not respond"
+_DOWN = "the process is suspended, or its host or network is down"
 
 
 class Meeting:
-    """The ranks of a run on their store; on rank 0 this object may be what serves it.
+    """The rendezvous of a run's ranks on their store; on rank 0, this object may serve the store.
 
     Args:
-        place: where.
-        seconds: that all of them may take to come.
-        hint: what to do if they do not.
+        place: where the ranks meet.
+        seconds: time limit for all ranks to arrive.
+        hint: what to do if they do not arrive.
         advice: what to do if hosts do not reach each other.
     """
 
     def __init__(self, place: Place, seconds: float, hint: str = "", advice: str = "") -> None:
         self.place, self._seconds, self._hint, self._advice = place, seconds, hint, advice
-        # The caller gives up first: at its own end torch would write pages of C++ frames.
+        # Longer than the caller's limit: at its own limit, torch would write pages of C++ frames.
         self._patience = timedelta(seconds=seconds + 60)
         self._refusal: str | None = None
         self._reached: float | None = None
@@ -53,19 +54,19 @@ class Meeting:
         self._store: Any = None
         self._listener: Listener | None = None
         self._come, self._told, self._stage = 0, False, "come"
-        self._answered = 0.0  # when the store did, last
+        self._answered = 0.0  # time of the store's last response
 
     def agree(self, check: Callable[[], None], address: Callable[[], str]) -> None:
-        """Wait until all ranks have come and found nothing that keeps them from joining.
+        """Wait until all ranks have arrived and found that they can join.
 
         Args:
             check: raises an AlignmentError if this rank cannot join.
-            address: at which ranks of other hosts are to reach those of this one; raises an AlignmentError if there is
-                none. Called only if there are other hosts.
+            address: returns the address at which ranks of other hosts can reach those of this one; raises an
+                AlignmentError if there is none. Called only if there are other hosts.
 
         Raises:
-            AlignmentError: this rank cannot join, or not all came in time.
-            ReportedElsewhere: another rank cannot join, and says so.
+            AlignmentError: this rank cannot join, or not all ranks arrived in time.
+            ReportedElsewhere: another rank cannot join, and reports it.
         """
 
         def meet() -> None:
@@ -86,27 +87,27 @@ class Meeting:
             if not is_lost_peer(error):
                 raise
             raise JoinError(
-                f"the ranks were meeting at {self.place} when what serves them there ended: see what rank 0 says"
+                f"the store at {self.place} was lost while the ranks were joining; see the error of rank 0"
             ) from error
 
     def fail(self, problem: str) -> None:
-        """All ranks have met, and joining has failed on this one.
+        """Report that joining failed on this rank after all ranks had met.
 
         Args:
-            problem: why.
+            problem: the reason.
 
         Raises:
-            AlignmentError: on the rank that says so.
+            AlignmentError: on the rank that reports it.
             ReportedElsewhere: on the others.
         """
         try:
             within(_LAST_S, lambda: self._publish(problem))
             within(_LAST_S, self._leave_or_begin)
-        except (TimeoutError, RuntimeError) as error:  # the store has gone: rank 0 has ended, or its host is cut off
+        except (TimeoutError, RuntimeError) as error:  # the store is lost: rank 0 has exited, or its host is cut off
             raise JoinError(problem) from error
 
     def _serve(self) -> None:
-        """On rank 0, begin to serve the store, unless torchrun's agent does; torch takes the same server later on."""
+        """Serve the store on rank 0, unless torchrun's agent does; torch later uses the same server."""
         place = self.place
         if place.rank != 0 or place.agent:
             return
@@ -123,19 +124,19 @@ class Meeting:
                 timeout=self._patience,
             )
         except DistNetworkError as error:
-            what = f"port {place.port} of host {place.host}, where rank 0 lets the ranks meet (MASTER_PORT),"
+            what = f"port {place.port} of host {place.host}, the rendezvous port of the ranks (MASTER_PORT),"
             if "EADDRINUSE" not in str(error):
-                raise JoinError(f"{what} cannot be served: {reason_of(error)}") from error
+                raise JoinError(f"{what} cannot be opened: {reason_of(error)}") from error
             holder = holder_of(place.port)
             by, advice = f" by {holder}" if holder else "", "end that process, or choose another port (--master_port)"
-            raise JoinError(f"{what} is in use{by}: {advice}") from error
+            raise JoinError(f"{what} is in use{by}; {advice}") from error
 
     def _arrive(self) -> None:
-        """Come to the store; it may not be served yet."""
+        """Connect to the store, which may not be available yet."""
         from torch.distributed import PrefixStore, TCPStore
 
         place = self.place
-        # torch tries with ever longer pauses, and says nothing of why; a plain connection is tried more often.
+        # torch retries with growing pauses and does not report the reason; a plain connection is retried more often.
         self._refusal = place.refusal()
         while self._refusal is not None:
             time.sleep(_REACH_S)
@@ -143,11 +144,11 @@ class Meeting:
         self._reached = time.monotonic()
         client = TCPStore(place.address, place.port, is_master=False, wait_for_workers=False, timeout=self._patience)
         self._store = PrefixStore(f"alignment.joining/{place.attempt}", client)
-        # An agent's store outlives the workers, which may come again to the same attempt.
+        # An agent's store outlives the workers, which may meet again in the same attempt.
         if not place.agent and (self._has("begun") or self._store.add(f"seat/{place.rank}", 1) > 1):
             raise JoinError(
-                f"{place} belongs to a run that has a rank {place.rank} already: choose another MASTER_PORT "
-                "(--master_port), or end the other run"
+                f"{place} is used by another run, which already has a rank {place.rank}; choose another MASTER_PORT "
+                "(--master_port), or stop the other run"
             )
         if self._store.compare_set("network", "", place.network).decode() != place.network:
             self._store.set("several", "1")
@@ -155,7 +156,7 @@ class Meeting:
         self._store.add("come", 1)
 
     def _reach_each_other(self, own_address: Callable[[], str]) -> None:
-        """One rank of each host connects to those of some others, as the backend will."""
+        """Connect one rank of each host to some of the other hosts, in the same way as the backend."""
         listener: Listener | None = None
         if self.place.local_rank == 0:
             listener = self._publish_failure(lambda: Listener(own_address()))
@@ -171,9 +172,9 @@ class Meeting:
             refusal = refusal_of(address, port)
             if refusal is not None:
                 who = f"host {self.place.host} cannot reach host {other}"
-                self._publish(f"{who} at {address} ({refusal}): {self._advice}")
+                self._publish(f"{who} at {address} ({refusal}); {self._advice}")
                 break
-        self._listener = listener  # until all have looked
+        self._listener = listener  # kept open until all have checked
 
     def _publish_failure(self, call: Callable[[], Result]) -> Result | None:
         try:
@@ -192,7 +193,7 @@ class Meeting:
         return found
 
     def _await_all(self) -> None:
-        """Wait until all ranks have come; once one of them cannot join, not for long."""
+        """Wait until all ranks have arrived, or only briefly once one of them cannot join."""
         known: float | None = None
         while self._count("come") < self.place.world_size:
             if known is None and self._has("problem"):
@@ -202,7 +203,7 @@ class Meeting:
             time.sleep(_POLL_S)
 
     def _all(self, counter: str) -> None:
-        """Wait until all ranks have come so far, or one of them cannot join, or does not get on."""
+        """Wait until all ranks have reached this stage, one of them cannot join, or the stage takes too long."""
         self._store.set(f"{counter}/{self.place.rank}", "1")
         self._store.add(counter, 1)
         self._stage, end = counter, time.monotonic() + _STAGE_S
@@ -213,7 +214,7 @@ class Meeting:
             time.sleep(_POLL_S)
 
     def _missing(self) -> list[int]:
-        """The ranks that have not come as far as this one."""
+        """The ranks that have not reached the stage of this one."""
         key = "host" if self._stage == "come" else self._stage
         return [other for other in range(self.place.world_size) if not self._has(f"{key}/{other}")]
 
@@ -224,14 +225,14 @@ class Meeting:
         return count
 
     def _leave_or_begin(self) -> None:
-        """Part: to join, or because one rank cannot. That rank speaks, once all of them know."""
+        """End the meeting: join, or raise if one rank cannot. That rank reports it once all of them know."""
         if not self._has("problem"):
             if self.place.rank == 0:
                 self._store.set("begun", "1")
             return
         rank, host, problem = json.loads(self._store.get("problem"))
         self._store.add("seen", 1)
-        if self.place.rank in (0, rank):  # the others ask no more: rank 0, and with it the store, may be gone
+        if self.place.rank in (0, rank):  # the others make no further calls: the store may end with rank 0
             wanted, end = self._count("come"), time.monotonic() + _HUSH_S
             while self._count("seen") < wanted and time.monotonic() < end:
                 time.sleep(_POLL_S)
@@ -241,10 +242,10 @@ class Meeting:
         raise ReportedElsewhere(f"rank {rank} (host {host}): {problem}")
 
     def _tell(self, waited: float) -> None:
-        """Tell the user, once per host, what a long start waits for; give up where it can be known to be in vain."""
+        """Tell the user, once per host, what a long start is waiting for; raise if waiting is known to be futile."""
         if self._store is None and self._reached is not None and time.monotonic() - self._reached > _ANSWER_S:
             raise JoinError(
-                f"{_SILENT} at {self.place}, where rank 0 should: choose another MASTER_PORT (--master_port)"
+                f"rank 0 did not respond at {self.place}, though {_SILENT}; choose another MASTER_PORT (--master_port)"
             )
         if self._answered and time.monotonic() - self._answered > _STAGE_S:
             raise JoinError(self._unanswered(_STAGE_S))
@@ -257,14 +258,14 @@ class Meeting:
     def _waits_for(self) -> str:
         if self._store is None:
             return f"waiting for rank 0 at {self.place} ({self._refusal or _SILENT})"
-        return f"waiting at {self.place} for all ranks: {self._come} of {self.place.world_size} have come"
+        return f"waiting at {self.place} for all ranks: {self._come} of {self.place.world_size} have arrived"
 
     def _too_late(self, seconds: float) -> str:
-        place, advice = self.place, self._hint or "start all ranks, with the same MASTER_ADDR and MASTER_PORT"
+        place, advice = self.place, self._hint or "start all ranks with the same MASTER_ADDR and MASTER_PORT"
         if self._store is None:
             return (
                 f"rank 0 could not be reached at {place} from host {place.host} within {seconds:g} s "
-                f"({self._refusal or _SILENT}): {advice}"
+                f"({self._refusal or _SILENT}); {advice}"
             )
         missing = bounded(self._missing, _LAST_S)
         if missing is None:
@@ -272,23 +273,23 @@ class Meeting:
         if self._stage != "come":
             return self._stuck(missing, seconds)
         return (
-            f"of {place.world_size} ranks only {place.world_size - len(missing)} came to {place} within "
-            f"{seconds:g} s, without {_named(missing)}: {advice}"
+            f"only {place.world_size - len(missing)} of {place.world_size} ranks arrived at {place} within "
+            f"{seconds:g} s; missing: {_named(missing)}; {advice}"
         )
 
     def _stuck(self, missing: list[int], seconds: float) -> str:
         name = bounded(lambda: self._store.get(f"host/{missing[0]}").decode(), _LAST_S)
         host = f" (host {name})" if name else ""
         return (
-            f"all {self.place.world_size} ranks came to {self.place}, but rank {_named(missing)}{host} has not got on "
-            f"within {seconds:g} s: it was stopped, or its host or the network is down"
+            f"all {self.place.world_size} ranks arrived at {self.place}, but rank {_named(missing)}{host} has made no "
+            f"progress for {seconds:g} s: {_DOWN}"
         )
 
     def _unanswered(self, seconds: float) -> str:
         who = "torchrun's agent" if self.place.agent else "rank 0"
         return (
-            f"{who}, which lets the ranks meet at {self.place}, has given host {self.place.host} no answer within "
-            f"{seconds:g} s: it was stopped, or its host or the network is down"
+            f"{who}, which serves the store at {self.place}, has not responded to host {self.place.host} for "
+            f"{seconds:g} s: {_DOWN}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Where ranks meet, which one this is, and which network it is in."""
+"""Where the ranks meet, which rank this process is, and which network it is in."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _MEETINGS = itertools.count()
 
 @dataclass(frozen=True)
 class Place:
-    """Where ranks meet, and who this one is.
+    """Where the ranks meet, and which rank this process is.
 
     Attributes:
-        address, port: of the store.
-        rank, local_rank, world_size: this process.
-        agent: torchrun's agent serves the store, and not rank 0.
-        attempt: of a launcher that keeps one store over its restarts, and the number of the meeting in this process: a
-            store may serve several groups, one after another.
-        host: name of this one.
-        network: the same for processes that reach each other at loopback addresses.
+        address, port: address of the store.
+        rank, local_rank, world_size: numbers of this process.
+        agent: whether torchrun's agent serves the store instead of rank 0.
+        attempt: restart count of a launcher that keeps one store across restarts, and the number of the meeting in
+            this process: a store may serve several groups, one after another.
+        host: name of this host.
+        network: equal for processes that reach each other at loopback addresses.
     """
 
     address: str
@@ -39,7 +39,7 @@ class Place:
 
     @classmethod
     def of_environment(cls) -> Place:
-        """The place that a launcher's variables name, for the next meeting of this process."""
+        """Read a launcher's variables, for the next meeting of this process."""
         return cls(
             address=os.environ["MASTER_ADDR"],
             port=int(os.environ["MASTER_PORT"]),
@@ -53,7 +53,7 @@ class Place:
         )
 
     def refusal(self) -> str | None:
-        """Why a plain connection to the store cannot be made; None if it can."""
+        """Why a plain connection to the store fails; None if it succeeds."""
         return refusal_of(self.address, self.port)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Who listens at a port of this host."""
+"""The process that listens on a port of this host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _LONGEST = 80
 
 
 def holder_of(port: int) -> str | None:
-    """The process that listens at a port, for a message; None if that cannot be known: it may be another user's."""
+    """The process that listens on a port, for a message; None if unknown, as for another user's process."""
     try:
         found = [
             each.pid

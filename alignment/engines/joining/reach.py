@@ -1,6 +1,6 @@
-"""Whether hosts reach each other at the addresses that the backend takes; firewalls and wrong networks prevent it.
+"""Check that hosts reach each other at the addresses that the backend uses; firewalls or wrong networks may block it.
 
-gloo waits five times its limit for a connection that cannot be made, and fills the screen meanwhile.
+gloo itself waits five times its limit for a connection that cannot be made, and floods the terminal meanwhile.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ _CONNECT_S = 10.0
 
 
 class Listener:
-    """A port of this host that others try to connect to; the kernel answers them.
+    """A port of this host that others try to connect to; the kernel accepts the connections.
 
     Args:
-        address: of this host.
+        address: address of this host.
 
     Attributes:
-        address: with the port.
+        address: the address and the port.
 
     Raises:
-        AlignmentError: it is no address of this host.
+        AlignmentError: the address does not belong to this host.
     """
 
     def __init__(self, address: str) -> None:
@@ -31,14 +31,14 @@ class Listener:
             self._socket.bind((address, 0))
         except OSError as error:
             raise AlignmentError(
-                f"host {socket.gethostname()} cannot listen at {address}: {error.strerror}"
+                f"host {socket.gethostname()} cannot listen on {address}: {error.strerror}"
             ) from error
         self._socket.listen(64)
         self.address: tuple[str, int] = (address, self._socket.getsockname()[1])
 
 
 def refusal_of(address: str, port: int) -> str | None:
-    """Why a connection to an address cannot be made; None if it can."""
+    """Why a connection to an address fails; None if it succeeds."""
     try:
         socket.create_connection((address, port), timeout=_CONNECT_S).close()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Joining the process group: what is checked before, how long it may take, what is said where it fails."""
+"""Joining the process group: checks in advance, time limits, and error messages."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from alignment.internals.torch import set_group_timeout
 
 _RESOLVE_S = 10.0
 _MEETING_S = 600.0  # how long ranks wait for the last one to start
-_JOINING_S = 60.0  # how long they take to connect to each other once all have; gloo waits five times as long
+_JOINING_S = 60.0  # for ranks to connect to each other once all have started; gloo waits five times as long
 _WORKING = timedelta(hours=6)
-_LOOPBACK_S = 90.0  # how long ranks wait for others where they can only come from this host
+_LOOPBACK_S = 90.0  # how long ranks wait if all of them must be on this host
 
 
 def join(backend: str) -> None:
-    """Join the process group, through DeepSpeed. All ranks have met before, so that it takes seconds or fails.
+    """Join the process group through DeepSpeed. All ranks have met before, so this takes seconds or fails.
 
-    Afterwards ranks wait for each other for hours: one tokenises, or writes a large model, while the others wait. A
-    rank that is gone is noticed by the guard or the launcher, not by this limit. It is the limit of the groups that
-    DeepSpeed makes as well. DEEPSPEED_TIMEOUT, in minutes, takes the place of all of these limits if set.
+    Afterwards, ranks may wait for each other for hours, for example while one tokenizes or writes a large model. Lost
+    ranks are detected by the guard or the launcher, not by this limit, which also applies to the groups that DeepSpeed
+    creates. DEEPSPEED_TIMEOUT, in minutes, overrides all of these limits if set.
 
     Args:
         backend: ``gloo`` or ``nccl``.
@@ -44,7 +44,7 @@ def join(backend: str) -> None:
         if os.environ["WORLD_SIZE"] != "1":
             meeting = meet(backend, limit or _MEETING_S)
         else:
-            _addresses(os.environ["MASTER_ADDR"])  # torch would look it up for 10 minutes
+            _addresses(os.environ["MASTER_ADDR"])  # torch would retry the lookup for 10 minutes
     try:
         deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=limit or _JOINING_S), verbose=False)
     except RuntimeError as error:
@@ -53,7 +53,7 @@ def join(backend: str) -> None:
         if meeting is None:
             raise JoinError(f"the process group could not be started ({reason_of(error)})") from error
         meeting.fail(
-            f"host {socket.gethostname()} could not connect to another rank ({reason_of(error)}): {_advice(backend)}"
+            f"host {socket.gethostname()} could not connect to another rank ({reason_of(error)}); {_advice(backend)}"
         )
     if limit is None:
         set_group_timeout(_WORKING)
@@ -61,17 +61,17 @@ def join(backend: str) -> None:
 
 
 def meet(backend: str, seconds: float) -> Meeting:
-    """Meet the other ranks; afterwards nothing that can be known before keeps them from joining.
+    """Meet the other ranks and run all checks that are possible before joining.
 
     Args:
         backend: ``gloo`` or ``nccl``.
-        seconds: that all ranks may take to come.
+        seconds: time limit for all ranks to arrive.
 
     Returns:
-        The meeting, to be kept until the group has been joined: on rank 0 it may be what serves the store.
+        The meeting. Keep it until the group has been joined: on rank 0 it may serve the store.
 
     Raises:
-        AlignmentError: MASTER_ADDR does not resolve, the port is in use, the other ranks do not come, or would not
+        AlignmentError: MASTER_ADDR does not resolve, the port is in use, or the other ranks do not arrive or cannot
             reach this one.
         ReportedElsewhere: another rank cannot join.
     """
@@ -81,7 +81,7 @@ def meet(backend: str, seconds: float) -> Meeting:
     hint = ""
     if several and all(map(is_loopback, addresses)) and not is_own_name(place.address):
         seconds = min(seconds, _LOOPBACK_S)
-        hint = f"{place.address} is each host itself; set MASTER_ADDR to the name of rank 0's host (--master_addr)"
+        hint = f"{place.address} is a loopback address; set MASTER_ADDR to the name of rank 0's host (--master_addr)"
     own = interfaces()
     meeting = Meeting(place, seconds, hint, _advice(backend))
     meeting.agree(lambda: check_named(backend, own), lambda: address_for_others(backend, own))
@@ -89,16 +89,16 @@ def meet(backend: str, seconds: float) -> Meeting:
 
 
 def _addresses(name: str) -> list[str]:
-    """Of rank 0's host."""
+    """Resolve rank 0's host."""
     try:
         return look_up(name, _RESOLVE_S)
     except OSError as error:
         raise JoinError(
-            f"MASTER_ADDR={name} cannot be resolved on host {socket.gethostname()} ({error}): set it to the name or "
+            f"MASTER_ADDR={name} cannot be resolved on host {socket.gethostname()} ({error}); set it to the name or "
             "address of rank 0's host (--master_addr)"
         ) from error
 
 
 def _advice(backend: str) -> str:
     name = variable(backend)
-    return f"set {name} to the interface that connects the hosts, and see that no firewall is between them"
+    return f"set {name} to the interface that connects the hosts, and check that no firewall blocks them"

@@ -1,1 +1,1 @@
-"""Memory of devices: what is free, what is still to come, and how torch allocates it."""
+"""Device memory: what is free, what will still be allocated, and how torch allocates it."""

@@ -1,4 +1,4 @@
-"""How torch allocates GPU memory, which has to be settled before it allocates any."""
+"""Configuration of torch's GPU allocator, which must be set before the first allocation."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import os
 import platform
 import sys
 
-# The last two are older names, which torch reads as well.
+# The last two are older names that torch still reads.
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments:True"
 
 
 def grow_segments() -> bool:
-    """Let torch's allocator grow the segments it has, unless the environment says how it is to allocate.
+    """Enable expandable segments in torch's allocator, unless the environment already configures it.
 
-    Sequences of ever new lengths leave gaps between blocks of fixed size that no later tensor fits in; segments that
-    grow have none. It has to be settled before the first allocation, and only CUDA on Linux has it: elsewhere, under
-    WSL too, torch would warn and ignore it.
+    Sequences of varying lengths leave gaps between blocks of fixed size that no later tensor fits into; expandable
+    segments have no such gaps. The setting must precede the first allocation, and only CUDA on Linux supports it: on
+    other platforms, including WSL, torch would warn and ignore it.
 
     Returns:
-        Whether that was done now.
+        Whether the setting was changed.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""The control groups around this process: the kernel's limits on what it may take of its host."""
+"""The control groups of this process: the kernel's limits on its use of the host."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class ControlGroup(NamedTuple):
     """One control group.
 
     Attributes:
-        folder: where its files are.
-        version: 1 or 2, which name them differently.
-        path: that of this process's own group, of which this one is a part, as ``/proc/self/cgroup`` gives it.
+        folder: folder of its files.
+        version: 1 or 2; the file names differ.
+        path: path of this process's own group, which is inside this one, as in ``/proc/self/cgroup``.
     """
 
     folder: Path
@@ -22,11 +22,11 @@ class ControlGroup(NamedTuple):
 
 
 def control_groups(controller: str, root: Path = Path("/")) -> Iterator[ControlGroup]:
-    """Each group with a controller, from this process's own to the outermost one that can be seen.
+    """Yield the groups with a controller, from this process's own to the outermost visible one.
 
     Args:
         controller: ``cpu`` or ``memory``.
-        root: that of files.
+        root: root of the file system.
     """
     mounts = root / "sys/fs/cgroup"
     for line in text_of(root / "proc/self/cgroup").splitlines():
@@ -37,14 +37,14 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[ControlG
             top, version = mounts / controller, 1
         else:
             continue
-        # A container may see its own group as the outermost one, and yet be told the path that the host knows.
+        # A container may see its own group as the outermost one, although the path is the one on the host.
         parts = Path(own).parts[1:]
         for depth in range(len(parts), -1, -1):
             yield ControlGroup(top.joinpath(*parts[:depth]), version, own)
 
 
 def text_of(file: Path) -> str:
-    """What a file says; empty where it is missing or may not be read."""
+    """The content of a file; empty if it is missing or unreadable."""
     try:
         return file.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""Free memory: of a GPU within what this process may take of it, and of the host within its control groups."""
+"""Free memory: of a GPU within this process's limit, and of the host within its control groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from alignment.engines.memory.control_groups import control_groups, text_of
 
 
 class _Files(NamedTuple):
-    """What a version of control groups calls its limit, its use, and the part of ``memory.stat`` that can be freed."""
+    """File names of a version of control groups: limit, usage, and the reclaimable entry of ``memory.stat``."""
 
     limit: str
     usage: str
@@ -28,27 +28,27 @@ _FILES = {
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
-    """The smaller one of what the host has free and what each control group has left; ``root`` is that of files."""
+    """The minimum of the host's free memory and what its control groups have left; ``root`` is that of files."""
     return max(0, min([int(psutil.virtual_memory().available), *_left(root)]))
 
 
 def total_host_bytes(root: Path = Path("/")) -> int:
-    """The host's memory, or the lowest limit of the control groups around this process."""
+    """The host's memory, or the lowest limit of this process's control groups."""
     limits = (_number(folder / files.limit) for folder, files in _folders(root))
     return min([int(psutil.virtual_memory().total), *(limit for limit in limits if limit is not None)])
 
 
 def _left(root: Path) -> Iterator[int]:
-    """What is left of the limit of every control group around this process; nothing where there is no limit."""
+    """Yield the remaining memory of every control group of this process that has a limit."""
     for folder, files in _folders(root):
         limit, usage = (_number(folder / name) for name in (files.limit, files.usage))
         if limit is not None and usage is not None:
-            # The kernel drops cached files before it refuses memory.
+            # The kernel drops cached files before an allocation fails.
             yield limit - usage + _freeable(folder, files)
 
 
 def _folders(root: Path) -> Iterator[tuple[Path, _Files]]:
-    """Each control group for memory, and what its files are called."""
+    """Yield each memory control group with its file names."""
     for group in control_groups("memory", root):
         yield group.folder, _FILES[group.version]
 
@@ -67,10 +67,10 @@ def _number(path: Path) -> int | None:
 
 
 def free_bytes(where: torch.device) -> int:
-    """What this rank may still take: of a GPU, or of the host its share.
+    """The memory that this rank can still allocate: on a GPU, or its share of the host.
 
-    Of a GPU: what is free and what torch holds unused, but no more than ``torch.cuda.set_per_process_memory_fraction``
-    leaves, which the driver knows nothing of.
+    On a GPU this is the free memory plus what torch has reserved but not used, limited by
+    ``torch.cuda.set_per_process_memory_fraction``, which the driver is not aware of.
     """
     if where.type != "cuda":
         return free_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -81,7 +81,7 @@ def free_bytes(where: torch.device) -> int:
 
 
 def total_bytes(where: torch.device) -> int:
-    """What this rank may take in all: of a GPU, or of the host, within its control groups, its share."""
+    """The total memory that this rank can use: of a GPU, or its share of the host within its control groups."""
     if where.type != "cuda":
         return total_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     _, total = torch.cuda.mem_get_info(where)

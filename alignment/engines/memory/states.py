@@ -1,4 +1,4 @@
-"""What an optimizer has not allocated yet: its states, which it makes at its first step."""
+"""The size of optimizer states that are not allocated yet, because they are created at the first step."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from alignment.internals.bitsandbytes import is_paged
 from alignment.internals.deepspeed_state import Unit, inner_optimizer, state_units
 from alignment.internals.torch import first_states
 
-_SMALL = 8192  # elements; 8-bit optimizers treat tensors below 4096 as others do
+_SMALL = 8192  # elements; 8-bit optimizers keep 32-bit states for tensors below 4096
 
 
 def bytes_to_come(engine: Any, device: torch.device) -> int:
-    """Bytes that this rank's optimizer will take on ``device`` at its first step and keep; 0 after it.
+    """Bytes that this rank's optimizer will allocate on ``device`` at its first step; 0 after it.
 
-    Masters in host memory have their states there, so an offloaded optimizer takes none of a GPU. A paged one takes
-    none either: its pages leave the GPU when they are in the way.
+    Master weights in host memory have their states there, so an offloaded optimizer uses no GPU memory. Neither does a
+    paged one: its pages leave the GPU when memory is needed.
 
     Args:
-        engine: DeepSpeed's, with or without an optimizer.
-        device: where the memory is wanted.
+        engine: DeepSpeed engine, with or without an optimizer.
+        device: device of interest.
     """
     if engine.optimizer is None or not hasattr(engine.optimizer, "param_groups"):
-        return 0  # an engine that only answers
+        return 0  # an inference engine
     optimizer = inner_optimizer(engine)
     if device.type == "cuda" and is_paged(optimizer):
         return 0
@@ -36,15 +36,15 @@ def bytes_to_come(engine: Any, device: torch.device) -> int:
 
 
 def absent_units(engine: Any) -> Iterator[Unit]:
-    """The units of this rank that have no state yet."""
+    """The units of this rank without optimizer state."""
     optimizer = inner_optimizer(engine)
     return (unit for unit in state_units(engine) if not optimizer.state.get(unit.master))
 
 
 def first_state_bytes(optimizer: Optimizer, units: list[Unit]) -> int:
-    """The size of the states that an optimizer makes for units at its first step; it is left as it is.
+    """The size of the states that an optimizer creates for units at its first step; it is not modified.
 
-    That of the states which it makes for small tensors, extended to the size of the masters.
+    Extrapolated from the states of small tensors to the size of the master weights.
     """
     known: dict[tuple[object, ...], int] = {}
 
@@ -66,9 +66,9 @@ def first_state_bytes(optimizer: Optimizer, units: list[Unit]) -> int:
 
 
 def _first_bytes(optimizer: Optimizer, unit: Unit, numel: int) -> int:
-    """The size of the states that an optimizer makes for so many elements; of two moments, where it will not say."""
+    """The size of the states for ``numel`` elements; that of two moments if it cannot be determined."""
     try:
         states = first_states(optimizer, unit.group, unit.master.new_zeros(numel))
-    except Exception:  # a user's optimizer may take matrices only, and says so in its own way
+    except Exception:  # a user's optimizer may accept matrices only and raise any error
         return 2 * numel * unit.master.element_size()
     return sum(value.nbytes for value in states.values() if isinstance(value, Tensor))

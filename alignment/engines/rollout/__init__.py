@@ -1,1 +1,1 @@
-"""Completions from the policy inside its engine: what is asked for, how much fits at once, and who generates it."""
+"""Completions from the policy inside its engine: requests, batch sizes that fit, and backends."""

@@ -1,7 +1,7 @@
-"""What a rollout backend is, what it is asked for, and what it answers: token ids in, token ids out.
+"""The interface of rollout backends: token ids in, token ids out.
 
-A new backend is a module beside this one with a subclass of :class:`RolloutBackend`, listed in
-:func:`alignment.engines.rollout.engine.backends`.
+To add a backend, add a module to this package with a subclass of :class:`RolloutBackend`, and list it in
+``alignment.engines.rollout.engine.backends``.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True)
 class Sampling:
-    """The distribution that tokens are drawn from, and where a completion ends.
+    """The sampling distribution, and where a completion ends.
 
     Attributes:
-        max_new_tokens: longest completion, its EOS included.
-        eos_token_ids: a completion ends with the first of these; none: at ``max_new_tokens``.
-        pad_token_id: fills batches; never part of a completion. May be one of ``eos_token_ids``.
-        temperature: above 0; greedy completions of one prompt would all be the same.
-        top_p: share of the probability that is kept; 1: all.
-        top_k: number of tokens that are kept; 0: all.
-        min_p: least probability that is kept, as a share of the largest one; None: all.
-        repetition_penalty: divides the scores of tokens that are there already; 1: none.
-        extra: further keys of transformers' ``GenerationConfig`` (:func:`.processors.check_generation_kwargs`).
+        max_new_tokens: maximum length of a completion, including EOS.
+        eos_token_ids: a completion ends with the first of these; if empty, at ``max_new_tokens``.
+        pad_token_id: pads batches; never part of a completion. May be one of ``eos_token_ids``.
+        temperature: above 0, because greedy completions of a prompt would all be the same.
+        top_p: probability mass to sample from; 1: all.
+        top_k: number of tokens to sample from; 0: all.
+        min_p: minimum probability relative to that of the most likely token; None: no minimum.
+        repetition_penalty: divides the scores of tokens that have already occurred; 1: no penalty.
+        extra: additional keys of transformers' ``GenerationConfig`` (``processors.check_generation_kwargs``).
     """
 
     max_new_tokens: int
@@ -48,11 +48,11 @@ class RolloutRequest:
     """This rank's share of a rollout.
 
     Attributes:
-        prompts: token ids of this rank's prompts; there may be none.
-        num_generations: completions of each prompt.
-        sampling: the same on every rank.
-        seed: of everything random; a function of the run's seed, the step and the rank.
-        logps: return log-probs as well.
+        prompts: token ids of this rank's prompts; may be empty.
+        num_generations: completions per prompt.
+        sampling: identical on every rank.
+        seed: seed of all randomness; a function of the run's seed, the step and the rank.
+        logps: whether to return log-probs.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -64,13 +64,13 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """One completion, as it was generated.
+    """One generated completion.
 
     Attributes:
-        ids: token ids, with the EOS if it ended by one.
-        ended: whether it did.
-        logps: log-prob in nats of each token under the distribution that it was drawn from: after temperature,
-            penalties and cuts; None unless asked for.
+        ids: token ids, including the EOS if there is one.
+        ended: whether it ended with an EOS.
+        logps: log-prob in nats of each token under the distribution that it was sampled from, after temperature,
+            penalties and truncation; None unless requested.
     """
 
     ids: tuple[int, ...]
@@ -79,19 +79,19 @@ class Completion:
 
     @classmethod
     def cut(cls, ids: Sequence[int], sampling: Sampling, logps: Sequence[float] | None = None) -> Completion:
-        """A completion of what was generated, without whatever follows its first EOS."""
+        """Build a completion from generated tokens, dropping everything after the first EOS."""
         end = next((place for place, token in enumerate(ids, 1) if token in sampling.eos_token_ids), None)
         return cls(tuple(ids[:end]), end is not None, None if logps is None else tuple(logps[:end]))
 
 
 @dataclass(frozen=True)
 class Work:
-    """Some completions of one prompt; a chunk is a list of these.
+    """A number of completions of one prompt; a chunk is a list of these.
 
     Attributes:
-        prompt: the prompt's place in the request; -1 for a dummy, whose completions are thrown away.
-        ids: its token ids.
-        count: how many completions.
+        prompt: index of the prompt in the request; -1 for a dummy, whose completions are discarded.
+        ids: token ids of the prompt.
+        count: number of completions.
     """
 
     prompt: int
@@ -100,10 +100,10 @@ class Work:
 
 
 def chunks(request: RolloutRequest, size: int) -> list[list[Work]]:
-    """Divide a request into chunks of at most ``size`` completions, the longest prompts first.
+    """Split a request into chunks of at most ``size`` completions, longest prompts first.
 
-    Prompts of a chunk are of like length, which saves padding, and a chunk that does not fit is met at once. Only a
-    prompt with more completions than fit is divided.
+    The prompts of a chunk have similar lengths, which saves padding, and a chunk that does not fit into memory fails
+    first. Only a prompt with more completions than fit into a chunk is split.
     """
     order = sorted(range(len(request.prompts)), key=lambda prompt: -len(request.prompts[prompt]))
     parts: list[list[Work]] = []
@@ -122,14 +122,14 @@ def chunks(request: RolloutRequest, size: int) -> list[list[Work]]:
 
 @dataclass(frozen=True)
 class Generation:
-    """What a backend generates a chunk with.
+    """The context in which a backend generates a chunk.
 
     Attributes:
-        model: in eval mode; its weights are whole, or gathered around the forward of each layer.
-        sampling: what to draw from.
-        device: where the model computes.
+        model: the model in eval mode; its weights are unsharded, or gathered around the forward pass of each layer.
+        sampling: the sampling distribution.
+        device: device of the model.
         by_layer: weights are gathered layer by layer: keep computing until every rank has finished.
-        logps: return log-probs.
+        logps: whether to return log-probs.
         tick: called for each unit of progress.
     """
 
@@ -145,9 +145,9 @@ class RolloutBackend(ABC):
     """One way to generate completions on each rank.
 
     Attributes:
-        name: as ``rollout_backend`` says it.
-        needs_whole_weights: cannot be used where ZeRO-3 gathers weights layer by layer.
-        unit: what a tick of the progress bar counts.
+        name: value of ``rollout_backend``.
+        needs_whole_weights: not usable if ZeRO-3 gathers weights layer by layer.
+        unit: unit of the progress bar.
     """
 
     name: ClassVar[str]
@@ -156,34 +156,34 @@ class RolloutBackend(ABC):
 
     @abstractmethod
     def obstacle(self, model: PreTrainedModel, sampling: Sampling) -> str | None:
-        """Why it cannot generate with this model and this sampling, or None."""
+        """Why this backend cannot generate with this model and sampling, or None."""
 
     @abstractmethod
     def pays(self, model: PreTrainedModel) -> bool:
-        """Whether ``auto`` takes it on this device, where it can be used."""
+        """Whether ``auto`` selects this backend on this device if it is usable."""
 
     @abstractmethod
     def ticks(self, chunk: Sequence[Work], sampling: Sampling) -> int:
-        """Units of progress of a chunk, at most."""
+        """Maximum number of progress units of a chunk."""
 
     def page_tokens(self, model: PreTrainedModel) -> int:
-        """Tokens by which the cache of a sequence grows; 1 where it is exactly as long as the sequence."""
+        """Number of tokens by which the cache of a sequence grows; 1 if it is exactly as long as the sequence."""
         return 1
 
     def session(self, parts: Sequence[Sequence[Work]], generation: Generation) -> AbstractContextManager[None]:
-        """Within this context the chunks ``parts`` of one rollout are generated, and may share what is costly to make.
+        """Generate the chunks ``parts`` of one rollout within this context, so that they can share expensive objects.
 
-        Weights stay where they are meanwhile. Completions are those of the same calls without it.
+        Weights are not moved within the context. Completions are the same as without it.
         """
         return nullcontext()
 
     @abstractmethod
     def generate(self, chunk: Sequence[Work], generation: Generation) -> list[list[Completion]]:
-        """The completions of each entry of a chunk, drawn from torch's global generator as it stands.
+        """Generate the completions of each entry of a chunk, sampled with torch's global generator.
 
         Args:
             chunk: at least one prompt of at least one token.
-            generation: what to generate it with.
+            generation: the context to generate in.
 
         Raises:
             TrainingError: generation failed.

@@ -1,8 +1,8 @@
-"""The ``continuous`` backend: transformers' continuous batching on each rank alone, one prefill for each prompt.
+"""The ``continuous`` backend: transformers' continuous batching on each rank, with one prefill per prompt.
 
-Sequences leave the batch as they end, and nothing waits for another rank. transformers' ``generate_batch`` itself is
-not used: it starts generating while requests still come in, so that what shares a batch, and with it what is drawn,
-depends on the speed of two threads; and it returns what it has when its thread fails.
+Sequences leave the batch as they end, and no rank waits for another. transformers' ``generate_batch`` itself is not
+used: it starts generating while requests still arrive, so that the composition of a batch, and with it the samples,
+depend on the timing of two threads; and it returns partial results if its thread fails.
 """
 
 from __future__ import annotations
@@ -39,49 +39,49 @@ if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig
 
 _PAGE_TOKENS = 32
-_FLASH_2_PAGE_TOKENS = 256  # flash_attn_with_kvcache refuses pages whose size is not a multiple of it
-_LARGEST_BATCH = 2048  # tokens of one forward pass; longer prefills are cut
-_LOOK_S = 1.0  # how often to see whether the generating thread is alive
+_FLASH_2_PAGE_TOKENS = 256  # flash_attn_with_kvcache requires pages of a multiple of this size
+_LARGEST_BATCH = 2048  # tokens of one forward pass; longer prefills are split
+_LOOK_S = 1.0  # interval between two checks of the generating thread
 
 
-# Continuous batching hands a processor the scores alone, without the tokens before them. transformers marks those that
-# are content with that, but has not judged this one yet.
+# Continuous batching passes only the scores to a processor, without the preceding tokens. transformers marks the
+# processors for which this suffices, but has not marked this one yet.
 _SCORES_ALONE = ("MinPLogitsWarper",)
 
 
 class ContinuousBackend(RolloutBackend):
-    """Requests are queued, then generated; where one ends, another takes its place."""
+    """Queues all requests, then generates; when one ends, another takes its place."""
 
     name = "continuous"
     needs_whole_weights = True
     unit = "seq"
 
     def __init__(self) -> None:
-        self._kept: Any = None  # the manager of a session
-        self._begun = False  # whether it has answered a chunk
+        self._kept: Any = None  # manager of the session
+        self._begun = False  # whether it has generated a chunk
 
     def page_tokens(self, model: PreTrainedModel) -> int:
-        """256 where FlashAttention-2 decodes from the pages, 32 with any other attention."""
+        """256 if FlashAttention-2 decodes from the pages, 32 with any other attention."""
         return _FLASH_2_PAGE_TOKENS if decodes_from_pages(model.config, version=2) else _PAGE_TOKENS
 
     def pays(self, model: PreTrainedModel) -> bool:
-        """On a GPU with a flash kernel, which alone reads a paged cache in place.
+        """Whether this is a GPU with a flash kernel: only these read a paged cache in place.
 
-        Other kernels copy and mask the whole of it for every token. On a CPU (4 layers of width 256, vocabulary 32000,
-        8 prompts of 20 to 120 tokens twice, 64 new ones) it took 1.1 to 1.3 times as long as ``generate`` where every
-        completion ran to its full length, and 0.7 times as long where one token in 40 ended one: ask for it where
-        completions end early at very different lengths.
+        Other kernels copy and mask the entire cache for every token. On a CPU (4 layers of width 256, vocabulary
+        32000, 8 prompts of 20 to 120 tokens with 2 completions each, 64 new tokens), it took 1.1 to 1.3 times as long
+        as ``generate`` if every completion reached its maximum length, and 0.7 times as long if one token in 40 was
+        EOS: select it explicitly if completions end early at very different lengths.
         """
         return device().type == "cuda" and is_flash_attention_requested(model.config)
 
     def ticks(self, chunk: Sequence[Work], sampling: Sampling) -> int:
-        """One for each completion."""
+        """One unit per completion."""
         return sum(work.count for work in chunk)
 
     def obstacle(self, model: PreTrainedModel, sampling: Sampling) -> str | None:
         """What transformers' continuous batching does not support, or None."""
         if not hasattr(getattr(transformers, "ContinuousBatchingConfig", None), "page_size"):
-            return f"transformers {transformers.__version__} lacks the continuous batching that 5.20 has"
+            return f"transformers {transformers.__version__} lacks the continuous batching of release 5.20"
         for processor in logits_processors(model, generation_config(sampling)):
             name = type(processor).__name__
             if not works_in_continuous_batching(processor) and name not in _SCORES_ALONE:
@@ -89,22 +89,22 @@ class ContinuousBackend(RolloutBackend):
         architecture, config = type(model).__name__, model.config.get_text_config()
         if not supports_paged_attention(model):
             return f"transformers' continuous batching does not support {architecture}"
-        # Compressed or shared keys and values have no place in its cache.
+        # Its cache does not support compressed or shared keys and values.
         if getattr(config, "kv_lora_rank", None) or getattr(config, "num_kv_shared_layers", None):
             return f"transformers' continuous batching does not support the cache of {architecture}"
-        # Its eager attention is not the model's own: it knows no soft cap and no sinks.
+        # Its eager attention is not the model's own: it supports neither soft caps nor sinks.
         attention = attention_implementation(model)
         if attention != "sdpa" and not is_flash_attention_requested(model.config):
-            return f"it computes attention by sdpa or a flash kernel, and {architecture} was loaded with {attention}"
+            return f"it requires sdpa or flash attention, but {architecture} was loaded with {attention}"
         layers = paged_cache_obstacle(config)
         return layers and f"transformers' continuous batching does not support {architecture} ({layers})"
 
     @contextlib.contextmanager
     def session(self, parts: Sequence[Sequence[Work]], generation: Generation) -> Iterator[None]:
-        """One manager for all chunks: its cache is made and, on a GPU, its graphs are captured once for a rollout.
+        """Use one manager for all chunks: its cache and, on a GPU, its graphs are created once per rollout.
 
-        Not for longer: graphs hold the addresses of the weights, which ZeRO-3 gathers elsewhere every time, and the
-        cache would take its memory from training.
+        It does not outlive the rollout: graphs contain the addresses of the weights, which ZeRO-3 gathers elsewhere
+        every time, and the cache would occupy memory during training.
         """
         if not parts:
             yield
@@ -118,7 +118,7 @@ class ContinuousBackend(RolloutBackend):
                 self._kept = None
 
     def generate(self, chunk: Sequence[Work], generation: Generation) -> list[list[Completion]]:
-        """As :meth:`RolloutBackend.generate` says; chunks outside a session have a manager each."""
+        """See :meth:`RolloutBackend.generate`; a chunk outside a session gets its own manager."""
         if self._kept is None:
             with self.session([chunk], generation):
                 return self.generate(chunk, generation)
@@ -126,17 +126,16 @@ class ContinuousBackend(RolloutBackend):
         sampling, logps, manager = generation.sampling, generation.logps, self._kept
         with old_objects_spared():
             for place, work in enumerate(chunk):
-                # A copy is made one token before the end of the prompt, which transformers cannot compute if it is
-                # empty.
+                # Copies are made one token before the end of the prompt; transformers fails if nothing precedes it.
                 together = work.count if len(work.ids) > 1 else 1
                 set_copies(manager, together)
                 for name in _names(place, work)[::together]:
                     if manager.add_request(list(work.ids), request_id=name) is None:
-                        _check("a prompt was refused")
+                        _check("a prompt was rejected")
             if self._begun:
-                torch.manual_seed(int(torch.randint(2**31, ())))  # as for the first chunk, by its manager
+                torch.manual_seed(int(torch.randint(2**31, ())))  # the manager does this for the first chunk
             self._begun = True
-            # Only now: the first batch holds the same requests in every run.
+            # Start only now, so that the first batch contains the same requests in every run.
             manager.start()
             while len(found) < sum(work.count for work in chunk):
                 result = manager.get_result(timeout=_LOOK_S)
@@ -145,7 +144,7 @@ class ContinuousBackend(RolloutBackend):
                     found[result.request_id] = result
                     generation.tick()
                 elif generation_error(manager) is not None or not manager.is_running():
-                    _check(generation_error(manager) or "its thread has ended")
+                    _check(generation_error(manager) or "its thread has exited")
             stop_keeping_graphs(manager)
         return [
             [_completion(found[name], sampling, logps) for name in _names(place, work)]
@@ -154,7 +153,7 @@ class ContinuousBackend(RolloutBackend):
 
 
 def _names(place: int, work: Work) -> list[str]:
-    """What transformers calls a request and its copies."""
+    """transformers' names of a request and its copies."""
     return request_names(str(place), work.count)
 
 
@@ -165,17 +164,17 @@ def _completion(result: Any, sampling: Sampling, logps: bool) -> Completion:
 def _check(error: object) -> None:
     if error:
         raise TrainingError(
-            f"rollout_backend='continuous': generating failed ({' '.join(str(error).split())}); set a smaller "
+            f"rollout_backend='continuous': generation failed ({' '.join(str(error).split())}); set a smaller "
             "rollout_batch_size, or rollout_backend: generate"
         )
 
 
 @contextlib.contextmanager
 def _manager(generation: Generation, sizes: ContinuousBatchingConfig) -> Iterator[Any]:
-    """A manager that holds no more memory than its sizes say, and is gone on any exit."""
+    """A manager that uses no more memory than its sizes specify; released on any exit."""
     model = generation.model
     attention, manager = attention_implementation(model), None
-    with continuous_batching_hushed():  # what goes wrong is raised here
+    with continuous_batching_hushed():  # errors are raised here
         try:
             manager = model.init_continuous_batching(generation_config(generation.sampling), sizes)
             yield manager
@@ -188,8 +187,8 @@ def _manager(generation: Generation, sizes: ContinuousBatchingConfig) -> Iterato
 
 
 def _sizes(parts: Sequence[Sequence[Work]], generation: Generation, page: int) -> ContinuousBatchingConfig:
-    """Room for every completion of the largest chunk at its full length, whatever memory there is."""
-    from transformers import ContinuousBatchingConfig  # older releases have none, and are refused by obstacle()
+    """Space for all completions of the largest chunk at their maximum length, regardless of the available memory."""
+    from transformers import ContinuousBatchingConfig  # missing in older releases, which obstacle() rejects
 
     new = generation.sampling.max_new_tokens
     completions = max(sum(work.count for work in part) for part in parts)
@@ -198,18 +197,18 @@ def _sizes(parts: Sequence[Sequence[Work]], generation: Generation, page: int) -
     return ContinuousBatchingConfig(
         page_size=page,
         num_blocks=max(sum(work.count * pages(len(work.ids) + new, page) for work in part) for part in parts),
-        # transformers' own answer is 32, and a longer sequence would decode the slow way.
+        # transformers' default is 32, and longer sequences would decode slowly.
         max_blocks_per_request=pages(longest, page) if decodes_from_pages(generation.model.config) else 0,
         max_batch_tokens=max(completions, min(prompts, _LARGEST_BATCH)),
         max_requests_per_batch=completions,
         max_memory_percent=1.0,
         safety_margin=0.0,
-        # A prompt that another one's pages hold but for its last token would be scheduled without any token.
+        # A prompt whose tokens, except the last, are all in another one's pages would be scheduled without any token.
         allow_block_sharing=False,
-        # Drawn, not the request's seed: each chunk has its own, and transformers seeds torch with the first one's.
+        # Drawn instead of the request's seed: each chunk has its own, and transformers seeds torch with the first one.
         seed=int(torch.randint(2**31, ())),
         return_logprobs=generation.logps,
-        # The attention that was loaded is the attention that generates.
+        # Generate with the attention that the model was loaded with.
         auto_switch_to_flash=False,
         disable_nccl_graph_mixing=False,
     )

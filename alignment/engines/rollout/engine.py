@@ -1,4 +1,4 @@
-"""The rollout: completions for this rank's prompts, from the policy as it is inside its training engine."""
+"""The rollout: completions of this rank's prompts by the policy inside its training engine."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from alignment.reporting.activity import ACTIVITY
 
 
 def backends() -> tuple[RolloutBackend, ...]:
-    """Every backend, the one that ``auto`` prefers first. A new one is added here."""
+    """All backends, in the order of preference of ``auto``. Add new ones here."""
     return ContinuousBackend(), GenerateBackend()
 
 
 def choose_backend(asked: str, model: PreTrainedModel, sampling: Sampling, *, whole: bool = True) -> RolloutBackend:
-    """The backend that ``rollout_backend`` asks for; ``auto``: the first one that can be used and pays.
+    """The backend that ``rollout_backend`` selects; ``auto``: the first usable one that is worthwhile.
 
     Args:
         asked: a name, or ``auto``.
         model: the policy's model.
-        sampling: what to draw from.
-        whole: whether every rank has whole weights during a rollout.
+        sampling: the sampling distribution.
+        whole: whether every rank has unsharded weights during a rollout.
 
     Raises:
-        OptionError: the backend that was named does not exist or cannot be used, with the reason.
+        OptionError: the selected backend does not exist or is not usable; the message gives the reason.
     """
     known = backends()
     if asked == "auto":
@@ -59,7 +59,7 @@ def choose_backend(asked: str, model: PreTrainedModel, sampling: Sampling, *, wh
     named = next((one for one in known if one.name == asked), None)
     names = ", ".join(["auto", *(one.name for one in known)])
     if named is None:
-        raise OptionError(f"rollout_backend={asked!r}: not supported yet; set one of {names}")
+        raise OptionError(f"rollout_backend={asked!r}: not supported; set one of {names}")
     obstacle = _obstacle(named, model, sampling, whole)
     if obstacle is not None:
         raise OptionError(f"rollout_backend={asked!r}: {obstacle}")
@@ -72,26 +72,26 @@ def _obstacle(backend: RolloutBackend, model: PreTrainedModel, sampling: Samplin
         return f"{reason}; set rollout_backend: generate"
     if backend.needs_whole_weights and not whole:
         return (
-            "needs the weights whole, and ZeRO-3 gathers them layer by layer here; set ds3_gather_for_generation: "
+            "it needs unsharded weights, but ZeRO-3 gathers them layer by layer here; set ds3_gather_for_generation: "
             "true, or rollout_backend: generate"
         )
     return None
 
 
 class RolloutEngine:
-    """Generates with the policy's own weights; whatever that changes in the engine is undone on any exit.
+    """Generates with the policy's own weights; all changes to the engine are undone on any exit.
 
-    The first rollout decides, for the rest of the run, what depends on free memory: by then everything that stays has
-    been allocated, but for the optimizer's states, whose size is known. A machine whose free memory changes from run
-    to run repeats a run exactly only with ``batch_size`` and ``gather`` set.
+    The first rollout fixes, for the rest of the run, the settings that depend on free memory: by then everything
+    permanent has been allocated except the optimizer's states, whose size is known. On a machine whose free memory
+    varies, a run is exactly reproducible only with ``batch_size`` and ``gather`` set.
 
     Args:
-        policy: the engine that learns.
-        backend: ``rollout_backend`` as it was asked for, ``auto`` included (:func:`choose_backend`).
-        batch_size: completions at once on each rank; None: as many as fit.
+        policy: the training engine.
+        backend: value of ``rollout_backend``, including ``auto`` (:func:`choose_backend`).
+        batch_size: completions generated at the same time on each rank; None: as many as fit.
         gather: whether ZeRO-3 gathers all weights for a rollout; None: if they fit (:func:`.memory.measure_room`).
-        longest_context: longest prompt and completion together, in tokens.
-        progress: show a bar while a rollout lasts.
+        longest_context: maximum length of prompt and completion together, in tokens.
+        progress: show a progress bar during a rollout.
     """
 
     def __init__(
@@ -111,13 +111,13 @@ class RolloutEngine:
         self.room: Room | None = None
 
     def generate(self, request: RolloutRequest) -> list[list[Completion]]:
-        """Completions by prompt and generation. Collective: every rank calls it, also one without prompts.
+        """Generate completions, indexed by prompt and generation. Collective, including ranks without prompts.
 
         Raises:
-            DataError: a prompt without tokens.
-            OptionError: the backend cannot be used with this model, these processors or weights gathered by layer.
+            DataError: a prompt has no tokens.
+            OptionError: the backend does not support this model, these processors or layer-wise gathering.
             TrainingError: continuous batching failed.
-            Cut: the run was asked to stop; on every rank.
+            Cut: a stop was requested; raised on every rank.
         """
         _check_prompts(request.prompts)
         room, backend = self._decide(request)
@@ -139,14 +139,14 @@ class RolloutEngine:
                             if work.prompt >= 0:
                                 results[work.prompt] += completions
         finally:
-            # A cache that grew token by token leaves the allocator with blocks of every size.
+            # A cache that grew token by token leaves the allocator fragmented.
             get_accelerator().empty_cache()
         if REQUESTS.deferring and (cut if by_layer else self._on_any_rank(cut)):
             raise Cut
         return results
 
     def _asked_to_stop(self, *, together: bool) -> bool:
-        """Whether a rollout is given up here; with ``together`` all ranks ask at the same time, and do the same."""
+        """Whether to abandon the rollout here; with ``together``, all ranks check at the same time and agree."""
         if not REQUESTS.deferring:
             return False
         asked = REQUESTS.asked() is not None
@@ -156,22 +156,22 @@ class RolloutEngine:
         return bool(largest_over_ranks(torch.tensor([float(value)], device=self.policy.device)).item())
 
     def describe(self) -> str:
-        """What the first rollout decided, for the log; empty before it."""
+        """The settings fixed by the first rollout, for the log; empty before it."""
         if self.room is None or self.backend is None:
             return ""
         gathered = ""
         if self.policy.partitioned:
-            gathered = ", weights gathered " + ("once for each rollout" if self.room.gather else "layer by layer")
-        return f"{self.backend.name}, up to {self.room.batch_size} completions at once on each rank{gathered}"
+            gathered = ", weights gathered " + ("once per rollout" if self.room.gather else "layer by layer")
+        return f"{self.backend.name}, up to {self.room.batch_size} completions at a time per rank{gathered}"
 
     def state_dict(self) -> dict[str, Any]:
-        """What the first rollout decided; empty before it."""
+        """State to save: the settings fixed by the first rollout; empty before it."""
         if self.room is None or self.backend is None:
             return {}
         return {"backend": self.backend.name, **asdict(self.room)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep to what :meth:`state_dict` says was decided, however much memory there is now."""
+        """Restore the settings of a saved state, regardless of the memory available now."""
         if state:
             self.backend = next(one for one in backends() if one.name == state["backend"])
             self.room = Room(gather=state["gather"], batch_size=state["batch_size"])
@@ -181,7 +181,7 @@ class RolloutEngine:
         return self.policy.scorer.model
 
     def _decide(self, request: RolloutRequest) -> tuple[Room, RolloutBackend]:
-        """Measured at the first call, where all ranks meet."""
+        """Measure the available memory at the first call. Collective."""
         if self.room is None or self.backend is None:
             likely = choose_backend(self._asked, self._model, request.sampling)
             room = measure_room(
@@ -200,14 +200,14 @@ class RolloutEngine:
         return self.room, self.backend
 
     def _as_many_on_all_ranks(self, parts: list[list[Work]], request: RolloutRequest) -> list[list[Work]]:
-        """Chunks of one dummy token where another rank has more chunks: all ranks gather each layer equally often."""
+        """Add chunks of one dummy token up to the largest number of any rank: all must gather layers equally often."""
         most = int(largest_over_ranks(torch.tensor([len(parts)], device=self.policy.device)))
         dummy = Work(-1, (request.sampling.pad_token_id,), 1)
         return parts + [[dummy]] * (most - len(parts))
 
     @contextlib.contextmanager
     def _ready(self, seed: int, by_layer: bool) -> Iterator[None]:
-        """Eval mode, weights in place, randomness of its own."""
+        """Enter eval mode, gather weights as needed, and seed the generators."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.policy.inference())
             stack.enter_context(seeded(seed))
@@ -229,10 +229,10 @@ class RolloutEngine:
         self, part: Sequence[Work], generation: Generation, backend: RolloutBackend, bar: tqdm[None]
     ) -> list[list[Completion]]:
         end = bar.n + backend.ticks(part, generation.sampling)
-        if part[0].prompt < 0:  # a dummy follows the other ranks, however long they take
+        if part[0].prompt < 0:  # a dummy runs as long as the other ranks do
             generation = replace(generation, sampling=replace(generation.sampling, max_new_tokens=1, extra={}))
         completions = backend.generate(part, generation)
-        bar.update(end - bar.n)  # it may have ended early
+        bar.update(end - bar.n)  # it may have stopped early
         return completions
 
     @contextlib.contextmanager
@@ -251,6 +251,6 @@ def _check_prompts(prompts: Sequence[Sequence[int]]) -> None:
     for number, prompt in enumerate(prompts):
         if not len(prompt):
             raise DataError(
-                f"prompt {number} of a rollout has no tokens: nothing can be generated from it; drop the row, or use "
-                "a tokenizer that begins a text with BOS"
+                f"prompt {number} of a rollout has no tokens, so nothing can be generated from it; drop the row, or "
+                "use a tokenizer that prepends BOS"
             )

@@ -1,8 +1,9 @@
-"""The ``generate`` backend: left-padded batches in lock-step, for every model and every processor.
+"""The ``generate`` backend: left-padded batches in lockstep, for every model and every logits processor.
 
-Attention masks padding; a logits processor sees it like any other token. Where the EOS is also the padding, as it
-often is, ``no_repeat_ngram_size: 1`` would forbid the shorter prompts to end. No token is a safe one to pad with: each
-may be part of a sequence that a processor looks for. So processors that read tokens get the rows without padding.
+Attention masks padding, but a logits processor sees it like any other token. If EOS is also the padding token, as is
+common, ``no_repeat_ngram_size: 1`` would prevent the shorter prompts from ending. No token is safe to pad with, since
+each may be part of a sequence that a processor looks for. Processors that read tokens therefore get the rows without
+padding.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from alignment.engines.rollout.backend import Completion, Generation, RolloutBac
 from alignment.engines.rollout.processors import generation_config
 from alignment.internals.transformers import changed_processors, knows_padding
 
-# The others look at the scores alone, or at how many tokens there are, padding included.
+# The others read only the scores, or only the number of tokens including padding.
 _READERS = (
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,  # bad words are such as well
+    SequenceBiasLogitsProcessor,  # also used for bad words
     WatermarkLogitsProcessor,
 )
 
 
 class _WithoutPadding(LogitsProcessor):
-    """A processor that is given the rows without their padding, those of equal length together.
+    """Calls a processor on the rows without their padding, grouped by length.
 
     Args:
-        inner: holds no state of single rows.
-        padding: tokens of padding on the left of each row of the batch.
+        inner: the processor; must not hold state per row.
+        padding: number of padding tokens on the left of each row of the batch.
     """
 
     def __init__(self, inner: LogitsProcessor, padding: Sequence[int], device: torch.device) -> None:
@@ -62,12 +63,12 @@ class _WithoutPadding(LogitsProcessor):
 
 @contextlib.contextmanager
 def padding_unseen(model: PreTrainedModel, padding: Sequence[int], device: torch.device) -> Iterator[None]:
-    """Within this context no processor that ``model.generate`` makes for a batch reads its padding.
+    """Hide padding, within this context, from the processors that ``model.generate`` creates for a batch.
 
     Args:
-        model: as it is called.
-        padding: tokens of padding on the left of each row of the batch.
-        device: of the batch.
+        model: the model.
+        padding: number of padding tokens on the left of each row of the batch.
+        device: device of the batch.
     """
     if not any(padding):
         yield
@@ -81,31 +82,31 @@ def padding_unseen(model: PreTrainedModel, padding: Sequence[int], device: torch
 
 
 def _reads_padding(processor: LogitsProcessor) -> bool:
-    # From 5.23 on transformers tells the repetition penalty itself how long each row's padding is.
+    # Since release 5.23, transformers tells the repetition penalty itself how long each row's padding is.
     return isinstance(processor, _READERS) and not knows_padding(processor)
 
 
 class GenerateBackend(RolloutBackend):
-    """Works everywhere."""
+    """Generates with ``model.generate``; works with every model."""
 
     name = "generate"
     needs_whole_weights = False
     unit = "step"
 
     def obstacle(self, model: PreTrainedModel, sampling: Sampling) -> str | None:
-        """There is none."""
+        """Always None."""
         return None
 
     def pays(self, model: PreTrainedModel) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
     def ticks(self, chunk: Sequence[Work], sampling: Sampling) -> int:
-        """One for each token that is drawn for all rows; fewer if all of them end before."""
+        """One unit per token position; fewer if all rows end earlier."""
         return sampling.max_new_tokens
 
     def generate(self, chunk: Sequence[Work], generation: Generation) -> list[list[Completion]]:
-        """As :class:`RolloutBackend` says; ``logps`` cost all scores, (rows, new tokens, vocabulary) in fp32."""
+        """See :class:`RolloutBackend`; ``logps`` requires all scores, (rows, new tokens, vocabulary) in fp32."""
         sampling, device, logps = generation.sampling, generation.device, generation.logps
         rows = [work.ids for work in chunk for _ in range(work.count)]
         width = max(map(len, rows))
@@ -129,7 +130,7 @@ class GenerateBackend(RolloutBackend):
 
 
 class _Steps(StoppingCriteria):
-    """Ends nothing: what transformers asks after each token whether a row has ended."""
+    """Reports progress: transformers calls it after each token. It never stops a row."""
 
     def __init__(self, stepped: Callable[[], object]) -> None:
         self.stepped = stepped

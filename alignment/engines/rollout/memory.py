@@ -1,4 +1,4 @@
-"""How much fits: completions at once, and whether weights are gathered; one answer for all ranks and the whole run."""
+"""Choice of the batch size and of weight gathering by available memory; the same for all ranks and the whole run."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from alignment.engines.memory.devices import free_bytes
 from alignment.internals.deepspeed_zero3 import away, whole_bytes
 from alignment.models.architectures import inner_width, layer_configs
 
-_SHARE = 0.8  # of the free memory; the rest is for fragments and the library's small things
-_VOCABULARY_VECTORS = 6  # fp32 each: logits and their copy, scores before and after a cut, probabilities, a sort
+_SHARE = 0.8  # of the free memory; the rest is for fragmentation and small allocations
+_VOCABULARY_VECTORS = 6  # fp32: logits and their copy, scores before and after truncation, probabilities, a sort
 
 
 @dataclass(frozen=True)
 class Room:
-    """What fits on the fullest device.
+    """What fits on the device with the least free memory.
 
     Attributes:
-        gather: whether ZeRO-3 weights are gathered for the rollout as a whole.
-        batch_size: completions at once on each rank.
+        gather: whether ZeRO-3 weights are gathered once for the entire rollout.
+        batch_size: completions generated at the same time on each rank.
     """
 
     gather: bool
@@ -42,23 +42,23 @@ def measure_room(
     page: int = 1,
     to_come: int = 0,
 ) -> Room:
-    """Decide from the free memory of every rank's device, of which 80 % may be used; collective.
+    """Decide from the free memory of all ranks' devices, of which 80 % may be used. Collective.
 
-    A completion is counted with the keys and values of a whole context in all layers (in whole pages where the cache
-    has pages), one layer's activations while its prompt is read, and six fp32 vectors of the vocabulary's size.
-    Weights are gathered if they fit beside one chunk: ``batch_size`` completions, or all those of one prompt. Without
-    a ``batch_size`` as many are generated at once as fit, rounded down to a power of two so that a little memory more
-    or less changes nothing.
+    The estimate for a completion includes the keys and values of a full context in all layers (in whole pages if the
+    cache has pages), one layer's activations during the prefill, and six fp32 vectors of the vocabulary's size.
+    Weights are gathered if they fit together with one chunk: ``batch_size`` completions, or all completions of one
+    prompt. Without a ``batch_size``, as many completions as fit are generated at the same time, rounded down to a
+    power of two so that small differences in free memory have no effect.
 
     Args:
         model: the policy's model.
-        context: longest prompt and completion together, in tokens.
-        gather: what was asked for; None: whatever fits.
-        batch_size: what was asked for; None: whatever fits.
-        generations: completions of one prompt.
-        scores: fp32 vectors of the vocabulary's size that each completion keeps besides.
-        page: tokens of a page of the cache; 1: it has none.
-        to_come: bytes of this rank's device that are free now, and will be taken for good.
+        context: maximum length of prompt and completion together, in tokens.
+        gather: requested value; None: decide by memory.
+        batch_size: requested value; None: decide by memory.
+        generations: completions per prompt.
+        scores: additional fp32 vectors of the vocabulary's size per completion.
+        page: tokens per page of the cache; 1: no pages.
+        to_come: bytes of this rank's device that are free now but will be allocated permanently.
     """
     free = free_bytes(device()) - to_come
     least = -largest_over_ranks(torch.tensor([-free], dtype=torch.int64, device=device()))
@@ -74,17 +74,17 @@ def measure_room(
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """What gathering takes: the weights that are divided over ranks."""
+    """Memory required for gathering: the size of the partitioned weights."""
     return sum(map(whole_bytes, away(module)))
 
 
 def pages(tokens: int, page: int) -> int:
-    """Pages of a sequence of at most so many tokens; one more, for layers with a sliding window take larger lots."""
+    """Pages of a sequence of at most ``tokens``; one more, because sliding-window layers allocate in larger units."""
     return math.ceil(tokens / page) + 1
 
 
 def completion_bytes(model: PreTrainedModel, context: int, scores: int = 0, page: int = 1) -> int:
-    """What one completion takes while it is generated; see :func:`measure_room`."""
+    """Memory of one completion during generation; see :func:`measure_room`."""
     config = model.config.get_text_config()
     layers = layer_configs(config)
     kept = pages(context, page) * page if page > 1 else context
@@ -94,7 +94,7 @@ def completion_bytes(model: PreTrainedModel, context: int, scores: int = 0, page
 
 
 def _cached(config: PretrainedConfig) -> int:
-    """The numbers that one layer keeps of a token: its key and its value in each head."""
+    """Number of cached values per token and layer: its key and value in each head."""
     heads = getattr(config, "num_attention_heads", None) or 1
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return int(2 * (getattr(config, "num_key_value_heads", None) or heads) * head_dim)

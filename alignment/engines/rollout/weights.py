@@ -1,7 +1,7 @@
-"""The weights during a rollout under ZeRO-3: gathered once for all tokens, or layer by layer at every token.
+"""The weights during a rollout under ZeRO-3: gathered once for all tokens, or layer by layer for every token.
 
-Gathering alone does not help: DeepSpeed's forward hooks would divide each module's weights again after its first use.
-The hooks are therefore put aside with their very objects, and put back in their order.
+Gathering alone is not sufficient: DeepSpeed's forward hooks would partition each module's weights again after its
+first use. The hooks are therefore removed and later restored, as the same objects in the same order.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from alignment.internals.deepspeed_zero3 import (
 )
 from alignment.internals.torch import without_forward_hooks
 
-# Bytes gathered by one call: it first copies this rank's share of an offloaded weight to the device.
+# Bytes gathered per call, which first copies this rank's share of an offloaded weight to the device.
 _BYTES_AT_ONCE = 2**28
 
 
 @contextlib.contextmanager
 def whole_weights(policy: ScoringEngine) -> Iterator[None]:
-    """Every weight whole on every rank and no hooks of DeepSpeed's; divided and hooked on any exit. Collective."""
+    """Gather all weights on every rank and remove DeepSpeed's hooks; undo both on any exit. Collective."""
     settle(policy.engine, policy.scorer)
     try:
         with contextlib.ExitStack() as stack:
@@ -45,9 +45,9 @@ def whole_weights(policy: ScoringEngine) -> Iterator[None]:
 
 @contextlib.contextmanager
 def weights_by_layer(policy: ScoringEngine) -> Iterator[None]:
-    """DeepSpeed gathers and releases weights around every forward of ``scorer.model``, as for a whole pass.
+    """Let DeepSpeed gather and release weights around every forward of ``scorer.model``, as for an ordinary pass.
 
-    Every rank must make equally many forwards.
+    Every rank must make the same number of forward passes.
     """
     settle(policy.engine, policy.scorer)
     forget_release_plans()  # of another order of modules
@@ -61,7 +61,7 @@ def weights_by_layer(policy: ScoringEngine) -> Iterator[None]:
 
 
 def _groups(parameters: list[Any]) -> Iterator[list[Any]]:
-    """Consecutive parameters of about ``_BYTES_AT_ONCE`` together."""
+    """Group consecutive parameters of about ``_BYTES_AT_ONCE`` in total."""
     group: list[Any] = []
     size = 0
     for parameter in parameters:

@@ -1,1 +1,1 @@
-"""Watching a process and its peers: what it is doing, who asks it to stop, which rank is silent or hangs."""
+"""Monitoring of a process and its peers: current activity, stop requests, silent ranks and hangs."""

@@ -1,6 +1,6 @@
-"""Signs of life: what each rank says of itself twice a second, and what an observer makes of it.
+"""Heartbeats: the state that each rank publishes twice a second, and how an observer evaluates it.
 
-A beat also says who has asked for a stop, so that every rank knows of it within a second.
+A heartbeat also carries stop requests, so that every rank learns of them within a second.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from alignment.engines.watch.stop import StopReason
 from alignment.reporting.activity import ACTIVITY
 
 _COLLECTIVES = ("torch/distributed/", "deepspeed/comm/")
-_FRAMES = 12  # how far up the stack a collective's own frames reach
+_FRAMES = 12  # how many innermost frames may belong to a collective
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says of itself.
+    """The heartbeat of a rank.
 
     Attributes:
-        count: grows with each one.
-        host, machine, pid: where it runs; ``machine`` is the same for processes that can see each other.
-        phase, step: what it is doing.
-        moves: progress that it has made, as a count.
-        idle: seconds since the last of it.
-        over: whether that is longer than the phase allows.
-        waiting: whether its main thread is in a collective.
-        finished: whether it has done its work.
-        asked: what asked it to stop, a :class:`StopReason`; 0 if nothing did.
-        asker: the rank that was asked, this one or another that it has heard of.
+        count: sequence number.
+        host, machine, pid: where the rank runs; ``machine`` is equal for processes that can see each other.
+        phase, step: current activity.
+        moves: progress counter.
+        idle: seconds since the last progress.
+        over: whether ``idle`` exceeds the limit of the phase.
+        waiting: whether the main thread is in a collective.
+        finished: whether the rank has finished its work.
+        asked: the :class:`StopReason` that the rank knows of; 0 if there is none.
+        asker: the rank that received the request, this one or another.
     """
 
     count: int
@@ -54,26 +54,26 @@ class Beat:
     asker: int = 0
 
     def text(self) -> str:
-        """For the store."""
+        """Serialize the heartbeat for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def parsed(cls, text: str | bytes) -> Beat:
-        """What :meth:`text` gave."""
+        """Parse the result of :meth:`text`."""
         return cls(**json.loads(text))
 
     @property
     def place(self) -> str:
-        """For messages: phase and step."""
+        """Phase and step, for messages."""
         return f"phase {self.phase}, step {self.step}"
 
 
 class Pulse:
-    """Makes the beats of this process.
+    """Produces the heartbeats of this process.
 
     Args:
-        rank: of this process.
-        requests: what it was asked.
+        rank: rank of this process.
+        requests: stop requests of this process.
     """
 
     def __init__(self, rank: int = 0, requests: StopRequests = REQUESTS) -> None:
@@ -81,10 +81,10 @@ class Pulse:
         self.host, self.machine = own.host, f"{own.host}/{own.boot}/{own.space}"
         self.count, self.finished = 0, False
         self._rank, self._requests = rank, requests
-        self._heard: tuple[StopReason, int] | None = None  # what another rank was asked, and which
+        self._heard: tuple[StopReason, int] | None = None  # a request on another rank, and that rank
 
     def beat(self) -> Beat:
-        """The next one."""
+        """Return the next heartbeat."""
         self.count += 1
         idle, limit, reason = ACTIVITY.idle, ACTIVITY.limit, self._requests.reason
         return Beat(
@@ -104,13 +104,13 @@ class Pulse:
         )
 
     def heed(self, beat: Beat) -> None:
-        """What another rank was asked, this one was asked as well."""
-        if beat.asked and self._requests.request(StopReason(beat.asked), f"rank {beat.asker} was asked"):
+        """Adopt a stop request that another rank has received."""
+        if beat.asked and self._requests.request(StopReason(beat.asked), f"received by rank {beat.asker}"):
             self._heard = StopReason(beat.asked), beat.asker
 
 
 def in_collective() -> bool:
-    """Whether the main thread waits in a collective, as far as its Python stack tells."""
+    """Whether the main thread is in a collective, judging by its Python stack."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     for _ in range(_FRAMES):
         if frame is None:
@@ -122,12 +122,12 @@ def in_collective() -> bool:
 
 
 class Heard:
-    """When an observer heard of each rank last, by its own clock.
+    """When an observer last received a heartbeat from each rank, by its own clock.
 
     Args:
-        clock: in seconds.
-        awaited: ranks that are to be heard of.
-        allowance: seconds that they have before their silence counts.
+        clock: clock in seconds.
+        awaited: ranks that are expected to send heartbeats.
+        allowance: grace period before the first heartbeat, in seconds.
     """
 
     def __init__(
@@ -138,28 +138,28 @@ class Heard:
         self._at: dict[int, float] = dict.fromkeys(awaited, clock() + allowance)
 
     def hear(self, beats: Mapping[int, Beat]) -> None:
-        """Take note of what ranks say; an old beat is none."""
+        """Record heartbeats; one that is already known is ignored."""
         known, now = self.beats, self._clock()
         new = {rank: beat for rank, beat in beats.items() if rank not in known or known[rank].count != beat.count}
-        # Other threads read both: they are replaced, never changed.
+        # Other threads read both dicts, so they are replaced and never modified.
         self.beats, self._at = {**known, **new}, {**self._at, **dict.fromkeys(new, now)}
 
     def pardon(self, seconds: float) -> None:
-        """The observer itself stood still for so long."""
+        """Extend all deadlines by the time that the observer itself was suspended."""
         now = self._clock()
         self._at = {rank: max(at, min(now, at + seconds)) for rank, at in self._at.items()}
 
     def silent(self, seconds: float) -> list[int]:
-        """The ranks that have said nothing for so long."""
+        """The ranks that have not sent a heartbeat for ``seconds``."""
         now = self._clock()
         return sorted(rank for rank, at in self._at.items() if now - at > seconds)
 
 
 def hung_rank(beats: Mapping[int, Beat]) -> int | None:
-    """The rank that a job waits for in vain; None as long as any rank gets on or has work of its own to do.
+    """The rank that blocks the job; None as long as any rank makes progress or is still within its limit.
 
-    A rank that waits for others makes no progress either, so none is to blame before all of them are over their
-    limits. Then it is the one that is not in a collective; of several, the one that has come least far.
+    A rank that waits for others makes no progress either, so no rank is blamed before all of them exceed their limits.
+    The blocking rank is the one that is not in a collective; among several, the one with the least progress.
     """
     working = {rank: beat for rank, beat in beats.items() if not beat.finished}
     if not working or not all(beat.over for beat in working.values()):

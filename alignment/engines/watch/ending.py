@@ -1,6 +1,6 @@
-"""Ending this process, whatever its threads are waiting for, with one line for the user.
+"""End this process, whatever its threads are blocked on, with one line for the user.
 
-A disk or a terminal may hang, and be the reason for the end: nothing here waits for either for more than seconds.
+A hanging disk or terminal may be the cause of the failure, so nothing here waits for either for more than seconds.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import NoReturn, TextIO
 from alignment.engines.deadlines import bounded
 from alignment.internals.tqdm import open_bars
 
-STACKS = "hang-"  # how the names of files with stacks begin
-WRITE_S = 2.0  # that a terminal or a disk may take
-# What builds DeepSpeed's extensions, and holds the lock that the next start waits for.
+STACKS = "hang-"  # prefix of the files with stack traces
+WRITE_S = 2.0  # limit for a write to a terminal or a disk
+# Processes that build DeepSpeed's extensions and hold the lock that the next start would wait for.
 _COMPILERS = ("ninja", "nvcc", "cicc", "ptxas", "cudafe++", "c++", "g++", "gcc", "clang", "cc1plus", "hipcc", "ld")
 
 
 def write(text: str) -> None:
-    """Write `text` to stderr as whole lines in one call, after closing this process's progress bars.
+    """Write `text` to stderr in one call, after closing this process's progress bars.
 
-    An open bar leaves the cursor within a line, and draws itself once more as the interpreter ends. Neither a bar that
-    another thread is drawing nor a terminal that was closed keeps anything else from happening.
+    An open bar leaves the cursor in the middle of a line and redraws itself when the interpreter exits. Neither a bar
+    that another thread is drawing nor a closed terminal prevents the remaining writes.
     """
     bounded(_close_bars, WRITE_S)
     bounded(lambda: _flush(sys.stdout), WRITE_S)
@@ -40,7 +40,7 @@ def _close_bars() -> None:
 
 
 def write_beside_bars(text: str) -> None:
-    """Write a line to stderr while the run goes on; its progress bars are drawn again below it."""
+    """Write a line to stderr during a run; its progress bars are redrawn below it."""
     bounded(lambda: _write_beside_bars(text), WRITE_S)
 
 
@@ -54,13 +54,13 @@ def _write_beside_bars(text: str) -> None:
 
 
 def _flush(stream: TextIO) -> None:
-    # A reader who has gone (`| head`) must not keep the error from stderr, nor a process from ending.
+    # A closed pipe (`| head`) must not keep the error from stderr, nor the process from exiting.
     with contextlib.suppress(OSError, ValueError):
         stream.flush()
 
 
 def mute() -> None:
-    """Send stdout and stderr to nowhere at the level of the process, so that libraries in C++ are silent too."""
+    """Redirect stdout and stderr to /dev/null at the process level, which silences C++ libraries too."""
     bounded(_flush_all, WRITE_S)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
@@ -73,7 +73,7 @@ def _flush_all() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End without waiting for blocked threads, and take forked workers along: alone they would wait forever."""
+    """Exit without waiting for blocked threads, and kill forked workers, which would otherwise wait forever."""
     try:
         _end_children()
         bounded(_flush_all, WRITE_S)
@@ -87,22 +87,22 @@ def _end_children() -> None:
     own = psutil.Process()
     for child in own.children(recursive=True):
         try:
-            # Python workers, and compilers; a reporting service may still have to send what it holds.
+            # Python workers and compilers; a reporting service may still have data to send.
             if child.exe() == own.exe() or child.name().startswith(_COMPILERS):
-                child.kill()  # the workers of a data loader ignore softer signals
+                child.kill()  # data loader workers ignore the other signals
         except psutil.Error:
             continue
 
 
 def end_within(seconds: float, code: int) -> None:
-    """End this process with ``code`` after so many seconds, if it has not ended by itself."""
+    """Exit with ``code`` after ``seconds``, unless the process has ended by then."""
     thread = threading.Timer(seconds, end_process, [code])
     thread.name, thread.daemon = "alignment-end", True
     thread.start()
 
 
 def write_stacks(folder: Path | None, rank: int) -> Path | None:
-    """Write where every thread of this process is into ``hang-RANK.txt``; its path, or None if that failed."""
+    """Write the stack traces of all threads to ``hang-RANK.txt``; return its path, or None if that failed."""
     path = (folder or Path()) / f"{STACKS}{rank}.txt"
 
     def dump() -> Path:

@@ -1,7 +1,7 @@
-"""How ranks hear of each other: beats over the process group's store.
+"""Exchange of heartbeats over the process group's store.
 
-Each rank sets its own. The first rank reads those of all, the others read the first one's, and once, when all have
-come, where every rank runs; so traffic grows with the number of ranks and no faster.
+Each rank publishes its own. Rank 0 reads those of all ranks; the others read rank 0's and, once all ranks have joined,
+the list of where every rank runs. The traffic therefore grows linearly with the number of ranks.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 from alignment.engines.watch.beats import Beat, Heard, Pulse
 from alignment.engines.watch.neighbours import Neighbours
 
-_ALL = "everyone"  # the key under which the first rank says where each rank runs
+_ALL = "everyone"  # the key under which rank 0 publishes where each rank runs
 
 
 class Exchange:
-    """One rank's part in it.
+    """One rank's side of the exchange.
 
     Args:
-        call: a method of the store, by its name and arguments.
-        rank, world_size: this rank, and how many there are.
-        pulse: of this process.
-        heard: where beats of other ranks go.
-        neighbours: where ranks of this machine go.
+        call: calls a method of the store, given its name and arguments.
+        rank, world_size: this rank and the number of ranks.
+        pulse: produces this process's heartbeats.
+        heard: receives the heartbeats of other ranks.
+        neighbours: receives the ranks of this machine.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Exchange:
         self.met = False
 
     def turn(self) -> None:
-        """Beat, and hear the beats of those that this rank listens to."""
+        """Publish a heartbeat and read those of the ranks that this one listens to."""
         self._call("set", f"beat/{self.rank}", self._pulse.beat().text())
         known = self._heard.beats
         listens = range(self.world_size) if self.rank == 0 else [0]
@@ -54,12 +54,12 @@ class Exchange:
             self._meet()
 
     def read(self, ranks: Sequence[int]) -> dict[int, Beat]:
-        """The last beats of ranks that have sent one."""
+        """The latest heartbeats of ranks that have sent one."""
         texts = self._call("multi_get", [f"beat/{other}" for other in ranks]) if ranks else []
         return {other: Beat.parsed(text) for other, text in zip(ranks, texts, strict=True)} if texts else {}
 
     def _meet(self) -> None:
-        """Once all have come, learn which of them run on this machine."""
+        """Once all ranks have joined, find out which of them run on this machine."""
         if self.rank == 0:
             if len(self._heard.beats) < self.world_size:
                 return

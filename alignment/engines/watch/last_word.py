@@ -1,7 +1,7 @@
-"""The last word of a job: one rank claims it and says why the job ends, the others fall silent and end as it does.
+"""The last word of a job: one rank claims it and reports why the job ends; the others fall silent and exit with it.
 
-Nothing here waits for long: the store, the disk or the terminal may be what has failed. The line comes before anything
-that may hang, and whatever goes wrong, the process ends.
+Nothing here waits for long, because the store, the disk or the terminal may be what has failed. The message is written
+before anything that may hang, and the process exits whatever goes wrong.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from alignment.engines.deadlines import bounded
 from alignment.engines.watch.ending import WRITE_S, end_process, end_within, mute, write, write_stacks
 from alignment.reporting.activity import ACTIVITY
 
-ASK_S = 3.0  # how long a last word waits for the store
-_HUSH_S = 5.0  # how long the speaker waits for the others to fall silent
-_SPEECH_S = 10.0  # how long a silent rank waits for the speaker
-_LONGEST_S = 25.0  # how long all of it may take
-_HEARD_S = 1.0  # how long a rank 0 that has spoken keeps the store for those that want to read it
+ASK_S = 3.0  # limit for a call to the store
+_HUSH_S = 5.0  # how long the reporting rank waits for the others to fall silent
+_SPEECH_S = 10.0  # how long a silent rank waits for the reporting rank
+_LONGEST_S = 25.0  # limit for all of it
+_REPORT_S = 10.0  # that the report of a failed run may take
+_HEARD_S = 1.0  # how long a reporting rank 0 keeps the store for the other ranks
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why the job ends, as the rank that claims the last word tells the others.
+    """Why the job ends, as published by the rank that claims the last word.
 
     Attributes:
-        code: the exit status of every rank.
-        state, signal: for ``status.json``.
-        hung: every rank is to write its stacks.
-        dead: ranks that cannot end by themselves, and do not answer.
+        code: exit status of every rank.
+        state, signal: values for ``status.json``.
+        hung: whether every rank writes its stack traces.
+        dead: ranks that do not respond and cannot exit by themselves.
     """
 
     code: int = 1
@@ -44,26 +45,26 @@ class Verdict:
 
     @classmethod
     def parsed(cls, text: str | bytes) -> Verdict:
-        """What a rank has put into the store."""
+        """Parse the text that a rank has put into the store."""
         found = json.loads(text)
         return cls(**{**found, "dead": tuple(found["dead"])})
 
 
 class LastWord:
-    """The right to say why the job ends, as one rank sees it.
+    """One rank's view of the right to report why the job ends.
 
     Args:
-        store: over which ranks talk; None: there is nobody to talk to.
-        rank: this one.
-        bury: called before this process ends, with the verdict, the line, and whether this rank speaks: what is to be
-            done about dead ranks.
+        store: the store that the ranks share; None if this process is on its own.
+        rank: this rank.
+        bury: called with the verdict, the line and whether this rank reports, before the process exits; takes care of
+            dead ranks.
     """
 
     def __init__(
         self, store: Any, rank: int, bury: Callable[[Verdict, str, bool], None] = lambda verdict, line, speaks: None
     ) -> None:
         self._store, self._rank, self._bury = store, rank, bury
-        self._mouth = threading.Lock()  # never released: of several threads, one writes and ends the process
+        self._mouth = threading.Lock()  # never released: only one thread writes and exits
 
     def speak(
         self,
@@ -75,15 +76,15 @@ class LastWord:
         at_once: bool = False,
         speaks: bool | None = None,
     ) -> NoReturn:
-        """Say why the job ends, unless another rank does, and end this process.
+        """Report why the job ends, unless another rank does, and exit.
 
         Args:
-            line: for the user.
-            verdict: for the other ranks.
-            living: the other ranks that can still answer.
-            trace: before the line.
+            line: message for the user.
+            verdict: verdict for the other ranks.
+            living: returns the other ranks that still respond.
+            trace: traceback that precedes the line.
             at_once: do not wait for the others to fall silent.
-            speaks: whether this rank is the one to write the line, where there is no store to agree on it; None: ask.
+            speaks: whether this rank writes the line, if there is no store to agree on it; None: ask the store.
         """
         claimed = bounded(lambda: self._claim(verdict), ASK_S) if self._store is not None and speaks is None else None
         if claimed is False:
@@ -96,7 +97,7 @@ class LastWord:
             if speaks is not False:
                 write(f"{before}{trace}{line}")
             with contextlib.suppress(OSError):
-                mute()  # torch may still have to say that the connections of other threads have broken
+                mute()  # torch may still report broken connections of other threads
             self._close(verdict, line, speaks=speaks is not False)
             if claimed:
                 bounded(lambda: self._store.set("said", line), ASK_S)
@@ -112,10 +113,10 @@ class LastWord:
         return True
 
     def follow(self) -> NoReturn:
-        """Close stdout and stderr, wait for the rank that speaks to have spoken, and end as it does.
+        """Close stdout and stderr, wait until the reporting rank has written its line, and exit with its status.
 
-        A second of grace lets that rank be the first to exit: a launcher that ends all at the first exit, or reports
-        the first as the cause, then takes the right one.
+        A one-second delay lets that rank exit first: a launcher that ends all ranks at the first exit, or reports the
+        first exit as the cause, then picks the right one.
         """
         with self._ending(Verdict().code) as code:
             mute()
@@ -128,16 +129,16 @@ class LastWord:
             self._wait(lambda: self._store.check(["said"]), _SPEECH_S)
             said = bounded(lambda: self._store.get("said").decode(), ASK_S)
             bounded(lambda: self._store.add("heard", 1), ASK_S)
-            self._close(verdict, said or "another rank ended the job without saying why", speaks=False)
+            self._close(verdict, said or "another rank ended the job without reporting a reason", speaks=False)
             time.sleep(1.0)
         raise AssertionError
 
     @contextlib.contextmanager
     def _ending(self, code: int) -> Iterator[list[int]]:
-        """At the end of this context the process ends, whatever happens within it, and if it takes too long.
+        """Exit at the end of this context whatever happens within it, or earlier if it takes too long.
 
         Yields:
-            The exit status, which may be changed.
+            The exit status, as a list of one element that may be changed.
         """
         self._mouth.acquire()
         final = [code]
@@ -148,7 +149,7 @@ class LastWord:
             end_process(final[0])
 
     def _close(self, verdict: Verdict, line: str, *, speaks: bool) -> None:
-        """What is left to be done once the line is out: it may hang."""
+        """Do the rest once the line is written; this may hang."""
         if speaks and verdict.hung:
             write_stacks(ACTIVITY.folder, self._rank)
         record(line, verdict)
@@ -161,15 +162,17 @@ class LastWord:
 
 
 def record(line: str, verdict: Verdict, seconds: float = WRITE_S) -> None:
-    """Write how the run ended into ``status.json``, where this process keeps it and its disk answers.
+    """Record in ``status.json`` how the run ended, if this process writes that file and the disk responds.
 
     Args:
-        line: for the user.
-        verdict: how it ended.
-        seconds: that the disk may take.
+        line: message for the user.
+        verdict: how the run ended.
+        seconds: time limit for the write.
     """
     status = ACTIVITY.status
     if status is not None:
         said = line.strip().removeprefix("error: ") or f"exit status {verdict.code}"
         error = said if verdict.state == "failed" else None
         bounded(lambda: status.update(state=verdict.state, signal=verdict.signal, error=error), seconds)
+        if error is not None and not verdict.hung and ACTIVITY.at_failure is not None:
+            bounded(ACTIVITY.at_failure, _REPORT_S)

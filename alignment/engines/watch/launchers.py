@@ -1,4 +1,4 @@
-"""The launchers that this process runs under: which they are, and how much notice they give before they kill."""
+"""The launchers above this process, and the time they leave between a request to stop and the kill."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 
 from alignment.engines.launch_env import NOTICE
 
-# Programs and modules that start ranks and watch them. No shell is one: a run started with `nohup … &` outlives it.
+# Programs and modules that start ranks and monitor them. Shells do not count: a `nohup … &` run outlives its shell.
 _PROGRAMS = {"torchrun", "deepspeed", "deepspeed.pt", "ds", "accelerate", "accelerate-launch", "slurmstepd"}
 _MODULES = {
     "torch.distributed.run",
@@ -23,15 +23,15 @@ _MODULES = {
     "accelerate.commands.launch",
 }
 _SCRIPTS = ("torch/distributed/run.py", "torch/distributed/launch.py", "deepspeed/launcher/launch.py")
-_LAUNCHER_NOTICE_S = 30.0  # of torchrun (--shutdown-timeout) and of DeepSpeed's launch.py
+_LAUNCHER_NOTICE_S = 30.0  # of torchrun (--shutdown-timeout) and DeepSpeed's launch.py
 _TORCHRUN = {"torchrun", "torch.distributed.run", "torch.distributed.launch", "run.py"}
 _SHUTDOWN = ("--shutdown-timeout", "--shutdown_timeout")
-_SHUTDOWN_VARIABLES = ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")  # which torchrun reads as well
+_SHUTDOWN_VARIABLES = ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")  # also read by torchrun
 _KILL_WAIT_S = 30.0  # SLURM's default
 
 
 class Launcher(NamedTuple):
-    """A process above this one that started it as a rank."""
+    """An ancestor process that started this one as a rank."""
 
     pid: int
     name: str
@@ -39,7 +39,7 @@ class Launcher(NamedTuple):
 
 
 def launchers() -> list[Launcher]:
-    """The launchers among the ancestors of this process, the nearest first."""
+    """The launchers among the ancestors of this process, nearest first."""
     found = []
     with contextlib.suppress(psutil.Error):
         for ancestor in psutil.Process().parents():
@@ -52,14 +52,14 @@ def launchers() -> list[Launcher]:
 
 
 def launcher_name(command: list[str]) -> str:
-    """What a launcher is called, by its command line; empty for any other process.
+    """The name of a launcher, from its command line; empty for any other process.
 
-    Only the program, and for an interpreter its script or module, count: an argument that happens to be called
-    ``deepspeed`` makes no launcher.
+    Only the program counts and, for an interpreter, its script or module. An argument that happens to be ``deepspeed``
+    does not make a process a launcher.
     """
     if not command:
         return ""
-    program = Path(command[0]).name.partition(":")[0]  # SLURM adds the number of the step
+    program = Path(command[0]).name.partition(":")[0]  # SLURM appends the step ID
     if program in _PROGRAMS:
         return program
     if not program.startswith("python"):
@@ -76,10 +76,10 @@ def launcher_name(command: list[str]) -> str:
 
 
 def orphaned() -> bool:
-    """Whether a launcher has started this process and was gone before it could be looked for.
+    """Whether a launcher started this process and exited before it could be found.
 
-    Launchers leave variables behind, and are the parents of what they start. One that is none of those known here is
-    a Python program all the same; what takes over orphans is none.
+    Launchers leave environment variables and are the parents of their workers. An unknown launcher is still a Python
+    program; the process that adopts orphans is not.
     """
     if not any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK")) or launchers():
         return False
@@ -93,8 +93,8 @@ class Notice(NamedTuple):
     """Time between a request to stop and the kill that follows it.
 
     Attributes:
-        seconds: of it.
-        source: where the figure comes from.
+        seconds: its length.
+        source: where the value comes from.
     """
 
     seconds: float
@@ -102,9 +102,9 @@ class Notice(NamedTuple):
 
 
 def stop_notice() -> Notice | None:
-    """The notice that this run gets, the shortest of those that apply; None where nothing kills it.
+    """The notice that this run gets: the shortest that applies, or None if nothing kills it.
 
-    What the user says in ``ALIGNMENT_STOP_NOTICE`` takes the place of all others.
+    ``ALIGNMENT_STOP_NOTICE``, if set, overrides all others.
     """
     given = os.environ.get(NOTICE, "")
     with contextlib.suppress(ValueError):
@@ -128,12 +128,12 @@ def _of_launcher(launcher: Launcher) -> Notice:
 
 
 def _kill_wait() -> tuple[float, str]:
-    """SLURM's ``KillWait``, by ``scontrol`` where it answers."""
+    """SLURM's ``KillWait``, from ``scontrol`` if it responds."""
     if shutil.which("scontrol"):
         with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError, IndexError, StopIteration):
             shown = subprocess.run(
                 ["scontrol", "show", "config"], capture_output=True, text=True, timeout=5, check=True
             ).stdout
             line = next(line for line in shown.splitlines() if line.split()[:1] == ["KillWait"])
-            return float(line.split("=")[1].split()[0]), "KillWait of SLURM"
-    return _KILL_WAIT_S, "KillWait of SLURM, by default"
+            return float(line.split("=")[1].split()[0]), "SLURM's KillWait"
+    return _KILL_WAIT_S, "SLURM's default KillWait"

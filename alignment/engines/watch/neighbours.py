@@ -1,4 +1,4 @@
-"""The processes of other ranks on this machine, whose end is noticed at once."""
+"""The processes of other ranks on this machine, whose end is noticed immediately."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from alignment.engines.watch.processes import Watched
 
 
 class Neighbours:
-    """Other ranks whose processes this one can see. One thread begins the watch, others ask."""
+    """Other ranks whose processes are visible to this one. One thread starts the watch, others query it."""
 
     def __init__(self) -> None:
         self._watched: dict[int, Watched] = {}
 
     def begin(self, processes: Mapping[int, int]) -> None:
-        """Watch the processes of these ranks."""
-        # At once: another thread may be going through those that there are.
+        """Start watching the processes of these ranks."""
+        # One assignment: another thread may be iterating over the old dict.
         self._watched = {rank: Watched.begin(pid) for rank, pid in processes.items()}
 
     def __contains__(self, rank: int) -> bool:
@@ -30,12 +30,12 @@ class Neighbours:
         return [rank for rank, watched in self._watched.items() if watched.ended]
 
     def kill(self, rank: int) -> None:
-        """End a rank's process, stopped or not; nothing where it is no neighbour."""
+        """Kill a rank's process, suspended or not; do nothing for a rank of another machine."""
         if rank in self._watched:
             self._watched[rank].kill()
 
     def close(self) -> None:
-        """End the watch."""
+        """Stop watching."""
         before, self._watched = self._watched, {}
         for watched in before.values():
             watched.close()

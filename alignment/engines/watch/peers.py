@@ -1,7 +1,7 @@
-"""This rank's line to the others: who lives, who has failed, who has finished.
+"""This rank's view of the others: which are alive, have failed or have finished.
 
-Ranks talk over the process group's store, and hear of each other twice a second. Whoever finds that the job cannot go
-on claims the right to say so. The others fall silent, let it write its line, and end with its exit status.
+Ranks exchange heartbeats over the process group's store twice a second. The rank that finds that the job cannot
+continue claims the right to report it. The others fall silent, let it write its line, and exit with its status.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from alignment.engines.watch.neighbours import Neighbours
 from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.status_file import fail_in_place_of
 
-_POLL_S = 0.5  # between two beats
-_START_S = 30.0  # that a rank has for its first beat, beyond what it may be silent later on
-_DEAD_S = 5.0  # of silence: where the job ends anyway, such a rank cannot end by itself
-_LEAVE_S = 10.0  # how long rank 0 keeps the store for ranks that have finished too
-_LOST_S = 1.2  # in which a rank whose connection has broken is found among the others; more than two beats
-_GRACE_S = 0.7  # after the end of a peer's process, for what it may have said before
+_POLL_S = 0.5  # between two heartbeats
+_START_S = 30.0  # grace period for the first heartbeat, in addition to peer_timeout
+_DEAD_S = 5.0  # of silence: when the job ends anyway, such a rank is taken for dead
+_LEAVE_S = 10.0  # how long rank 0 keeps the store for other finished ranks
+_LOST_S = 1.2  # to find the rank whose connection broke; more than two heartbeats
+_GRACE_S = 0.7  # after the end of a peer's process, for its last message
 
 
 class Peers:
     """The other ranks, as one rank sees them.
 
     Args:
-        store: over which ranks talk; this connection is used for nothing else.
-        rank, world_size: this rank, and how many there are.
-        server: the store of the process group, kept as long as this object: on rank 0 it may be the one that serves
+        store: the store that the ranks share, over a connection that nothing else uses.
+        rank, world_size: this rank and the number of ranks.
+        server: the store of the process group, which this object keeps alive: on rank 0 it may be the one that serves
             the others.
-        lost_store: called when the store has gone, where a launcher serves it: ranks can do their last step without.
-            None: rank 0 serves it, so that nothing goes on without.
-        launcher_stopped: whether a launcher of this process stands still.
-        clock: in seconds.
+        lost_store: called when the store is lost, if a launcher serves it: ranks can finish their last step without
+            it. None if rank 0 serves it, without which the job cannot continue.
+        launcher_stopped: returns whether a launcher of this process is suspended.
+        clock: clock in seconds.
 
     Attributes:
-        alone: the store has gone, and this rank goes on without the others' signs of life.
+        alone: the store is lost, and this rank continues without the others' heartbeats.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class Peers:
     # The end of this rank --------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Wait until every rank has finished. Rank 0, which may hold the store, goes last."""
+        """Wait until every rank has finished. Rank 0, which may serve the store, leaves last."""
         self._pulse.finished = True
         count = self._count("finished", 1)
         while count < self.world_size and not self.alone:
             time.sleep(0.1)
             count = self._count("finished", 0)
         self._own_end = True
-        # A thread that is in the store's C++ when the interpreter ends takes the process down with it.
+        # A thread that is in the store's C++ code when the interpreter exits would crash the process.
         self._over.set()
         self._thread.join(ASK_S)
         if self.rank != 0 and not self.alone:
@@ -95,20 +95,20 @@ class Peers:
         self._neighbours.close()
 
     def _all_left(self) -> bool:
-        """Whether the store is needed no more: every other rank has said so, or its process has ended."""
+        """Whether the store is no longer needed: every other rank has left or its process has ended."""
         awaited = [f"left/{other}" for other in self._others if other not in self._neighbours.gone]
         return not awaited or bool(bounded(lambda: self._store.check(awaited), ASK_S))
 
     def fail(
         self, line: str, verdict: Verdict, *, trace: str = "", lost: bool = False, at_once: bool = False
     ) -> NoReturn:
-        """Say why the job ends if no other rank does, and end this process.
+        """Report why the job ends if no other rank does, and exit.
 
         Args:
-            line: for the user.
-            verdict: for the other ranks.
-            trace: before the line.
-            lost: a connection to another rank broke. Which one it was, and why, others may know better.
+            line: message for the user.
+            verdict: verdict for the other ranks.
+            trace: traceback that precedes the line.
+            lost: whether a connection to another rank broke. Other ranks may know better which one it was, and why.
             at_once: do not wait for the others to fall silent.
         """
         if lost:
@@ -120,11 +120,11 @@ class Peers:
     # The end of others -----------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """The thread that beats and listens; it may wait for the store as long as the store likes."""
+        """Send and read heartbeats, in a thread that the store may block for any length of time."""
         while not self.alone and not self._own_end:
             try:
                 self._turn()
-            except Exception as error:  # such as too many open files: they may be closed again
+            except Exception as error:  # such as too many open files, which may pass
                 self._tell_once(error)
             self._over.wait(_POLL_S)
 
@@ -138,7 +138,7 @@ class Peers:
             self._judge()
 
     def _pardon(self, seconds: float) -> None:
-        """Where this process stood still, nobody else has been silent either."""
+        """Extend all deadlines by the time that this process was suspended."""
         if seconds:
             self._answered = min(self._clock(), self._answered + seconds)
             self._heard.pardon(seconds)
@@ -147,10 +147,10 @@ class Peers:
         what = f"{type(error).__name__}: {error}"
         if what not in self._told:
             self._told.add(what)
-            write_beside_bars(f"rank {self.rank}: watching the other ranks met {what}; it goes on")
+            write_beside_bars(f"rank {self.rank}: monitoring the other ranks raised {what}; monitoring continues")
 
     def _judge(self) -> None:
-        """End the job if a rank that this one listens to is silent, or if all of them wait for one that hangs."""
+        """End the job if a rank that this one listens to is silent, or if one rank blocks all others."""
         silence = ACTIVITY.limits.silence
         silent = self._silent(silence)
         if silent:
@@ -165,14 +165,14 @@ class Peers:
         return [other for other in self._heard.silent(seconds) if other != self.rank]
 
     def _dead(self) -> list[int]:
-        """Ranks that are silent, as far as this one can tell: it must have heard of the others just now."""
+        """Silent ranks, as far as this one can tell: it must itself have been in contact with the store just now."""
         in_touch = self._clock() - self._answered < 4 * _POLL_S
         return self._silent(_DEAD_S) if in_touch else []
 
     def tick(self) -> None:
-        """Notice what the other thread cannot while the store keeps it waiting; called often by one that never waits.
+        """Detect what the other thread cannot while the store blocks it; called often by a thread that never blocks.
 
-        That is the store's own silence, and the end of processes on this machine.
+        This covers the silence of the store itself and the end of processes on this machine.
         """
         self._pardon(ACTIVITY.tick())
         now = self._clock()
@@ -190,12 +190,12 @@ class Peers:
         if fallen is None or bounded(lambda: self._store.add("finished", 0), ASK_S) == self.world_size:
             return
         beats = bounded(lambda: self._exchange.read([fallen]), ASK_S)
-        if beats:  # else the store has gone as well, which the other thread tells
+        if beats:  # otherwise the store is lost as well, which the other thread reports
             self.fail(killed_line(fallen, beats[fallen]), Verdict(dead=(fallen,)))
 
     def _store_is_silent(self, silence: float) -> None:
         if self._lost_store is not None and self._launcher_stopped():
-            self._go_on_alone("the launcher that keeps the ranks in touch was stopped (SIGSTOP, Ctrl-Z)")
+            self._go_on_alone("the launcher, which coordinates the ranks, was suspended (SIGSTOP, Ctrl-Z)")
             return
         by_launcher = self._lost_store is not None
         first, host = self._heard.beats.get(0), self._pulse.host
@@ -208,10 +208,10 @@ class Peers:
             self._lost_store(why)
 
     def _lost_peer(self, line: str, verdict: Verdict) -> tuple[str, Verdict]:
-        """Who is missing, after a connection to another rank broke; a rank that fails is given time to say so.
+        """Find the missing rank after a connection broke; a rank that fails gets time to report it.
 
-        A process of this machine that has ended is known to be the one; one that lives is not. Of the ranks of other
-        machines, it is one that does not beat any more; it may just be slow, and is not to be killed for that.
+        A process of this machine that has ended is the missing one; one that is alive is not. Among the ranks of other
+        machines, it is one that no longer sends heartbeats; it may just be slow and is not killed for that.
         """
         before = bounded(lambda: self._exchange.read(self._others), _LOST_S) if self._exchange.met else None
         end = self._clock() + _LOST_S
@@ -243,23 +243,23 @@ class Peers:
             time.sleep(0.1)
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """A call to the store; without the store there is no job left, and this process ends.
+        """Call the store; if the store is lost, the job cannot continue and this process exits.
 
-        But for a launcher's, without which ranks can do their last step, and for a rank that is at its end anyway.
+        Exceptions: a store of a launcher, without which ranks can finish their last step, and a rank that is exiting.
         """
         try:
-            # Of each call to a store that has gone, torch would write pages of C++ frames.
+            # For each call to a lost store, torch would write pages of C++ frames.
             return _NOTHING[method] if self._own_end else getattr(self._store, method)(*arguments)
         except RuntimeError:
             if self._own_end:
                 return _NOTHING[method]
             if self._lost_store is None:
                 self._speak_for_machine(killed_line(0, self._heard.beats.get(0)), Verdict(dead=(0,)))
-            self._go_on_alone("the launcher that keeps the ranks in touch has ended")
+            self._go_on_alone("the launcher, which coordinates the ranks, has exited")
             return _NOTHING[method]
 
     def _count(self, name: str, more: int) -> int:
-        """A counter on the store, raised; 0 once this rank is alone: a store that was stopped answers nobody."""
+        """Increase a counter of the store and return it; 0 once this rank is alone: a suspended store is mute."""
         found: list[int] = []
         thread = threading.Thread(target=lambda: found.append(self._call("add", name, more)), daemon=True)
         thread.start()
@@ -268,16 +268,16 @@ class Peers:
         return found[0] if found else 0
 
     def _speak_for_machine(self, line: str, verdict: Verdict) -> NoReturn:
-        """Without a store: the lowest living rank of each machine speaks, for they cannot agree on one any more."""
+        """Report without a store: the lowest living rank of each machine does, as the ranks can no longer agree."""
         dead = {*verdict.dead, *self._neighbours.gone}
         speaks = not any(other < self.rank and other not in dead for other in self._neighbours)
         self._own_end = True
         self._last_word.speak(line, verdict, at_once=True, speaks=speaks)
 
     def _bury(self, verdict: Verdict, line: str, speaks: bool) -> None:
-        """End dead ranks of this machine: a stopped process hears of nothing else.
+        """Kill dead ranks of this machine: a suspended process does not receive anything else.
 
-        And write the end into ``status.json`` if the rank that keeps it is one of them; the rank that speaks does.
+        If the rank that writes ``status.json`` is one of them, the reporting rank records the failure there.
         """
         for other in verdict.dead:
             self._neighbours.kill(other)
@@ -286,5 +286,5 @@ class Peers:
             fail_in_place_of(ACTIVITY.folder, first.host, first.pid, line.removeprefix("error: "))
 
 
-# What calls to a store that is no longer needed stand for.
+# Results of calls to a store that is no longer needed.
 _NOTHING: dict[str, Any] = {"add": 0, "check": False, "set": None, "multi_get": [], "get": None}

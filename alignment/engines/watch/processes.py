@@ -1,4 +1,4 @@
-"""Hearing at once of the end of processes that are not this one's children."""
+"""Immediate notification of the end of processes that are not children of this one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from alignment.engines.checkpoints.owner import process_start
 
 @dataclass
 class Watched:
-    """A process of this machine, as it was when the watch began; its number may be another's later.
+    """A process of this machine, identified when the watch began; its PID may be reused later.
 
     Attributes:
-        pid: its number.
-        descriptor: becomes readable when it ends; None where the kernel has no such thing.
+        pid: process ID.
+        descriptor: a descriptor that becomes readable when the process ends; None if the kernel does not support it.
     """
 
     pid: int
@@ -28,7 +28,7 @@ class Watched:
 
     @classmethod
     def begin(cls, pid: int) -> Watched:
-        """Watch a process. It may have ended already."""
+        """Start watching a process, which may have ended already."""
         try:
             descriptor: int | None = os.pidfd_open(pid)
         except (OSError, AttributeError):  # gone, an old kernel, or a sandbox
@@ -42,32 +42,32 @@ class Watched:
 
     @property
     def ended(self) -> bool:
-        """As :attr:`gone`, at less cost."""
+        """Like :attr:`gone`, but cheaper."""
         if self.descriptor is None:
             return self.gone
-        poll = select.poll()  # select() takes no descriptor from 1024 on
+        poll = select.poll()  # select() does not support descriptors of 1024 and above
         poll.register(self.descriptor, select.POLLIN)
         return any(event & select.POLLIN for _, event in poll.poll(0))
 
     @property
     def stopped(self) -> bool:
-        """Whether it stands still, as after SIGSTOP or Ctrl-Z."""
+        """Whether it is suspended, as after SIGSTOP or Ctrl-Z."""
         with contextlib.suppress(psutil.Error):
             return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
         return False
 
     def kill(self) -> None:
-        """End it, stopped or not, if it is still there."""
+        """Kill it, suspended or not, if it still exists."""
         try:
             if self.descriptor is not None:
                 signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
             elif not self.gone:
                 os.kill(self.pid, signal.SIGKILL)
         except OSError:
-            return  # it has ended, or is another user's
+            return  # it has ended, or belongs to another user
 
     def close(self) -> None:
-        """End the watch."""
+        """Stop watching."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None

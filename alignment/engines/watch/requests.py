@@ -1,6 +1,6 @@
-"""What has asked this process to stop: signals, a launcher that has gone, or the file ``STOP`` in the output folder.
+"""Requests to stop this process: signals, the loss of a launcher, or the file ``STOP`` in the output folder.
 
-A request sets a flag. Training looks at it where it can stop without losing anything; everywhere else, where there is
+A request sets a flag. Training checks it where it can stop without losing anything; everywhere else, where there is
 nothing to lose, the main thread is interrupted as by Ctrl-C.
 """
 
@@ -23,12 +23,12 @@ class StopRequests:
     """The requests that this process has received. Any thread may make one.
 
     Args:
-        clock: in seconds.
+        clock: clock in seconds.
 
     Attributes:
-        deferring: whether the main thread looks at requests by itself, and must not be interrupted by one.
-        detail: what lies behind the reason where it is no signal; else empty.
-        done: the request was obeyed, or the work is done: nothing is to be interrupted any more.
+        deferring: whether the main thread checks for requests by itself and must not be interrupted.
+        detail: explanation of a reason that is not a signal; otherwise empty.
+        done: the request was carried out, or the work is finished: nothing is interrupted any more.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,10 +40,10 @@ class StopRequests:
         self._looked = float("-inf")
 
     def request(self, reason: StopReason, detail: str = "") -> bool:
-        """Ask for a stop. The first request names the reason, but a person's outranks those of launchers.
+        """Request a stop. The first request sets the reason, but a user's request overrides those of launchers.
 
         Returns:
-            Whether this request names the reason now.
+            Whether this request now sets the reason.
         """
         with self._lock:
             if self._reason is None or (reason.by_user and reason > self._reason):
@@ -53,15 +53,15 @@ class StopRequests:
 
     @property
     def reason(self) -> StopReason | None:
-        """What asked this process to stop, as far as it is known without looking at the disk."""
+        """The reason to stop, as far as it is known without checking the disk."""
         with self._lock:
             return self._reason
 
     def asked(self, every: float = _FILE_POLL_S) -> StopReason | None:
-        """What asked this process to stop.
+        """The reason to stop, including the file ``STOP``.
 
         Args:
-            every: look for the file ``STOP`` as well, unless it was looked for within so many seconds.
+            every: minimum interval between two checks for the file ``STOP``, in seconds.
         """
         if self._file is not None and self._clock() - self._looked >= every:
             self._looked = self._clock()
@@ -72,10 +72,10 @@ class StopRequests:
 
     @contextlib.contextmanager
     def deferred(self, file: Path | None) -> Iterator[None]:
-        """Within this context requests wait until the main thread asks for them.
+        """Within this context, requests wait until the main thread checks for them.
 
         Args:
-            file: whose appearance is a request as well; None on ranks that leave looking for it to another.
+            file: a file whose appearance counts as a request; None on ranks that leave this check to another.
         """
         self._file, before, self.deferring = file, self.deferring, True
         try:
@@ -84,20 +84,20 @@ class StopRequests:
             self._file, self.deferring = None, before
 
     def look_until(self, over: threading.Event) -> None:
-        """Look for the file ``STOP`` again and again: the main thread may be waiting for other ranks to hear of it.
+        """Poll for the file ``STOP``: the main thread may be waiting for other ranks that need to learn of it.
 
-        For a thread of its own, which a disk that hangs may keep.
+        Runs in a separate thread, which a hanging disk may block.
         """
         while not over.wait(_FILE_POLL_S):
             if self.deferring:
                 self.asked()
 
     def renew_lock(self) -> None:
-        """In a forked worker: another thread of its parent may have held the lock."""
+        """Replace the lock in a forked worker: another thread of the parent may have held it."""
         self._lock = threading.RLock()
 
     def forget(self) -> None:
-        """As in a process that has received none."""
+        """Reset to the state of a process that has received no request."""
         with self._lock:
             self._reason, self.detail, self.done = None, "", False
 

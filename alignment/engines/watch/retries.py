@@ -1,4 +1,4 @@
-"""Repeating what failed for a reason that may pass: a read on a network file system, a call of a server."""
+"""Retries after transient failures: a read from a network file system, a call to a server."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from alignment.engines.watch.requests import REQUESTS
 from alignment.reporting.activity import ACTIVITY
 
 Result = TypeVar("Result")
-# What the system reports of a disk or file server, and what of a network, that may be back a moment later.
+# Errors of a disk, file server or network that may be available again a moment later.
 _ERRNOS = {
     *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO),
     *(errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE, errno.ENETDOWN, errno.ENETUNREACH),
     *(errno.ENETRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, socket.EAI_AGAIN),
 }
-# Classes of HTTP clients, which have no common base: requests, httpx, urllib3, aiohttp, and what builds on them.
+# Error classes of HTTP clients, which have no common base: requests, httpx, urllib3, aiohttp, and their users.
 _CLASSES = {
     *("ConnectionError", "ClientConnectionError", "APIConnectionError", "TransportError", "ProtocolError"),
     *("Timeout", "TimeoutError", "TimeoutException", "APITimeoutError", "ChunkedEncodingError", "IncompleteRead"),
 }
-# Of the hub's client: a ConnectionError that no time mends. The datasets library raises its own, which only names it.
+# Raised by the hub's client as a ConnectionError, but permanent. The datasets library wraps it and mentions its name.
 _OFFLINE = "OfflineModeIsEnabled"
-_BUSY = {408, 425, 429, 500, 502, 503, 504}  # of HTTP: too early, too many, or the server's own failure
-_LONGEST = 300.0  # seconds that a pause grows to
-_SLICE = 1.0  # seconds of a pause between two signs of life
+_BUSY = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses: timeout, too early, too many requests, server failures
+_LONGEST = 300.0  # maximum pause in seconds
+_SLICE = 1.0  # seconds of a pause between two progress reports
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the cause of an error may pass by itself: a lost connection, a timeout, a busy server, a failing disk.
+    """Whether the cause of an error may be temporary: a lost connection, a timeout, a busy server, a failing disk.
 
-    An error is looked through down to its causes. A missing file, a refused permission, a wrong format, an HTTP status
-    such as 404, and what the hub's client raises in offline mode never pass.
+    The chain of causes is inspected. A missing file, a denied permission, a wrong format, an HTTP status such as 404,
+    and errors of the hub's client in offline mode are permanent.
     """
     passes = False
     for each in causes(error):
@@ -51,7 +51,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status that an error stands for, by the names that clients use."""
+    """The HTTP status of an error, under the attribute names that clients use."""
     for holder in (getattr(error, "response", None), error):
         for name in ("status_code", "status"):
             value = getattr(holder, name, None)
@@ -61,15 +61,15 @@ def _status(error: BaseException) -> int | None:
 
 
 class Retries:
-    """Repeats calls that fail for a reason that may pass, after pauses that double, and counts how often.
+    """Repeats calls after transient failures, with pauses that double, and counts the retries.
 
     Args:
-        limit: how often a call is repeated.
-        pause: seconds before the first repetition.
-        sleep: waits for so many seconds.
+        limit: maximum number of retries per call.
+        pause: seconds before the first retry.
+        sleep: function that waits for a number of seconds.
 
     Attributes:
-        count: repetitions on all ranks, as far as :meth:`counted` was told of them; a part of the state of a run.
+        count: retries on all ranks, as reported to :meth:`counted`; part of the state of a run.
     """
 
     def __init__(self, limit: int, pause: float, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -79,11 +79,11 @@ class Retries:
         self._unwritten: list[dict[str, Any]] = []
 
     def __call__(self, what: str, call: Callable[[], Result]) -> Result:
-        """What ``call`` returns in the end.
+        """Return the result of ``call``, which is retried after transient failures.
 
         Args:
-            what: names it in messages.
-            call: what may fail.
+            what: name of the call in messages.
+            call: the function to call.
         """
         for number in itertools.count(1):
             try:
@@ -94,7 +94,7 @@ class Retries:
         raise AssertionError
 
     def again(self, what: str, error: BaseException, number: int) -> bool:
-        """Wait before a call is repeated for the ``number``-th time; False where it is not to be."""
+        """Wait before retry ``number`` of a call; return False if no retry is left."""
         if number > self.limit:
             return False
         pause = min(self.pause * 2 ** (number - 1), max(_LONGEST, self.pause))
@@ -102,9 +102,9 @@ class Retries:
         here = f"rank {rank()}: " if rank() else ""
         print(f"{here}{what}: {text}; retry {number} of {self.limit} in {pause:g} s", flush=True)
         self._own.append({"event": "retry", "rank": rank(), "of": what, "error": text, "retry": number})
-        # Each slice is a sign of life: a rank that waits here is no rank that hangs.
+        # Each slice counts as progress: a rank that waits here does not hang.
         left = pause
-        while left > 0 and REQUESTS.reason is None:  # a run that was asked to stop has little time left
+        while left > 0 and REQUESTS.reason is None:  # after a request to stop there is little time left
             ACTIVITY.progress()
             self._sleep(min(left, _SLICE))
             left -= _SLICE
@@ -112,33 +112,33 @@ class Retries:
         return True
 
     def taken(self) -> list[dict[str, Any]]:
-        """This rank's repetitions since the last call, to be handed to :meth:`counted` on every rank."""
+        """This rank's retries since the last call, to be passed to :meth:`counted` on every rank."""
         own, self._own = self._own, []
         return own
 
     def counted(self, everyone: list[list[dict[str, Any]]]) -> None:
-        """Count what :meth:`taken` gave on each rank."""
+        """Add the results of :meth:`taken` of all ranks to the count."""
         found = [each for own in everyone for each in own]
         self.count += len(found)
         self._unwritten += found
 
     def write(self, record: Callable[[dict[str, Any]], None]) -> None:
-        """Hand what was counted to the log."""
+        """Write the counted retries to the log."""
         lines, self._unwritten = self._unwritten, []
         for line in lines:
             record(line)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The count, for the log; nothing in a run without any."""
+        """The count for the log; empty in a run without retries."""
         return {"retries": float(self.count)} if self.count else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The count."""
+        """State to save: the count."""
         return {"count": self.count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Add what :meth:`state_dict` gave to what this process has repeated since its start."""
+        """Add a saved count to the retries of this process since its start."""
         self.count += state["count"]
 
 

@@ -1,4 +1,4 @@
-"""Places within a step or an evaluation where all ranks may give up what they are doing, together."""
+"""Points within a step or an evaluation at which all ranks can abandon their work together."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from alignment.engines.watch.requests import REQUESTS, StopRequests
 from alignment.engines.watch.stop import Cut, StopReason
 from alignment.reporting.activity import ACTIVITY
 
-_EVERY_S = 2.0  # about how often ranks ask each other
+_EVERY_S = 2.0  # approximate interval between two exchanges
 _MOST = 1000
 
 
 def agreed_reason(own: StopReason | None) -> StopReason | None:
-    """What asked any rank to stop, by the one that has seen the most urgent reason. Collective."""
+    """The most urgent stop reason of all ranks. Collective."""
     if world_size() == 1:
         return own
     worst = int(largest_numbers([float(own or 0)])[0])
@@ -24,16 +24,16 @@ def agreed_reason(own: StopReason | None) -> StopReason | None:
 
 
 class SafePoint:
-    """Called between two micro-batches, as often on every rank; raises :class:`Cut` on all ranks or on none.
+    """Called between two micro-batches, equally often on every rank; raises :class:`Cut` on all ranks or on none.
 
-    Asking the others takes a collective, for which a GPU has to be waited for. So it is done about every two seconds,
-    after a number of calls that all ranks derive from the slowest one's time. Calls are counted on from window to
-    window. The time of a call is known after the collective only, when a GPU has done what it was given, and counts
-    from the next one on; so the number grows slowly, and falls at once.
+    Exchanging requests takes a collective, which has to wait for the GPU. It is therefore done about every two
+    seconds, after a number of calls that all ranks derive from the slowest rank's time. Calls are counted across
+    windows. The time of a call is known only after the collective, when the GPU has caught up, and is used from the
+    next exchange on; the number of calls therefore grows slowly and drops immediately.
 
     Args:
-        requests: what this process was asked.
-        clock: in seconds.
+        requests: stop requests of this process.
+        clock: clock in seconds.
     """
 
     def __init__(self, requests: StopRequests = REQUESTS, clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,7 +43,7 @@ class SafePoint:
         self._seconds = _EVERY_S
 
     def __call__(self) -> None:
-        """The main thread has got on, and could stop here."""
+        """Record progress of the main thread, which could stop here."""
         ACTIVITY.progress()
         if not self._requests.deferring:
             return
@@ -66,5 +66,5 @@ class SafePoint:
             raise Cut
 
     def restart(self) -> None:
-        """The next call is the first one of a window. Ranks have agreed a moment ago, so that it is none to ask at."""
+        """Mark the next call as the first of a window: the ranks have just agreed, so it makes no exchange."""
         self._first = True

@@ -1,7 +1,7 @@
-"""Signals, and the end of launchers: a thread hears of them while the main thread waits in a collective.
+"""Signals and the loss of launchers: a thread receives them while the main thread waits in a collective.
 
 A Python handler runs between two bytecodes of the main thread, which may be minutes later. The interpreter writes the
-number of each signal into a pipe at once, and the thread reads that.
+number of each signal into a pipe immediately, and the thread reads that pipe.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from alignment.engines.watch.stop import RunStopped, StopReason
 from alignment.reporting.activity import ACTIVITY
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-_IGNORABLE = (signal.SIGINT, signal.SIGHUP)  # by `nohup`, and by shells for what they start in the background
+_IGNORABLE = (signal.SIGINT, signal.SIGHUP)  # by `nohup`, and by shells for background jobs
 _AGAIN_S = 2.0  # launchers and schedulers repeat signals; a second SIGINT counts after this
-_CLEAN_UP_S = 30.0  # how long the main thread has to end once it was interrupted: what catches all may have caught it
-_LEAVE_S = 3.0  # how long the main thread has to hear of a signal where it is not to look for requests itself
+_CLEAN_UP_S = 30.0  # for the main thread to end after an interrupt, which a broad `except` may have swallowed
+_LEAVE_S = 3.0  # for the main thread to run the handler where it does not check for requests
 _TICK_S = 0.5
-_WAKE = b"\0"  # no signal's number
+_WAKE = b"\0"  # not a signal number
 
 
 class SignalWatch:
     """Turns signals into requests.
 
     Args:
-        requests: where they go.
-        end: called in the thread to end the process now: a second Ctrl-C, or the main thread does not answer.
-        tell: called in the thread with a line for the user when a request has to wait.
+        requests: receives the requests.
+        end: called in the thread to exit immediately: after a second Ctrl-C, or if the main thread does not respond.
+        tell: called in the thread with a message for the user when a request has to wait.
         each_tick: called in the thread twice a second.
-        clock: in seconds.
+        clock: clock in seconds.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class SignalWatch:
 
     @contextlib.contextmanager
     def listening(self, signals: Iterable[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
-        """Within this context signals are requests; call it in the main thread.
+        """Within this context, signals become requests; call it in the main thread.
 
-        SIGINT and SIGHUP stay ignored where they were ignored before. Handlers that were set within it stay.
+        SIGINT and SIGHUP stay ignored if they were ignored before. Handlers that are set within the context stay.
         """
         handlers = {each: signal.getsignal(each) for each in signals}
         taken = [each for each, handler in handlers.items() if not (each in _IGNORABLE and handler == signal.SIG_IGN)]
@@ -86,7 +86,7 @@ class SignalWatch:
             yield
         finally:
             _listening.remove(self)
-            # The thread first: what it hears from now on must not meet the handlers of before.
+            # Stop the thread first: it must not handle signals once the previous handlers are restored.
             over.set()
             os.write(writer, _WAKE)
             thread.join(2 * _TICK_S)
@@ -101,11 +101,11 @@ class SignalWatch:
             self._launchers[launcher.pid] = (launcher, Watched.begin(launcher.pid))
 
     def launcher_stopped(self) -> bool:
-        """Whether a launcher of this process stands still."""
+        """Whether a launcher of this process is suspended."""
         return any(watched.stopped for _, watched in list(self._launchers.values()))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread: interrupt it, unless it looks at requests by itself."""
+        """Interrupt the main thread, unless it checks for requests by itself."""
         self.requests.request(StopReason.of_signal(number))
         if self.requests.deferring or self._raised or self.requests.done:
             return
@@ -115,7 +115,7 @@ class SignalWatch:
 
     def _interrupted(self, reason: StopReason) -> str:
         detail = f" ({self.requests.detail})" if self.requests.detail else ""
-        return f"{reason.state} by {reason.name}{detail} in phase {ACTIVITY.phase}: no step was under way"
+        return f"{reason.state} by {reason.name}{detail} in phase {ACTIVITY.phase}; no training step was in progress"
 
     def _run(self, reader: int, over: threading.Event) -> None:
         poll = select.poll()
@@ -125,7 +125,7 @@ class SignalWatch:
                 poll.register(watched.descriptor, select.POLLIN)
         while not over.is_set():
             ready = {descriptor for descriptor, _ in poll.poll(_TICK_S * 1000)}
-            # Whatever goes wrong in one part, such as a terminal that was closed, the others go on.
+            # A failure in one part, such as a closed terminal, does not affect the others.
             parts = (partial(self._read, reader, ready), partial(self._miss, ready, poll), self._insist, self._tick)
             for part in parts:
                 if not over.is_set():
@@ -142,7 +142,7 @@ class SignalWatch:
             if what not in self._failures:
                 self._failures.add(what)
                 with contextlib.suppress(Exception):
-                    self._tell(f"watching for signals met {what}; it goes on")
+                    self._tell(f"monitoring signals raised {what}; monitoring continues")
 
     def _read(self, reader: int, ready: set[int]) -> None:
         if reader in ready:
@@ -150,26 +150,26 @@ class SignalWatch:
                 self._hear(number)
 
     def _miss(self, ready: set[int], poll: select.poll) -> None:
-        """Notice launchers that have ended."""
+        """Detect launchers that have exited."""
         for launcher, watched in list(self._launchers.values()):
             if watched.descriptor in ready or (watched.descriptor is None and watched.gone):
                 if watched.descriptor is not None:
                     poll.unregister(watched.descriptor)
                 del self._launchers[launcher.pid]
-                self.lost(f"the launcher {launcher.name}, process {launcher.pid}, has ended")
+                self.lost(f"the launcher {launcher.name} (process {launcher.pid}) has exited")
 
     def _tick(self) -> None:
         if self.requests.deferring and not self.requests.done:
-            self._announce()  # what another rank was asked, or the file STOP
+            self._announce()  # a request on another rank, or the file STOP
         self._each_tick()
 
     def lost(self, what: str) -> None:
-        """A launcher has ended before its ranks: nobody would end them, and the next start would meet them.
+        """A launcher has exited before its ranks: nothing would end them, and they would collide with the next start.
 
-        They act as after SIGTERM.
+        The ranks act as after SIGTERM.
 
         Args:
-            what: has ended.
+            what: description of the loss.
         """
         if self.requests.done:
             return
@@ -180,7 +180,7 @@ class SignalWatch:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _hear(self, number: int) -> None:
-        if number not in self._taken or not self._handles(number):  # of somebody else's handler
+        if number not in self._taken or not self._handles(number):  # belongs to another handler
             return
         reason = StopReason.of_signal(number)
         now = self._clock()
@@ -202,40 +202,40 @@ class SignalWatch:
     def _tell_finishing(self, reason: StopReason) -> None:
         if reason is StopReason.SIGINT and not self._finishing_told:
             self._finishing_told = True
-            self._tell("SIGINT: the run is about to end by itself; press Ctrl-C again to end it at once")
+            self._tell("SIGINT: the run is already finishing; press Ctrl-C again to exit immediately")
 
     def _announce(self) -> None:
-        """Say that the run will stop, unless that was said before for this reason."""
+        """Announce that the run will stop, unless this reason has been announced before."""
         reason, said = self.requests.reason, self._announced
         self._announced = reason
         if reason is not None and reason is not said:
             detail = f" ({self.requests.detail})" if self.requests.detail else ""
-            again = "; press Ctrl-C again to stop at once" if reason is StopReason.SIGINT else ""
+            again = "; press Ctrl-C again to exit immediately" if reason is StopReason.SIGINT else ""
             self._tell(f"{reason.name}{detail}: saving a checkpoint at the next safe point, then stopping{again}")
 
     def _insist(self) -> None:
-        """End where the main thread was to be interrupted and is in no state to notice."""
+        """Exit if the main thread was interrupted and does not respond."""
         if self._deadline is None or self._clock() < self._deadline:
             return
         self._deadline = None
-        if self.requests.deferring or self.requests.done:  # it looks at requests by itself now
+        if self.requests.deferring or self.requests.done:  # it checks for requests by itself now
             return
         self._end(self.requests.reason or StopReason.SIGTERM)
 
     def forget_in_child(self) -> None:
-        """A forked worker must not write its signals into its parent's pipe, nor raise at the parent's.
+        """Detach a forked worker, which must not write its signals into its parent's pipe or raise at the parent's.
 
-        A Ctrl-C, a logout or a notice of SLURM reaches every process of a group; what becomes of a worker is its
-        parent's decision.
+        Ctrl-C, a logout or a SLURM notice reaches every process of a group; the parent decides what happens to its
+        workers.
         """
-        with contextlib.suppress(ValueError):  # the thread that has forked is the child's main thread, as a rule
+        with contextlib.suppress(ValueError):  # the forking thread is usually the child's main thread
             signal.set_wakeup_fd(-1)
         for each in STOP_SIGNALS:
             if signal.getsignal(each) == self._handle:
                 signal.signal(each, signal.SIG_DFL if each == signal.SIGTERM else signal.SIG_IGN)
 
 
-_listening: list[SignalWatch] = []  # a registration for forks is for ever, and must not keep what has ended
+_listening: list[SignalWatch] = []  # fork hooks cannot be unregistered and must not keep finished objects
 
 
 def _after_fork() -> None:
@@ -247,10 +247,10 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def ignore_stop_signals(worker: int = 0) -> None:
-    """For a worker of a data loader, which feeds the step that is still to be finished; its parent ends it.
+    """Ignore stop signals in a data loader worker, which feeds the step in progress; its parent ends it.
 
     Args:
-        worker: its number.
+        worker: number of the worker.
     """
     for each in STOP_SIGNALS:
         signal.signal(each, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Why a run ends before its last step, and how its exit status says so."""
+"""Why a run ends before its last step, and the exit status for it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ PREEMPTED, STOPPED = 85, 130  # exit statuses
 
 
 class StopReason(IntEnum):
-    """What asked a run to stop. Of several that different ranks have seen, all ranks act on the largest.
+    """What requested the stop. If ranks have seen different reasons, all of them act on the largest.
 
-    SIGINT and the file ``STOP`` are a person's; the others come from a launcher or a scheduler, and a run that they
-    ended is meant to be resumed.
+    SIGINT and the file ``STOP`` come from the user; the others come from a launcher or a scheduler, and a run that
+    they end is meant to be resumed.
     """
 
     SIGTERM = 1
@@ -25,12 +25,12 @@ class StopReason(IntEnum):
 
     @classmethod
     def of_signal(cls, number: int) -> StopReason:
-        """The reason that a signal stands for."""
+        """The reason for a signal."""
         return cls[signal.Signals(number).name]
 
     @property
     def by_user(self) -> bool:
-        """Whether a person asked for it."""
+        """Whether the user requested it."""
         return self >= StopReason.STOP
 
     @property
@@ -45,12 +45,12 @@ class StopReason(IntEnum):
 
 
 class RunStopped(Leaving):
-    """A run was asked to stop and has stopped. A script that does not catch it exits with its code.
+    """A run has stopped on request. A script that does not catch this exits with its code.
 
     Args:
-        reason: what asked for it.
-        message: one line for the user: where the run stands, and how to resume it.
-        everywhere: every rank raises it, at the same point; else the others have yet to hear of it.
+        reason: what requested the stop.
+        message: one line for the user: the state of the run and how to resume it.
+        everywhere: whether every rank raises it at the same point; otherwise the others do not know of it yet.
     """
 
     def __init__(self, reason: StopReason, message: str, *, everywhere: bool = True) -> None:
@@ -62,4 +62,4 @@ class RunStopped(Leaving):
 
 
 class Cut(Exception):
-    """Work that can be done again was given up half-way, on every rank, because the run was asked to stop."""
+    """Repeatable work was abandoned on every rank because a stop was requested."""

@@ -1,1 +1,1 @@
-"""The output folder of a run: its checkpoints, which is the best, and how a run goes on from one."""
+"""The output folder of a run: its checkpoints, the best one, and resuming."""

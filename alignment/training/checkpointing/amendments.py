@@ -1,7 +1,7 @@
-"""What a rewind adds to the checkpoint that the run has returned to.
+"""Amend a checkpoint that the run has rewound to.
 
-Which windows a run leaves out is decided after that checkpoint was written. Were it known in memory alone, a run that
-is killed before its next checkpoint would train on them after all.
+The omitted windows are chosen after that checkpoint was written. If they were only in memory, a run killed before its
+next checkpoint would train on them after all.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ _PARTS = ("bad_steps", "log")
 
 
 def amend(folder: Path, state: RunState) -> None:
-    """Put the parts of ``state`` that a rewind changes into the checkpoint ``folder``, beside what was saved of them.
+    """Save the parts of ``state`` that a rewind changes in the checkpoint ``folder``, next to their saved values.
 
     Raises:
-        OSError: the file cannot be written.
-        OutputError: the log cannot.
+        OSError: if the file cannot be written.
+        OutputError: if the log cannot be written.
     """
     replace_text(folder / AMENDMENTS, json.dumps({name: state.parts[name].state_dict() for name in _PARTS}))
 
 
 def amended(folder: Path, shared: dict[str, Any]) -> dict[str, Any]:
-    """The state of a checkpoint's ``folder``, as a rewind may have amended it.
+    """Return the state of a checkpoint, with the amendments of a rewind if there are any.
 
     Args:
-        folder: of the checkpoint.
-        shared: what was saved of the parts that are the same on every rank.
+        folder: the checkpoint.
+        shared: the saved state of the parts that are the same on every rank.
 
     Raises:
-        CheckpointError: there are amendments that cannot be read.
+        CheckpointError: if there are amendments that cannot be read.
     """
     path = folder / AMENDMENTS
     try:
@@ -45,4 +45,4 @@ def amended(folder: Path, shared: dict[str, Any]) -> dict[str, Any]:
     except FileNotFoundError:
         return shared
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(f"{path}: it cannot be read: {error}") from error
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error

@@ -1,4 +1,4 @@
-"""Which checkpoint is the best, by what evaluation says."""
+"""Track the best checkpoint by an evaluation metric."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 def check_best_metric(args: AlignmentConfig, measured: Iterable[str], eval_names: Iterable[str]) -> None:
-    """Whether evaluation will give ``metric_for_best_model``.
+    """Check that evaluation computes ``metric_for_best_model``.
 
     Args:
-        args: the options.
-        measured: the metrics that evaluation gives beside the loss.
+        args: the run's options.
+        measured: metrics of evaluation other than the loss.
         eval_names: names of the evaluation sets; a single one is called ``""``.
 
     Raises:
-        OptionError: it will not; with the nearest one that it will.
+        OptionError: if it does not; suggests the closest metric.
     """
     metrics = {"loss", *measured}
     if "rewards/chosen" in metrics:
@@ -36,15 +36,15 @@ def check_best_metric(args: AlignmentConfig, measured: Iterable[str], eval_names
     known = {f"{name}_{metric}" if name else metric for name in eval_names for metric in metrics}
     if wanted is not None and wanted.removeprefix("eval_") not in known:
         near = did_you_mean(wanted.removeprefix("eval_"), known) or f"; set one of {', '.join(sorted(known))}"
-        raise OptionError(f"{setting('metric_for_best_model', wanted)}: evaluation gives no such metric{near}")
+        raise OptionError(f"{setting('metric_for_best_model', wanted)}: evaluation has no such metric{near}")
 
 
 class BestModel:
-    """Follows the metric that decides.
+    """Follows ``metric_for_best_model``.
 
     Args:
         args: ``metric_for_best_model`` and ``greater_is_better``.
-        state: where ``best_metric``, ``best_global_step`` and ``best_model_checkpoint`` are kept.
+        state: holds ``best_metric``, ``best_global_step`` and ``best_model_checkpoint``.
     """
 
     def __init__(self, args: AlignmentConfig, state: TrainerState) -> None:
@@ -54,11 +54,11 @@ class BestModel:
 
     @property
     def saves(self) -> bool:
-        """Whether each new best is saved, whatever else asks for a checkpoint."""
+        """Whether each new best is saved, independently of ``save_strategy``."""
         return self.args.load_best_model_at_end or self.args.save_strategy == SaveStrategy.BEST
 
     def improved(self, metrics: Mapping[str, float]) -> bool:
-        """Take note of an evaluation; whether it is the best so far. One that is not finite never is."""
+        """Record an evaluation; return whether it is the best so far. A value that is not finite never is."""
         wanted = self.args.metric_for_best_model
         if wanted is None:
             return False
@@ -73,13 +73,13 @@ class BestModel:
         return True
 
     def saved(self, folder: Path) -> None:
-        """Take note of a checkpoint of the current step."""
+        """Record that the current step has a checkpoint."""
         self._folder_before = self.state.best_model_checkpoint
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(folder)
 
     def lost(self) -> None:
-        """That checkpoint could not be written: what was the best before is so again, where its weights are wanted."""
+        """Record that this checkpoint could not be written: return to the previous best if its weights are needed."""
         if self.state.best_global_step != self.state.global_step:
             return
         self.state.best_model_checkpoint = self._folder_before
@@ -88,16 +88,16 @@ class BestModel:
 
     @property
     def folder(self) -> Path | None:
-        """The best checkpoint's folder, once there is one."""
+        """The folder of the best checkpoint, or None."""
         return None if self.state.best_model_checkpoint is None else Path(self.state.best_model_checkpoint)
 
     def moved_to(self, output_dir: Path) -> str | None:
-        """The checkpoints are in this folder now, by the names that they had; one that is damaged is forgotten.
+        """Point to the checkpoints of the same names in this folder; a damaged best checkpoint is dropped.
 
         Collective.
 
         Returns:
-            What became of it, if anything did.
+            A message if the best checkpoint was dropped, else None.
         """
         if self.folder is None:
             return None
@@ -107,15 +107,15 @@ class BestModel:
         if damage is None or not self.saves:
             return None
         self.state.best_metric = self.state.best_global_step = self.state.best_model_checkpoint = None
-        return f"the best checkpoint so far cannot be used ({damage}), so the best is chosen from here on"
+        return f"the best checkpoint so far cannot be used ({damage}); only later evaluations count"
 
 
 def damage_of_model(folder: Path, *, read: bool) -> str | None:
-    """What is wrong with the model in a checkpoint; None where nothing is.
+    """Return what is wrong with the model in a checkpoint, or None.
 
     Args:
         folder: the checkpoint.
-        read: compare checksums as well, not only sizes.
+        read: also compare checksums, not only sizes.
     """
     try:
         manifest = Manifest.read(folder)

@@ -1,7 +1,7 @@
-"""What a run's numbers come from, as short texts that are compared when a run goes on: data, models, rewards.
+"""Fingerprints of data, models and rewards, compared when a run is resumed.
 
-A model is sampled, not read as a whole: its configuration, the size of every weight file and pieces of each. That
-tells any two models apart that were trained differently; it does not look for damage.
+A model is sampled, not read completely: its configuration, the size of every weight file and pieces of each. That
+distinguishes models that were trained differently; it does not detect damage.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from alignment.references.content import hub_commit
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData
 
-# Options that leave the numbers of a run alone or move them by rounding only (where and how fast they are computed),
-# that fingerprints stand for (what is read), or that say how long the run is. All others have to stay the same.
+# Options that do not affect results or only change rounding (where and how fast they are computed), that fingerprints
+# cover (what is read), or that set the length of the run. All others must not change on resume.
 MAY_CHANGE = frozenset(
     words(
         """
@@ -58,20 +58,20 @@ MAY_CHANGE = frozenset(
     )
 )
 _WEIGHTS = ("*.safetensors", "*.bin")
-_PIECES, _PIECE = 16, 1 << 16  # of a weight file, evenly spread, and bytes of each
-_ELEMENTS = 1024  # of a live parameter, at its beginning
+_PIECES, _PIECE = 16, 1 << 16  # pieces of a weight file, evenly spaced, and bytes per piece
+_ELEMENTS = 1024  # leading elements of a live parameter
 
 
 def fingerprints(
     context: RunContext, plan: EnginePlan, reference: ModelSource | None, rewards: Mapping[str, str]
 ) -> dict[str, str]:
-    """What stands for everything that a run is made of, by name; collective where a live model is partitioned.
+    """Return the fingerprints of a run by name; collective if a live model is partitioned.
 
     Args:
         context: the run.
         plan: its models.
-        reference: the reference's model; None where there is none, or where it is the policy as given.
-        rewards: what stands for reward sources, by name.
+        reference: the reference model; None if there is none, or if it is the policy as given.
+        rewards: fingerprints of reward sources by name.
     """
     assert context.train_data is not None
     found = {"data": _data(context.train_data)}
@@ -93,17 +93,17 @@ def _data(data: PreparedData) -> str:
 
 
 def identity(fingerprint: str | None) -> str | None:
-    """What of a fingerprint is compared: all but the name, which changes with the place."""
+    """Return the part of a fingerprint that is compared: all but the path, which may change."""
     return None if fingerprint is None else fingerprint.partition(" (")[0]
 
 
 def compared_options(args: AlignmentConfig) -> dict[str, Any]:
-    """The options that have to be the same for a run to go on."""
+    """Return the options that must not change on resume."""
     left_out = MAY_CHANGE | judged_names(args)
-    if isinstance(args, SequenceOptions):  # of answers at evaluation; Online DPO trains on what it bounds
+    if isinstance(args, SequenceOptions):  # only limits completions at evaluation; in Online DPO, those trained on
         left_out |= {"max_new_tokens"}
     compared = {name: value for name, value in args.to_dict().items() if name not in left_out}
-    as_read: dict[str, Any] = json.loads(json.dumps(compared, default=str))  # as a manifest will give them back
+    as_read: dict[str, Any] = json.loads(json.dumps(compared, default=str))  # as read back from a manifest
     return as_read
 
 
@@ -112,7 +112,7 @@ def _short(content: Any) -> str:
 
 
 def model_fingerprint(source: ModelSource) -> str:
-    """What stands for a model's content, wherever it lies; collective where it is live and partitioned."""
+    """Return a fingerprint of a model's content, independent of its path; collective if live and partitioned."""
     if source.live is not None:
         short = _short({"config": _configuration(source), "parameters": _live(source.live)})
         return f"{short} (a live model)"
@@ -121,9 +121,9 @@ def model_fingerprint(source: ModelSource) -> str:
 
 
 def code_fingerprint(code: Any) -> str:
-    """What stands for a user's function or object: its name, and a hash of its source where there is one.
+    """Return a fingerprint of a user's function or object: its name, and a hash of its source if available.
 
-    An object of ours that has an ``identity`` says itself what it depends on.
+    For this package's own objects, ``identity`` replaces the source.
     """
     while isinstance(code, functools.partial):
         code = code.func
@@ -139,7 +139,7 @@ def code_fingerprint(code: Any) -> str:
 
 
 def _configuration(source: ModelSource) -> dict[str, Any]:
-    """The configuration, without what only says where it came from, and which release wrote it."""
+    """Return the configuration without its origin and the version that wrote it."""
     content = source.config.to_dict()
     return {name: value for name, value in content.items() if name not in ("_name_or_path", "transformers_version")}
 
@@ -151,7 +151,7 @@ def _adapters(adapters: Adapters) -> str:
 
 
 def _stored(path: str, kwargs: Mapping[str, Any]) -> Any:
-    """Samples of the weight files of a folder; name, revision and commit of a hub model."""
+    """Sample the weight files of a folder; for a hub model, return name, revision and commit."""
     folder = Path(path) / kwargs.get("subfolder", "")
     if not folder.is_dir():
         file = "/".join(part for part in (kwargs.get("subfolder", ""), "config.json") if part)
@@ -169,7 +169,7 @@ def _pieces(file: Path) -> Iterator[bytes]:
 
 
 def _live(model: PreTrainedModel) -> str:
-    """Samples of a live model's parameters, each gathered where it is partitioned."""
+    """Sample a live model's parameters, gathering each one if partitioned."""
 
     def pieces() -> Iterator[bytes]:
         for name, parameter in model.named_parameters():

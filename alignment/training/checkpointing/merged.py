@@ -1,4 +1,4 @@
-"""The end of a run that trained adapters: a full model beside them, if one was asked for."""
+"""Merge trained adapters into a full model at the end of a run (``merged_output_dir``)."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from alignment.training.context import RunContext
 
 
 def write_merged(context: RunContext, source: ModelSource, folder: Path) -> None:
-    """Merge the adapters in the output folder into their base as it is on disk; collective.
+    """Merge the adapters in the output folder into their base model as stored on disk; collective.
 
     Args:
         context: the run, whose adapters have been saved.
-        source: the base.
-        folder: where to. What an attempt before this one merged is set aside.
+        source: the base model.
+        folder: the destination. A merged model of an earlier attempt is moved aside.
 
     Raises:
-        AlignmentError: they cannot be merged; the adapters stay.
+        AlignmentError: if they cannot be merged; the adapters are not affected.
     """
     if context.is_first:
         from alignment.engines.exporting.adapter import merge_adapter  # imports peft
 
         aside = set_folder_aside(folder) if context.args.resume_from_checkpoint else None
         if aside is not None:
-            context.tell(f"merged_output_dir: what an attempt before this one merged is in {aside}")
+            context.tell(f"merged_output_dir: moved the merged model of an earlier attempt to {aside}")
         try:
             with ACTIVITY("merge"):
                 report = merge_adapter(
@@ -40,8 +40,8 @@ def write_merged(context: RunContext, source: ModelSource, folder: Path) -> None
                 )
         except AlignmentError as error:
             raise type(error)(
-                f"merged_output_dir: {error}; the adapters are in {context.output_dir}: deepspeed-alignment export "
-                "merges them"
+                f"merged_output_dir: {error}; the adapters are saved in {context.output_dir}; merge them with "
+                "deepspeed-alignment export"
             ) from error
         for line in report.lines():
             context.tell(line)

@@ -1,4 +1,4 @@
-"""The output folder before a run writes into it: whether it may, and what an earlier run left there."""
+"""Checks of the output folder before a run writes to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from alignment.reporting.status_file import STATUS
 
 LOG, COMPLETIONS = "log.jsonl", "completions.jsonl"
 _OF_A_RUN = (LOG, "options.json", LOCK)
-# How a run holds the folder, says where it stands, is asked to stop, and shows where it hung.
+# Files by which a run locks the folder, reports its status, is asked to stop, and shows where it hung.
 _OF_AN_ATTEMPT = (LOCK, STATUS, f".{STATUS}", STOP_FILE, STACKS)
 _MODELS = ("model*.safetensors", "adapter_model.safetensors", "pytorch_model*.bin")
 
@@ -32,18 +32,18 @@ def check_output_folder(
     files: bool = False,
     ignored: Collection[str] = (),
 ) -> None:
-    """Refuse a folder that cannot be used, leaving nothing behind.
+    """Refuse a folder that cannot be used; leaves nothing behind.
 
     Args:
         folder: need not exist.
-        overwrite: it may hold anything.
-        option: what names it.
-        earlier_run: it may hold an earlier run.
-        files: it may hold anything but checkpoints of an earlier run, as a folder that a script names.
+        overwrite: whether it may contain anything.
+        option: name of the option, for messages.
+        earlier_run: whether it may contain an earlier run.
+        files: whether it may contain anything except checkpoints of an earlier run, like a folder named by a script.
         ignored: names of files that may be in it.
 
     Raises:
-        OutputError: it is a file, cannot be written, or is not empty.
+        OutputError: if it is a file, cannot be written, or is not empty.
     """
     try:
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
@@ -65,18 +65,18 @@ def _ways_out(folder: Path, option: str) -> str:
     if option != "output_dir":
         return ""
     if checkpoints(folder):
-        return ", resume_from_checkpoint: latest to go on with its run, or overwrite_output_dir: true to begin anew"
+        return ", resume_from_checkpoint: latest to resume its run, or overwrite_output_dir: true to start over"
     return " or set overwrite_output_dir: true"
 
 
 def in_use(folder: Path, ignored: Collection[str] = ()) -> bool:
-    """Whether anything is in the folder beside ``ignored`` and what a run leaves that came to nothing."""
+    """Whether the folder contains anything except ``ignored`` and the remains of a run that saved nothing."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return any(not name.startswith(_OF_AN_ATTEMPT) and name not in ignored for name in names)
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether the folder is that of a run, however early that ended."""
+    """Whether the folder contains a run, even one that ended early."""
     return any((folder / name).exists() for name in _OF_A_RUN) or bool(checkpoints(folder)) or _hidden(folder)
 
 
@@ -85,18 +85,18 @@ def _hidden(folder: Path) -> bool:
 
 
 def holds_model(folder: Path) -> bool:
-    """Whether a model lies in the folder itself, as at the end of a run."""
+    """Whether the folder itself contains a model, as at the end of a run."""
     return any(next(folder.glob(pattern), None) is not None for pattern in _MODELS)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write readable JSON in the place of what there was, making the folder.
+    """Write indented JSON, replacing the file; creates the folder.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: if it cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, json.dumps(content, indent=2, default=str) + "\n")
     except OSError as error:
-        raise OutputError(f"output_dir: could not write {path}: {error}") from error
+        raise OutputError(f"output_dir: cannot write {path}: {error}") from error

@@ -1,4 +1,4 @@
-"""A run as it is now, to be compared with what it was when a checkpoint was written."""
+"""Properties of the current run, compared with those in a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from alignment.training.data import total_steps
 
 @dataclass(frozen=True)
 class Present:
-    """What a run is now, to be compared with what it was.
+    """Properties of the current run that a checkpoint records.
 
     Attributes:
-        method: of alignment.
-        window: rows of one optimizer step.
-        micro_batch: rows of one micro-batch and rank.
-        total_steps: of the whole run.
+        method: name of the method.
+        window: rows per optimizer step.
+        micro_batch: rows per micro-batch and rank.
+        total_steps: steps of the whole run.
         fingerprints: see :mod:`.fingerprints`.
-        options: those that have to stay the same.
+        options: options that must not change on resume.
     """
 
     method: str
@@ -35,13 +35,13 @@ class Present:
 
 
 def present_run(context: RunContext, plan: EnginePlan, reference: ModelSource | None, resources: Resources) -> Present:
-    """What the numbers of a run come from; collective where a live model is partitioned.
+    """Return the properties of the run; collective if a live model is partitioned.
 
     Args:
-        context: the run, which has data to train on.
+        context: the run, with training data.
         plan: its models.
-        reference: the reference's model; None where there is none, or where it is the policy as given.
-        resources: what the method needs besides.
+        reference: the reference model; None if there is none, or if it is the policy as given.
+        resources: the method's further resources.
     """
     args, sampler = context.args, context.sampler
     assert sampler is not None

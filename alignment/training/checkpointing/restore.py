@@ -1,4 +1,4 @@
-"""Puts a checkpoint back into a run whose engines have been built as at its beginning."""
+"""Restore a checkpoint into a run whose engines are in their initial state."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def restore(checkpoint: Checkpoint, context: RunContext, engines: RunEngines, pr
     """Restore weights, optimizer and run state; collective.
 
     Args:
-        checkpoint: whole, and of this run.
-        context: the run; every part of its state has been registered.
+        checkpoint: complete, and of this run.
+        context: the run, with all parts of its state registered.
         engines: built for training.
-        present: the run as it is now.
+        present: properties of the current run.
 
     Raises:
-        CheckpointError: it holds what this run does not have, or fits its own ranks and ZeRO stage only.
+        CheckpointError: if it has a state unknown to this run, or requires the original ranks and ZeRO stage.
     """
     folder, manifest = checkpoint.folder, checkpoint.manifest
     settings, same_ranks = OptimizerSettings(engines.policy), manifest.world_size == world_size()
@@ -54,13 +54,13 @@ def restore(checkpoint: Checkpoint, context: RunContext, engines: RunEngines, pr
         unknown = context.run_state.unknown(shared, own)
         if unknown:
             raise CheckpointError(
-                f"{folder}: it has a state of {', '.join(unknown)}, which this run does not know; go on with the "
+                f"{folder}: has a state of {', '.join(unknown)}, which is unknown to this run; resume with the "
                 "release and the options that wrote it"
             )
     read_fragments(engines.policy, folder, exported=exported)
     if not same_ranks or manifest.stage != engines.stage:
         _tell_split(checkpoint, context, engines, same_ranks)
-        shared.pop("rollout", None)  # how much fits is another question now
+        shared.pop("rollout", None)  # memory limits differ with the number of ranks
     with together():
         _restore_frozen(checkpoint, engines, same_ranks)
         context.run_state.load(shared, own, others, rank())
@@ -69,8 +69,8 @@ def restore(checkpoint: Checkpoint, context: RunContext, engines: RunEngines, pr
         settings.restore()
         if present.total_steps != manifest.total_steps:
             context.tell(
-                f"resume_from_checkpoint: the run has {present.total_steps} steps now and had {manifest.total_steps}; "
-                f"the schedule spans all of them, so the learning rate goes on at {engines.policy.learning_rate:.4g} "
+                f"resume_from_checkpoint: total steps changed from {manifest.total_steps} to {present.total_steps}; "
+                f"the schedule covers all of them, so the learning rate is now {engines.policy.learning_rate:.4g} "
                 f"instead of {rate:.4g}"
             )
 
@@ -79,12 +79,12 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: it cannot be read: {error}") from error
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
     return content
 
 
 def _restore_frozen(checkpoint: Checkpoint, engines: RunEngines, same_ranks: bool) -> None:
-    """This rank's own; with another number of ranks everyone takes the first one's."""
+    """Restore this rank's frozen tensors; with a different number of ranks, all use those of the first rank."""
     name = frozen_file(rank() if same_ranks else 0, checkpoint.manifest.world_size)
     if name in checkpoint.manifest.files:
         with TensorFile(checkpoint.folder / name) as file:
@@ -94,12 +94,12 @@ def _restore_frozen(checkpoint: Checkpoint, engines: RunEngines, same_ranks: boo
 def _tell_split(checkpoint: Checkpoint, context: RunContext, engines: RunEngines, same_ranks: bool) -> None:
     before = describe_split(checkpoint.manifest.stage, checkpoint.manifest.world_size)
     now = describe_split(engines.stage, world_size())
-    random = "" if same_ranks else "; random streams are seeded anew by seed, step and rank"
-    context.tell(f"resume_from_checkpoint: saved on {before}, goes on with {now}: equal up to rounding{random}")
+    random = "" if same_ranks else "; random streams are reseeded by seed, step and rank"
+    context.tell(f"resume_from_checkpoint: saved with {before}, resuming with {now}: equal up to rounding{random}")
 
 
 class OptimizerSettings:
-    """The rates and decays that a run's own options ask for, taken before a checkpoint's take their place.
+    """Learning rates and weight decays from the run's own options, kept while a checkpoint's replace them.
 
     Args:
         policy: an engine that has not been restored yet.
@@ -110,9 +110,9 @@ class OptimizerSettings:
         self._peaks = list(getattr(policy.scheduler, "base_lrs", ()))
 
     def restore(self) -> None:
-        """Put them back, with the learning rates that the schedule has at the present step.
+        """Put them back, with the schedule's learning rates at the current step.
 
-        A schedule that is no function of the step is left as it was restored.
+        A schedule that is not a function of the step keeps its restored state.
         """
         scheduler = self.policy.scheduler
         if isinstance(scheduler, LambdaLR):

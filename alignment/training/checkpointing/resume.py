@@ -1,6 +1,6 @@
-"""How a run goes on: which checkpoint it takes, what has to be the same, and what is put back.
+"""Choose the checkpoint to resume from and check that it fits the run.
 
-Everything that can be refused is refused before a model is loaded, and nothing on disk has changed by then.
+All checks happen before a model is loaded and before anything on disk changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OF_THE_BEST = ("metric_for_best_model", "greater_is_better")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that a run can go on from.
+    """A checkpoint that a run can resume from.
 
     Attributes:
         folder: its folder.
@@ -41,24 +41,24 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Optimizer steps that were done."""
+        """Number of completed optimizer steps."""
         return self.manifest.step
 
 
 @dataclass
 class Candidates:
-    """What there is to choose from, the newest first, and what is wrong with the rest."""
+    """Usable checkpoints, newest first, and the problems of the others."""
 
     found: list[Checkpoint] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
 def find(output_dir: Path, asked: str | bool, method: str) -> Candidates:
-    """The checkpoints that a run may go on from, as far as their names, sizes and headers tell; none: begin anew.
+    """Find checkpoints that look usable by name, sizes and headers; an empty result starts a new run.
 
     Raises:
-        CheckpointError: there are checkpoints and none can be used, or the one that was named cannot.
-        OutputError: the output folder holds something else.
+        CheckpointError: if there are checkpoints but none is usable, or the requested one is not.
+        OutputError: if the output folder contains something else.
     """
     if asked is True or asked == LATEST:
         return _newest(output_dir, method)
@@ -70,16 +70,18 @@ def find(output_dir: Path, asked: str | bool, method: str) -> Candidates:
 
 
 def _named(output_dir: Path, asked: str) -> Path:
-    """The folder that was asked for, by its path or by its name in the output folder."""
+    """Return the requested folder, by its path or by its name in the output folder."""
     given = Path(asked).expanduser()
     folder = given if given.exists() or not (output_dir / given).exists() else output_dir / given
     if not folder.is_dir():
         near = did_you_mean(given.name, [LATEST, *(path.name for path in checkpoints(output_dir))])
-        raise CheckpointError(f"{_OPTION}={asked!r}: there is no such folder{near or f'; set {LATEST}, or a folder'}")
+        raise CheckpointError(
+            f"{_OPTION}={asked!r}: no such folder{near or f'; set {LATEST} or the path of a checkpoint'}"
+        )
     if not (folder / MANIFEST).exists() and checkpoints(folder):
         raise CheckpointError(
-            f"{_OPTION}={asked!r}: it holds checkpoints and is none; set {_OPTION}: {LATEST} with output_dir: "
-            f"{asked}, or one of {', '.join(path.name for path in checkpoints(folder))}"
+            f"{_OPTION}={asked!r}: contains checkpoints but is not one; set {_OPTION}: {LATEST} with output_dir: "
+            f"{asked}, or set one of {', '.join(path.name for path in checkpoints(folder))}"
         )
     return folder
 
@@ -90,8 +92,8 @@ def _newest(output_dir: Path, method: str) -> Candidates:
         check_output_folder(output_dir, earlier_run=True)
         if holds_model(output_dir):
             raise CheckpointError(
-                f"{_OPTION}: {output_dir} holds a model and no checkpoint, so there is nothing to go on from, and "
-                "beginning anew would replace the model; choose another output_dir"
+                f"{_OPTION}: {output_dir} contains a model but no checkpoint to resume from, and starting over would "
+                "replace the model; choose another output_dir"
             )
         return Candidates()
     candidates = Candidates()
@@ -107,17 +109,17 @@ def _newest(output_dir: Path, method: str) -> Candidates:
 
 
 def _only_this_run(candidates: Candidates, run: str | None) -> None:
-    """Leave out the checkpoints of other runs: this one is that of the log, or else that of the newest checkpoint."""
+    """Exclude checkpoints of other runs; the run is that of the log, or else of the newest checkpoint."""
     known = {checkpoint.manifest.run for checkpoint in candidates.found}
     run = run if run in known else next((one.manifest.run for one in candidates.found), None)
     for checkpoint in candidates.found:
         if checkpoint.manifest.run != run:
-            candidates.problems.append(f"{checkpoint.folder}: it is of another run")
+            candidates.problems.append(f"{checkpoint.folder}: belongs to another run")
     candidates.found = [checkpoint for checkpoint in candidates.found if checkpoint.manifest.run == run]
 
 
 def _run_of_log(output_dir: Path) -> str | None:
-    """The name of the run that began the log, as far as it can be read."""
+    """Return the name of the run that started the log, or None if it cannot be read."""
     try:
         with (output_dir / LOG).open(encoding="utf-8") as file:
             run = json.loads(file.readline()).get("run")
@@ -127,12 +129,12 @@ def _run_of_log(output_dir: Path) -> str | None:
 
 
 def _usable(folder: Path, method: str) -> Manifest:
-    """The manifest of a checkpoint whose files are there, of the sizes and with the headers that they should have."""
+    """Return the manifest of a checkpoint whose files have the recorded sizes and headers."""
     manifest = Manifest.read(folder)
     if manifest.method != method:
-        raise CheckpointError(f"{folder}: it is of the method {manifest.method}, and this run's is {method}")
+        raise CheckpointError(f"{folder}: was written by method {manifest.method}, but this run's method is {method}")
     if not manifest.resumable:
-        raise CheckpointError(f"{folder}: it holds the model only (save_only_model), so no run can go on from it")
+        raise CheckpointError(f"{folder}: contains only the model (save_only_model), so it cannot be resumed from")
     manifest.check_files(folder)
     check_fragments(folder)
     return manifest
@@ -140,7 +142,7 @@ def _usable(folder: Path, method: str) -> Manifest:
 
 def _none_usable(output_dir: Path, problems: Sequence[str]) -> CheckpointError:
     return CheckpointError(
-        f"{_OPTION}: {output_dir} has checkpoints and none to go on from: {'; '.join(problems)}. To begin anew, "
+        f"{_OPTION}: no checkpoint in {output_dir} can be resumed from: {'; '.join(problems)}. To start over, "
         "choose another output_dir"
     )
 
@@ -152,18 +154,18 @@ def choose(
     refuse: Callable[[Checkpoint], None],
     tell: Callable[[str], None],
 ) -> Checkpoint | None:
-    """The newest whole checkpoint, every byte of which was read and compared; None: begin anew. Collective.
+    """Return the newest complete checkpoint after comparing all checksums; None starts a new run. Collective.
 
     Args:
-        output_dir: of the run.
+        output_dir: the run's output folder.
         asked: ``latest`` or True, or a folder.
-        method: of the run.
-        refuse: raises where the run is not that of a checkpoint; called on the first rank.
+        method: the run's method.
+        refuse: raises if the checkpoint does not fit the run; called on the first rank.
         tell: prints a line on the first rank.
 
     Raises:
-        CheckpointError: as :func:`find`; and where the one that was named is damaged, or no other is left.
-        OptionError: what ``refuse`` says.
+        CheckpointError: as in :func:`find`, or if the requested checkpoint is damaged or all are.
+        OptionError: raised by ``refuse``.
     """
     candidates: Candidates = on_first_rank(lambda: find(output_dir, asked, method))
     problems = list(candidates.problems)
@@ -183,7 +185,7 @@ def choose(
 
 
 def _damage(checkpoint: Checkpoint) -> str | None:
-    """What is wrong with this rank's share of the files."""
+    """Return what is wrong with this rank's share of the files, or None."""
     share = checkpoint.manifest.shares(world_size())[rank()]
     try:
         checkpoint.manifest.check_contents(checkpoint.folder, share)
@@ -193,24 +195,24 @@ def _damage(checkpoint: Checkpoint) -> str | None:
 
 
 def check_same_run(checkpoint: Checkpoint, present: Present, *, anyway: bool, tell: Callable[[str], None]) -> None:
-    """Refuse a checkpoint of a run whose numbers are others, naming each difference with both values.
+    """Refuse a checkpoint of a run with different settings, listing each difference with both values.
 
     Args:
-        checkpoint: to go on from.
-        present: the run as it is now.
+        checkpoint: the checkpoint to resume from.
+        present: properties of the current run.
         anyway: only list the differences.
         tell: prints a line.
 
     Raises:
-        OptionError: another window, or a difference that is not to be overridden.
+        OptionError: if the window differs, or anything else without ``anyway``.
     """
     manifest = checkpoint.manifest
     _check_window(manifest.window, present)
     differences = list(_differences(manifest, present))
     if differences and not anyway:
         raise OptionError(
-            f"{_OPTION}: {checkpoint.folder.name} is of a run with other numbers: {'; '.join(differences)}. Set them "
-            "as they were, or resume_anyway: true to go on with the new ones"
+            f"{_OPTION}: {checkpoint.folder.name} was written with different settings: {'; '.join(differences)}. "
+            "Restore the old values, or set resume_anyway: true to continue with the new ones"
         )
     for difference in differences:
         tell(f"resume_anyway: {difference}")
@@ -220,13 +222,13 @@ def _check_window(before: int, present: Present) -> None:
     if before == present.window:
         return
     raise OptionError(
-        f"{_OPTION}: a step of this run takes {present.window} rows on {world_size()} rank(s), and took {before}; set "
+        f"{_OPTION}: a step has {present.window} rows on {world_size()} rank(s), but had {before}; set "
         f"{_fitting(before, present.micro_batch, world_size())}"
     )
 
 
 def _fitting(window: int, micro_batch: int, ranks: int) -> str:
-    """The batch and the accumulation that make up a window, with the largest micro-batch up to the present one."""
+    """Return settings that make up the window, with the largest micro-batch up to the current one."""
     if window % ranks:
         return f"a number of ranks that divides {window}"
     micro = next(size for size in range(micro_batch, 0, -1) if window % (size * ranks) == 0)
@@ -243,16 +245,16 @@ def _differences(manifest: Manifest, present: Present) -> Iterator[str]:
             if compared(was.get(name)) != compared(now.get(name)) and not _unasked(name, was, now):
                 yield f"{name} was {_shown(was, name)}, is {_shown(now, name)}"
     if present.total_steps < manifest.total_steps:
-        yield f"the steps of the run were {manifest.total_steps}, are {present.total_steps}"
+        yield f"the number of steps was {manifest.total_steps}, is {present.total_steps}"
 
 
 def _unasked(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether an option counts only where another one asks for it, and one of the two runs did not."""
+    """Whether an option only matters with another one that one of the two runs did not set."""
     return name in _OF_THE_BEST and None in (was.get(name), now.get(name))
 
 
 def _shown(values: Mapping[str, Any], name: str) -> str:
     if name not in values:
-        return "not there"
+        return "missing"
     value = values[name]
     return value if isinstance(value, str) else show(value).rpartition(" (")[0] or show(value)

@@ -1,4 +1,4 @@
-"""Returning to the last checkpoint within a process, where a run goes on from it as it would after a restart."""
+"""Return to the last checkpoint within a process, and continue from it as after a restart."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from alignment.training.run_engines import RunEngines
 
 
 class Rewinder:
-    """Restores weights, optimizer and run state from the newest whole checkpoint of a run; called between two steps.
+    """Restores weights, optimizer and run state from the newest complete checkpoint; called between two steps.
 
     Args:
         context: the run.
         engines: its engines, which hold no gradient.
-        present: what it is now.
+        present: properties of the current run.
         folder: its output folder.
-        writer: what wrote the checkpoints, or knows the one that the run went on from.
+        writer: the writer of its checkpoints, which also knows the one that the run was resumed from.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class Rewinder:
         self._at: Path | None = None
 
     def __call__(self) -> str | None:
-        """Return to a checkpoint; its name, or None where the run has none. Collective.
+        """Return to a checkpoint; return its name, or None if the run has none. Collective.
 
         Raises:
-            CheckpointError: there are checkpoints, and all are damaged.
+            CheckpointError: if there are checkpoints but all are damaged.
         """
         context, identity = self.context, self.writer.identity
         if self.writer.newest is None:
@@ -48,7 +48,7 @@ class Rewinder:
             checkpoint = choose(context.output_dir, LATEST, context.args.method, lambda _: None, context.tell)
             if checkpoint is None:
                 return None
-            # These two go on counting: it is the same attempt, and what was repeated was repeated.
+            # These two keep counting: it is the same attempt, and repeated steps count.
             attempt, retried = identity.attempt, context.retries.count
             restore(checkpoint, context, self.engines, self.present)
             identity.attempt, context.retries.count = attempt, retried
@@ -58,13 +58,13 @@ class Rewinder:
         return checkpoint.folder.name
 
     def amend(self) -> None:
-        """Record in that checkpoint what was decided about the bad step since, on the first rank."""
+        """Record the decision about the bad step in that checkpoint, on the first rank."""
         if self._at is None or not self.context.is_first:
             return
         try:
             amend(self._at, self.context.run_state)
         except (OSError, OutputError) as error:
             self.context.tell(
-                f"{self._at}: which windows are left out could not be recorded ({one_line(error)}); a run that is "
-                "killed before its next checkpoint would train on them"
+                f"{self._at}: could not record which windows are skipped ({one_line(error)}); if the run is killed "
+                "before its next checkpoint, a resumed run trains on them"
             )

@@ -1,4 +1,4 @@
-"""A run's hold on its output folder: it checks it, takes it, makes it ready, and lets go of it."""
+"""Check, lock, prepare and release the output folder of a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RunFolder:
         tell: prints a line on the first rank.
 
     Attributes:
-        held_by_earlier_run: the folder holds another run's results, on the first rank, and is not this one's yet.
+        held_by_earlier_run: on the first rank, whether the folder still has the results of another run.
     """
 
     def __init__(self, path: Path, args: AlignmentConfig, tell: Callable[[str], None]) -> None:
@@ -44,64 +44,64 @@ class RunFolder:
         self.held_by_earlier_run = False
 
     def check(self) -> None:
-        """Refuse on the first rank, before anything is read, a folder that the run will not be able to use.
+        """Refuse a folder that the run cannot use, on the first rank, before anything is read.
 
         Raises:
-            OutputError: another run has it, it cannot be written, or it holds something else.
-            CheckpointError: there is no checkpoint to go on from.
+            OutputError: if another run uses it, it cannot be written, or it contains something else.
+            CheckpointError: if there is no checkpoint to resume from.
         """
         if rank() != 0:
             return
         args, asked = self.args, self.args.resume_from_checkpoint
         if asked:
             find(self.path, asked, args.method)
-        else:  # a script may still ask for a resume when it calls train()
+        else:  # a script may still resume by an argument of train()
             check_output_folder(self.path, args.overwrite_output_dir, earlier_run=True, files=True)
             self._free = not in_use(self.path)
             self.held_by_earlier_run = holds_run(self.path) and not args.overwrite_output_dir
-        if not args.dry_run:  # which writes nothing there, and may come before the run that has the folder ends
+        if not args.dry_run:  # it writes nothing, and may start before the folder's current run ends
             self.lock.peek()
         if args.merged_output_dir is not None:
-            from alignment.engines.exporting.folder import REPORT  # imports more than a run without it needs
+            from alignment.engines.exporting.folder import REPORT  # imported only if needed
 
             merged = Path(args.merged_output_dir)
-            # What an attempt before this one merged, if it came so far, is set aside when it is merged again.
+            # A merged model of an earlier attempt is moved aside when merging again.
             if not asked or not (merged / REPORT).exists():
                 check_output_folder(merged, False, "merged_output_dir")
 
     def check_not_replaced(self, folder: Path) -> None:
-        """Refuse to write a model that was not trained here over one that was, on the first rank.
+        """Refuse, on the first rank, to replace an earlier run's model by one that was not trained here.
 
         Raises:
-            OutputError: ``folder`` is the output folder, and an earlier run's.
+            OutputError: if ``folder`` is the output folder and has an earlier run.
         """
         if self.held_by_earlier_run and folder.resolve() == self.path.resolve():
             raise OutputError(
-                f"output_dir: {self.path} holds an earlier run, and its model would be replaced by one that was not "
-                "trained since; name another folder, or set overwrite_output_dir: true"
+                f"output_dir: {self.path} contains an earlier run, whose model would be replaced by one that has not "
+                "been trained; choose another folder, or set overwrite_output_dir: true"
             )
 
     def enter(self, asked: str | bool | None, present: Present) -> Checkpoint | None:
-        """Take the folder and make it ready for the run to begin, or to go on from a checkpoint. Collective.
+        """Lock the folder and prepare it for a new run or for a resume. Collective.
 
         Args:
-            asked: ``latest`` or True, or a folder; None or False: the run begins.
-            present: what the run is now.
+            asked: ``latest`` or True, or a folder; None or False starts a new run.
+            present: properties of the current run.
 
         Returns:
-            The checkpoint to go on from; None: the run begins.
+            The checkpoint to resume from; None for a new run.
 
         Raises:
-            OptionError: the checkpoint is of a run with other numbers.
-            CheckpointError: there is none to go on from.
-            OutputError: the folder cannot be used.
+            OptionError: if the checkpoint was written with different settings.
+            CheckpointError: if there is no checkpoint to resume from.
+            OutputError: if the folder cannot be used.
         """
         args = self.args
-        if asked and args.overwrite_output_dir:  # an argument of train() is seen by no earlier check
+        if asked and args.overwrite_output_dir:  # no earlier check sees an argument of train()
             raise OptionError(f"{setting('resume_from_checkpoint', asked)}: set overwrite_output_dir: false with it")
         again = self._entered  # this trainer's own earlier run is moved aside
         if not asked and not again:
-            # A log that is there although the folder was free is this trainer's: it may have evaluated.
+            # If the folder was empty but has a log, this trainer wrote it: it may have evaluated.
             own = (LOG, COMPLETIONS) if self._free else ()
             on_first_rank(lambda: check_output_folder(self.path, args.overwrite_output_dir, files=True, ignored=own))
         if not again:
@@ -118,7 +118,7 @@ class RunFolder:
         return checkpoint
 
     def went_on(self, checkpoint: Checkpoint) -> None:
-        """Called when a run has been restored: checkpoints of later steps are moved away. Collective."""
+        """Move checkpoints of later steps away; called after a run was restored. Collective."""
         on_first_rank(lambda: self._leave_newer(checkpoint))
 
     def _take(self) -> None:
@@ -137,37 +137,33 @@ class RunFolder:
         )
 
     def _prepare(self, checkpoint: Checkpoint | None, resumes: bool) -> None:
-        """Clear away what a killed process left, and what would be taken for this run's."""
+        """Remove what a killed process left and what could be mistaken for this run's files."""
         clear_leftovers(self.path)
         for probe in self.path.glob(f"{PROBE}*"):
             probe.unlink(missing_ok=True)
         self._clear_stop_file()
         if (self.path / STATUS).is_dir():
-            raise OutputError(
-                f"output_dir: {self.path / STATUS} is a folder, in the place of the run's status; remove it"
-            )
+            raise OutputError(f"output_dir: {self.path / STATUS} must be a file, but is a folder; remove it")
         replaces = self.args.overwrite_output_dir or self._entered or (self.held_by_earlier_run and not resumes)
         if checkpoint is None and replaces:
             place = set_aside(self.path)
             if place is not None:
                 why = "overwrite_output_dir" if self.args.overwrite_output_dir else "output_dir"
                 self.tell(
-                    f"{'train' if self._entered else why}: checkpoints and logs of the earlier run are in {place}"
+                    f"{'train' if self._entered else why}: moved checkpoints and logs of the earlier run to {place}"
                 )
             return
         if checkpoint is None and resumes:
-            self.tell(f"resume_from_checkpoint: {self.path} has no checkpoint, so the run begins")
-            for name in (LOG, COMPLETIONS):  # of an attempt that came to none
+            self.tell(f"resume_from_checkpoint: no checkpoint in {self.path}; starting a new run")
+            for name in (LOG, COMPLETIONS):  # of an attempt that saved no checkpoint
                 with contextlib.suppress(FileNotFoundError):
                     os.truncate(self.path / name, 0)
 
     def _clear_stop_file(self) -> None:
-        """One from before this start was meant for the run before; but a job that SLURM starts again is that run."""
+        """Remove a stop file of an earlier run, except in a job requeued by SLURM, which is still the same run."""
         path = self.path / STOP_FILE
         if _is_requeued(self.path) and path.exists():
-            self.tell(
-                f"{path}: asks this run, which SLURM has started again, to stop; remove it before the next start"
-            )
+            self.tell(f"{path}: asks this run, which SLURM has requeued, to stop; remove it before the next start")
             return
         try:
             path.unlink()
@@ -175,28 +171,30 @@ class RunFolder:
             return
         except OSError as error:
             reason = error.strerror or error
-            raise OutputError(f"{path}: cannot be removed ({reason}), and would stop the run; remove it") from error
-        self.tell(f"{path}: left over from an earlier run, removed; create it again to stop this one")
+            raise OutputError(
+                f"{path}: would stop the run and cannot be removed ({reason}); remove it manually"
+            ) from error
+        self.tell(f"{path}: removed, since it is from an earlier run; create it again to stop this one")
 
     def _leave_newer(self, checkpoint: Checkpoint) -> None:
-        """Damaged ones among them: the run will write those steps again."""
+        """Move checkpoints of later steps away, damaged ones included; the run will write these steps again."""
         newer = [path for path in checkpoints(self.path) if (checkpoint_step(path) or 0) > checkpoint.step]
         if newer:
             place = set_aside(self.path, newer)
             names = ", ".join(path.name for path in newer)
-            self.tell(f"resume_from_checkpoint: {names} of later steps moved to {place}")
+            self.tell(f"resume_from_checkpoint: moved {names} of later steps to {place}")
 
     def release(self) -> None:
-        """Let the next run have it; a folder that was made for this one disappears if nothing was written."""
+        """Release the lock; a folder created for this run is removed if it is empty."""
         self._entered = False
         self.lock.release()
-        with contextlib.suppress(OSError):  # it has content
+        with contextlib.suppress(OSError):  # it is not empty
             for path in self._made:
                 path.rmdir()
 
 
 def _is_requeued(folder: Path) -> bool:
-    """Whether the run in ``folder`` belongs to this job of SLURM, which has started it again."""
+    """Whether the run in ``folder`` belongs to this SLURM job, which was requeued."""
     job = os.environ.get("SLURM_JOB_ID", "")
     try:
         status = read_status(folder) if job and os.environ.get("SLURM_RESTART_COUNT", "0") != "0" else None

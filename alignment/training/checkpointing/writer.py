@@ -1,7 +1,7 @@
-"""Writes the checkpoints of a run: every rank its part, then the manifest, then one rename that makes them visible.
+"""Write the checkpoints of a run: every rank its part, then the manifest; a rename makes the checkpoint visible.
 
-A checkpoint that cannot be written, because a disk is full, say, costs nothing but itself: those that there are stay,
-the run goes on, and the next one is tried again.
+If a checkpoint cannot be written, for example because the disk is full, existing ones are kept, training continues,
+and the next save tries again.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from alignment.training.run_state import Identity
 
 STATE = "run_state.json"
 _LIBRARIES = ("deepspeed-alignment", "torch", "transformers", "deepspeed", "peft", "bitsandbytes")
-_SPARE = 1 << 20  # bytes, for the tokenizer, configurations and states
+_SPARE = 1 << 20  # bytes for the tokenizer, configurations and states
 
 
 def own_state_file(rank: int) -> str:
-    """The file with what the run state holds of one rank."""
+    """Return the name of the file with one rank's part of the run state."""
     return f"run_state-{rank:05d}.json"
 
 
 @contextlib.contextmanager
 def _together() -> Iterator[None]:
-    """A stage of writing: all ranks get through it, or each of them raises :class:`CheckpointError`. Collective."""
+    """Run a stage of writing: it succeeds on all ranks, or all raise :class:`CheckpointError`. Collective."""
     with together():
         try:
             yield
@@ -60,19 +60,19 @@ def _together() -> Iterator[None]:
 
 
 class CheckpointWriter:
-    """Writes checkpoints into the output folder.
+    """Writes checkpoints to the output folder.
 
     Args:
         context: the run.
-        engines: its engines, once they are built.
-        identity: which run it is.
-        present: what its numbers come from, for the manifest.
-        write_state: writes transformers' state into a folder, on the first rank.
-        hold: makes sure that the output folder is still this run's; called on the first rank.
+        engines: its engines.
+        identity: identifies the run.
+        present: properties of the run, for the manifest.
+        write_state: writes transformers' state to a folder, on the first rank.
+        hold: checks that this run still owns the output folder; called on the first rank.
 
     Attributes:
-        failure: why the newest checkpoint could not be written; None where it was.
-        newest: the step of the newest one.
+        failure: why the newest checkpoint could not be written, or None.
+        newest: step of the newest checkpoint.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class CheckpointWriter:
         self.newest: int | None = None
 
     def describe(self) -> str:
-        """How large a checkpoint is, of all ranks together; collective.
+        """Return the total size of a checkpoint over all ranks; collective.
 
         Raises:
-            CheckpointError: something of the run cannot be saved, so that none could be written.
+            CheckpointError: if part of the run's state cannot be saved.
         """
         with together():
             if self.resumable:
@@ -103,38 +103,38 @@ class CheckpointWriter:
             own = self._own_bytes()
         model, state = self._bytes(own)
         if not self.resumable:
-            return f"checkpoints: {_size(model)} each, the model only, so no run can go on from them (save_only_model)"
+            return f"checkpoints: {_size(model)} each, model only (save_only_model): they cannot be resumed from"
         return f"checkpoints: {_size(model + state)} each: model {_size(model)}, state {_size(state)}"
 
     def _bytes(self, own: int) -> tuple[int, int]:
-        """Of the model, and of everything beside it on all ranks."""
+        """Return the bytes of the model, and of everything else on all ranks."""
         return self.engines.trained_bytes(), sum(gathered(own))
 
     def _own_bytes(self) -> int:
-        """Of what this rank writes beside the model."""
+        """Return the bytes that this rank writes in addition to the model."""
         if not self.resumable:
             return 0
         policy = self.engines.policy
-        # Those that train in fp32 are expected in the model's files; where they are renamed, it takes a little more.
+        # fp32 weights are stored in the model's files; renaming them takes slightly more.
         exported = self.engines.exported_names() if self.engines.trains_fp32 else ()
         return fragment_bytes(policy, exported) + frozen_bytes(self.engines.frozen)
 
     def _state_texts(self) -> tuple[str, str]:
-        """What all ranks share of the run state, and what is this rank's own, as JSON."""
+        """Return the run state shared by all ranks, and this rank's own, as JSON."""
         state = self.context.run_state.state_dict()
         return _json(state["shared"]), _json(state["own"])
 
     def write(self, keep: Path | None) -> bool:
-        """Write the checkpoint of the present step, then remove those beyond ``save_total_limit``; collective.
+        """Write a checkpoint of the current step, then apply ``save_total_limit``; collective.
 
         Args:
-            keep: a checkpoint that is not to be removed.
+            keep: a checkpoint that must not be removed.
 
         Returns:
-            Whether it is there. Why it could not be written was told, and is in ``failure``.
+            Whether it was written. The reason for a failure is printed, and stored in ``failure``.
 
         Raises:
-            OutputError: the folder is no longer this run's.
+            OutputError: if this run no longer owns the folder.
         """
         step = self.context.state.global_step
         target = checkpoint_folder(self.context.output_dir, step)
@@ -148,8 +148,8 @@ class CheckpointWriter:
             if self.context.is_first:
                 shutil.rmtree(partial_of(target), ignore_errors=True)
             self.context.tell(
-                f"checkpoint-{step}: not written, {self.failure}; those from before are kept, and the run goes on and "
-                "tries again at the next save"
+                f"checkpoint-{step}: could not be written: {self.failure}; earlier checkpoints are kept, and the run "
+                "continues and tries again at the next save"
             )
             return False
         self.newest = step
@@ -157,19 +157,19 @@ class CheckpointWriter:
         return True
 
     def prune(self, keep: Path | None) -> None:
-        """Remove the oldest checkpoints beyond ``save_total_limit``, but not ``keep``, on the first rank."""
+        """Remove the oldest checkpoints beyond ``save_total_limit`` except ``keep``, on the first rank."""
         if not self.context.is_first:
             return
         try:
             prune_checkpoints(self.context.output_dir, self.context.args.save_total_limit, keep)
         except OSError as error:
-            self.context.tell(f"save_total_limit: an old checkpoint could not be removed: {_reason(error)}")
+            self.context.tell(f"save_total_limit: could not remove an old checkpoint: {_reason(error)}")
 
     def _written(self, target: Path) -> None:
-        """Write everything, stage by stage.
+        """Write all files in stages.
 
         Raises:
-            CheckpointError: on every rank, where one of them could not.
+            CheckpointError: on every rank, if one of them fails.
         """
         partial = partial_of(target)
         with _together():
@@ -189,7 +189,7 @@ class CheckpointWriter:
             self._publish(partial, target, everyone)
 
     def finish(self, write: Callable[[], None]) -> None:
-        """Write what a run ends with, on the first rank; if that fails it is kept in ``failure``. Collective."""
+        """Write the final files of a run on the first rank; an error is stored in ``failure``. Collective."""
         with self._kept_as_failure(), _together():
             if self.context.is_first:
                 write()
@@ -208,16 +208,18 @@ class CheckpointWriter:
         partial.mkdir(parents=True)
         free = shutil.disk_usage(partial).free
         if free < size + _SPARE:
-            raise OutputError(f"it takes {_size(size + _SPARE)}, and {_size(free)} are free in {partial.parent}")
+            raise OutputError(
+                f"requires {_size(size + _SPARE)}, but {partial.parent} has only {_size(free)} of free space"
+            )
 
     def _exported(self, partial: Path) -> dict[str, ExportedTensor]:
-        """Where the model's own files have the weights that train in fp32 already; the first rank looks."""
+        """Locate trained fp32 weights in the model's own files; the first rank looks."""
         names = self.engines.exported_names() if self.resumable else {}
         found = exported_tensors(partial, names) if self.context.is_first else {}
         return {name: ExportedTensor(*place) for name, place in found.items()}
 
     def _own_files(self, partial: Path, exported: Mapping[str, ExportedTensor]) -> dict[str, FileRecord]:
-        """Write what this rank holds; sizes and checksums by name."""
+        """Write this rank's files; return their sizes and checksums by name."""
         if not self.resumable:
             return {}
         records = {}
@@ -236,7 +238,7 @@ class CheckpointWriter:
         return records
 
     def _publish(self, partial: Path, target: Path, records: dict[str, FileRecord]) -> None:
-        """On the first rank: record the files that others have not, write the manifest, and rename."""
+        """On the first rank: record the files without records, write the manifest, and rename the folder."""
         if not self.context.is_first:
             return
         self.write_state(partial)
@@ -262,10 +264,10 @@ class CheckpointWriter:
 
 
 def library_versions() -> dict[str, str]:
-    """The versions of what computes, by name."""
+    """Return the versions of the relevant libraries by name."""
     found = {}
     for name in _LIBRARIES:
-        with contextlib.suppress(PackageNotFoundError):  # an optional one, or a checkout that was not installed
+        with contextlib.suppress(PackageNotFoundError):  # an optional library, or a checkout without installation
             found[name] = version(name)
     return found
 
@@ -276,10 +278,10 @@ def _text_file(path: Path, text: str) -> dict[str, FileRecord]:
 
 
 def _json(parts: Mapping[str, Any]) -> str:
-    """Parts of the run state as JSON, numbers of NumPy as numbers.
+    """Serialize parts of the run state as JSON, NumPy scalars as numbers.
 
     Raises:
-        CheckpointError: one holds something else; it is named.
+        CheckpointError: if a part holds anything else; names the part.
     """
     texts = []
     for name, state in parts.items():
@@ -287,8 +289,8 @@ def _json(parts: Mapping[str, Any]) -> str:
             texts.append(f"{json.dumps(name)}: {json.dumps(state, default=_number)}")
         except (TypeError, ValueError) as error:
             raise CheckpointError(
-                f"the state of {name!r} (of callbacks: 'trainer') cannot be saved: {one_line(error)}; keep numbers, "
-                "texts, lists and mappings of these in it, or set save_only_model: true"
+                f"the state of {name!r} (of callbacks: 'trainer') cannot be saved: {one_line(error)}; use only "
+                "numbers, strings, lists and dicts in it, or set save_only_model: true"
             ) from error
     return f"{{{', '.join(texts)}}}"
 
@@ -300,7 +302,7 @@ def _number(value: Any) -> Any:
 
 
 def _size(count: float) -> str:
-    """Bytes in the largest unit of which there is at least one."""
+    """Format bytes in the largest unit that gives at least 1."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

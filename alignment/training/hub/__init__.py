@@ -1,1 +1,1 @@
-"""Uploads to the Hugging Face hub: what of a run is published, by whom, and what happens where it fails."""
+"""Uploads to the Hugging Face Hub: what is uploaded, by which process, and how failures are handled."""

@@ -1,4 +1,4 @@
-"""The model card of what a trainer uploads: that of an export, with what the caller adds."""
+"""The model card of an upload: that of an export, with the caller's additions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from alignment.engines.exporting.card import Run, card_of
 from alignment.reporting.model_card import OURS, hub_id
 from alignment.training.hub.contents import CARD
 
-_TAGS = ("generated_from_trainer",)  # as every card of transformers' trainer has, which searches on the hub go by
+_TAGS = ("generated_from_trainer",)  # as on every card of transformers' Trainer, for searches on the Hub
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Subject:
 
     Attributes:
         title: its name.
-        base: what was trained; None where it has no name.
+        base: the model that was trained; None if it has no name.
         is_classifier: whether it is a reward model.
-        is_adapter: whether adapters are written, and not the whole model.
-        tags: of the model itself, and of its trainer's class.
+        is_adapter: whether adapters are written instead of the full model.
+        tags: tags of the model and of its trainer's class.
     """
 
     title: str
@@ -38,7 +38,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Details:
-    """What a caller may add to a card, as :meth:`create_model_card` takes it."""
+    """What a caller may add to a card, with the arguments of :meth:`create_model_card`."""
 
     model_name: str | None = None
     dataset_name: str | Sequence[str] | None = None
@@ -53,7 +53,7 @@ class Details:
 
 
 def card_text(folder: Path, subject: Subject, options: Mapping[str, Any], details: Details) -> str:
-    """The card of the model in ``folder``, a checkpoint or an output folder."""
+    """Return the card of the model in ``folder``, a checkpoint or an output folder."""
     try:
         manifest: Manifest | None = Manifest.read(folder)
     except CheckpointError:
@@ -85,7 +85,7 @@ def card_text(folder: Path, subject: Subject, options: Mapping[str, Any], detail
 
 
 def own_card(folder: Path) -> bool:
-    """Whether the folder has a card that somebody else wrote, which is then left as it is."""
+    """Whether the folder has a card written by someone else, which must be kept."""
     try:
         text = (folder / CARD).read_text(encoding="utf-8")
     except (OSError, ValueError):

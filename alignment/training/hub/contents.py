@@ -1,4 +1,4 @@
-"""What is uploaded, decided here and nowhere else: files by name, and the options without secrets and folders."""
+"""The single place that decides what is uploaded: file names, and options without secrets and local paths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from alignment.reporting.durable import replace_text
 from alignment.reporting.model_card import is_secret, public
 
 OPTIONS, CARD = "options.json", "README.md"
-# Weights in whatever form a run may have left them before: a reader would take those that are not replaced.
+# Weights in any format that an earlier upload may have used: files not replaced would still be loaded.
 WEIGHTS = (
     *("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"),
     *("adapter_model.safetensors", "adapter_config.json"),
@@ -26,22 +26,22 @@ _TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
 )
-_CODE = ("configuration_*.py", "modeling_*.py", "tokenization_*.py")  # where a configuration names it
+_CODE = ("configuration_*.py", "modeling_*.py", "tokenization_*.py")  # if a configuration refers to it
 
 
 def model_files(folder: Path, tokenizer: Any) -> list[str]:
-    """The files of model, adapter and tokenizer in a folder that may hold anything, by their paths in it.
+    """Return the relative paths of model, adapter and tokenizer files in a folder that may contain anything.
 
     Args:
         folder: a checkpoint or an output folder.
-        tokenizer: what else its class writes is allowed as well.
+        tokenizer: its class's vocabulary files are included.
     """
     vocabularies = getattr(tokenizer, "vocab_files_names", {})
     allowed = [*_MODEL, *_TOKENIZER, *vocabularies.values()]
     if any(_names_code(folder / name) for name in ("config.json", "tokenizer_config.json")):
         allowed += _CODE
     found = {path for pattern in allowed for path in folder.glob(str(pattern))}
-    found = {path for path in found if path.is_file() and not path.is_symlink()}  # which could lead anywhere
+    found = {path for path in found if path.is_file() and not path.is_symlink()}  # which could point anywhere
     return sorted(str(path.relative_to(folder)) for path in found)
 
 
@@ -52,27 +52,27 @@ def _names_code(path: Path) -> bool:
 
 
 def checkpoint_files(folder: Path) -> list[str]:
-    """The files that were written as this checkpoint, its state among them, by their paths in it.
+    """Return the relative paths of the files of a checkpoint, its state included.
 
     Raises:
-        CheckpointError: it has no manifest that can be read.
+        CheckpointError: if it has no readable manifest.
     """
     return [*Manifest.read(folder).files, MANIFEST]
 
 
 def published_options(options: Mapping[str, Any]) -> str:
-    """The options as JSON, without secrets, and without the folders of the machine."""
+    """Return the options as JSON, without secrets and local paths."""
     shown = {name: public(value) for name, value in options.items() if not is_secret(name)}
     return json.dumps(shown, indent=2, default=str) + "\n"
 
 
 def stage(source: Path, names: Iterable[str], target: Path, texts: Mapping[str, str] | None = None) -> int:
-    """Put files into a folder that stays as it is while the source goes on changing; return their bytes.
+    """Stage files in a folder that stays the same while the source changes; return their total bytes.
 
-    They are hard links where the file system has them: a run replaces and removes files, and changes none in place.
+    Uses hard links if the file system supports them: a run replaces or removes files, and never changes them in place.
 
     Raises:
-        OSError: one cannot be read, or the folder not be written.
+        OSError: if a file cannot be read, or the folder cannot be written.
     """
     size = 0
     target.mkdir(parents=True)
@@ -91,7 +91,7 @@ def stage(source: Path, names: Iterable[str], target: Path, texts: Mapping[str, 
 
 @contextlib.contextmanager
 def removed_if_failed(folder: Path) -> Iterator[None]:
-    """Leave no half-filled folder behind."""
+    """Remove a partly filled folder on failure."""
     try:
         yield
     except BaseException:

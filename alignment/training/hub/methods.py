@@ -1,4 +1,4 @@
-"""What trainers offer for the hub, by the names and arguments of transformers' and TRL's."""
+"""The Hub methods of trainers, with the names and arguments of transformers and TRL."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DETAILS = {field.name for field in dataclasses.fields(Details)}
 
 
 class HubMethods:
-    """The part of a trainer that publishes what it trained."""
+    """The part of a trainer that uploads trained models."""
 
     args: AlignmentConfig
     retries: Retries
@@ -42,26 +42,26 @@ class HubMethods:
 
     @property
     def hub_model_id(self) -> str | None:
-        """The repository with its owner; until that is known, what the option says."""
+        """The repository with its owner; until the owner is known, the value of the option."""
         repository = self.uploads.repository
         return self.args.hub_model_id if repository is None or not repository.known else repository.name
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Make sure that the repository is there and may be written. All ranks must call it.
+        """Create the repository if needed, and check that it is writable. All ranks must call it.
 
         Args:
-            token: in place of ``hub_token``.
-            private: in place of ``hub_private_repo``.
+            token: replaces ``hub_token``.
+            private: replaces ``hub_private_repo``.
 
         Raises:
-            OptionError: it cannot be had, or the hub cannot be reached.
+            OptionError: if the repository is not available, or the Hub cannot be reached.
         """
         self.uploads.use(self._repository(token, private, resumes=False))
 
     def _repository(
         self, token: str | None = None, private: bool | None = None, *, resumes: bool | None = None
     ) -> Repository:
-        """The repository of the options, made ready on the first rank; collective."""
+        """Return the repository of the options, prepared on the first rank; collective."""
         resumes = bool(self.args.resume_from_checkpoint) if resumes is None else resumes
 
         def ready() -> Repository:
@@ -71,9 +71,9 @@ class HubMethods:
             except ConnectionError as error:
                 if not resumes:
                     raise OptionError(
-                        f"push_to_hub: the hub cannot be reached: {error}; try again, or set push_to_hub: false"
+                        f"push_to_hub: cannot reach the Hub: {error}; try again, or set push_to_hub: false"
                     ) from None
-                self.tell(f"warning: push_to_hub: the hub cannot be reached: {error}; uploads are tried all the same")
+                self.tell(f"warning: push_to_hub: cannot reach the Hub: {error}; uploads are attempted anyway")
                 return repository
 
         found: Repository = on_first_rank(ready)
@@ -86,20 +86,20 @@ class HubMethods:
         tags: str | list[str] | None = None,
         **details: Any,
     ) -> None:
-        """Write the model card, ``README.md`` in the output folder, unless one is there that somebody else wrote.
+        """Write the model card, ``README.md`` in the output folder, unless someone else's card is there.
 
-        Uploads after it repeat what it was given.
+        Later uploads repeat these additions.
 
         Args:
-            model_name: for the metadata; None: the repository's name, or that of the output folder.
-            dataset_name: what was trained on, by its name on the hub.
-            tags: beside those of the method.
-            **details: transformers' further arguments: ``language``, ``license``, ``finetuned_from``, ``tasks``,
+            model_name: for the metadata; defaults to the name of the repository or of the output folder.
+            dataset_name: the training dataset's name on the Hub.
+            tags: added to those of the method.
+            **details: further arguments of transformers: ``language``, ``license``, ``finetuned_from``, ``tasks``,
                 ``dataset_tags``, ``dataset``, ``dataset_args``.
 
         Raises:
-            TypeError: an argument that it does not have.
-            OutputError: it cannot be written.
+            TypeError: if an argument is unknown.
+            OutputError: if the card cannot be written.
         """
         given = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags, **details}
         for name in details:
@@ -112,7 +112,7 @@ class HubMethods:
         try:
             self.uploads.write_card(self.output_dir)
         except OSError as error:
-            raise OutputError(f"output_dir: the model card could not be written: {error}") from error
+            raise OutputError(f"output_dir: cannot write the model card: {error}") from error
 
     def push_to_hub(
         self,
@@ -123,22 +123,22 @@ class HubMethods:
         private: bool | None = None,
         **kwargs: Any,
     ) -> CommitInfo | Future[Answer] | None:
-        """Save the model into the output folder and upload it with its card. All ranks must call it.
+        """Save the model to the output folder and upload it with its card. All ranks must call it.
 
         Args:
-            commit_message: of the commit.
-            blocking: wait until it is done, or has failed.
-            token: in place of ``hub_token``.
-            revision: in place of ``hub_revision``.
-            private: in place of ``hub_private_repo``, where the repository is not there yet.
-            **kwargs: as for :meth:`create_model_card`.
+            commit_message: message of the commit.
+            blocking: wait until the upload has finished or failed.
+            token: replaces ``hub_token``.
+            revision: replaces ``hub_revision``.
+            private: replaces ``hub_private_repo`` if the repository is created.
+            **kwargs: see :meth:`create_model_card`.
 
         Returns:
-            On the first rank the commit, or with ``blocking=False`` a future; None on the others.
+            On the first rank, the commit, or with ``blocking=False`` a future; None on other ranks.
 
         Raises:
-            OptionError: the repository cannot be had.
-            HubError: the upload failed; the message has the command that does it.
+            OptionError: if the repository is not available.
+            HubError: if the upload failed; the message has the command to upload manually.
         """
         if self.uploads.repository is None:
             self.init_hf_repo(token, private)
@@ -159,9 +159,9 @@ class HubMethods:
         return CommitInfo(commit["url"], commit_message=commit["message"], commit_description="", oid=commit["oid"])
 
     def push_saved(self, folder: Path) -> None:
-        """Upload what :meth:`save_model` has written, wait, and say it if that fails. Collective."""
+        """Upload the output of :meth:`save_model` and wait; a failure is only printed. Collective."""
         try:
-            if self.uploads.repository is None:  # the option was set after the trainer was made
+            if self.uploads.repository is None:  # the option was set after the trainer was created
                 self.init_hf_repo()
             if folder == self.output_dir:
                 self.create_model_card()
@@ -181,14 +181,14 @@ class HubMethods:
             try:
                 future[0] = self.uploads.push(folder, message or "Upload model", token, revision)
             except OSError as error:
-                raise HubError(f"push_to_hub: the model could not be put aside: {error}") from error
+                raise HubError(f"push_to_hub: could not stage the model: {error}") from error
 
         on_first_rank(begin)
         return future[0]
 
     @staticmethod
     def _result(future: Future[Answer] | None) -> tuple[str | None, Answer | None]:
-        """Why it failed, on every rank; and the answer, on the first."""
+        """Return the error on every rank, and the answer on the first."""
         failure: str | None = None
         answer: Answer | None = None
         if future is not None:

@@ -1,4 +1,4 @@
-"""One call of the hub in a process of its own, bounded in time, that can be cut off."""
+"""A call to the Hub in a separate process, with a time limit, that can be cancelled."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import Any
 
 _PROGRAM = Path(__file__).with_name("worker.py")
 _QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONUNBUFFERED": "1"}
-CUT_OFF = "cut off, for the run ends"
-_LONGEST = 300  # characters of what a process said that failed
+CUT_OFF = "cancelled, because the run is ending"
+_LONGEST = 300  # characters shown of a failed process's output
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a call.
+    """The result of a call.
 
     Attributes:
         repo: the repository with its owner.
-        commits: ``url``, ``oid`` and ``message`` of each.
-        error: why it failed, in one line without the token; None where it did not.
-        transient: whether a later attempt may not fail.
+        commits: ``url``, ``oid`` and ``message`` of each commit.
+        error: why it failed, on one line and without the token; None on success.
+        transient: whether a retry may succeed.
     """
 
     repo: str = ""
@@ -36,9 +36,9 @@ class Answer:
 
 
 class HubCall:
-    """Runs :mod:`worker` for one request after another.
+    """Runs :mod:`worker`, one request at a time.
 
-    The token goes through a pipe: other users see the arguments of a process, and its children its environment.
+    The token is sent through a pipe: other users can see a process's arguments, and its children its environment.
     """
 
     def __init__(self) -> None:
@@ -47,11 +47,11 @@ class HubCall:
         self._ended = False
 
     def __call__(self, request: Mapping[str, Any], seconds: float) -> Answer:
-        """Wait for the answer.
+        """Send a request and return the answer.
 
         Args:
-            request: as :func:`alignment.training.hub.worker.answer` takes it.
-            seconds: after so many the process is killed.
+            request: see :func:`alignment.training.hub.worker.answer`.
+            seconds: time limit, after which the process is killed.
         """
         with self._lock:
             if self._ended:
@@ -66,7 +66,7 @@ class HubCall:
                 process.stdin.write(json.dumps(dict(request)).encode() + b"\n")
                 process.stdin.flush()
             except BrokenPipeError:
-                pass  # it has ended already, and its output says why
+                pass  # the process has already exited; its output has the reason
             said = process.stdout.read().decode(errors="replace")
             status = process.wait()
         finally:
@@ -77,7 +77,7 @@ class HubCall:
         if self._ended:
             return Answer(error=CUT_OFF)
         if not in_time:
-            return Answer(error=f"it was given up after {seconds:.0f} s", transient=True)
+            return Answer(error=f"timed out after {seconds:.0f} s", transient=True)
         return _answer(said, status, request.get("token"))
 
     @staticmethod
@@ -88,11 +88,11 @@ class HubCall:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**os.environ, **_QUIET},
-            start_new_session=True,  # Ctrl-C is the run's, which ends this process itself
+            start_new_session=True,  # Ctrl-C goes to the run, which ends this process itself
         )
 
     def cut_off(self) -> None:
-        """End a call that is under way, and let none begin any more."""
+        """Cancel the current call and refuse new ones."""
         with self._lock:
             self._ended = True
             if self._process is not None and self._process.poll() is None:
@@ -108,4 +108,4 @@ def _answer(said: str, status: int, token: str | None) -> Answer:
         return Answer(str(found["repo"]), tuple(found["commits"]))
     except (ValueError, TypeError, KeyError):
         told = lines[-1] if token is None else lines[-1].replace(token, "<hidden>")
-        return Answer(error=f"the upload's process ended with status {status}: {told[:_LONGEST]}", transient=True)
+        return Answer(error=f"the upload process exited with status {status}: {told[:_LONGEST]}", transient=True)

@@ -1,4 +1,4 @@
-"""Uploads in the order in which they were asked for, one at a time, beside training."""
+"""A queue of uploads, processed one at a time in parallel with training."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from typing import Any, Protocol
 from alignment.config.errors import HubError
 from alignment.training.hub.process import Answer
 
-_LEAST_S, _SLOWEST = 600.0, 1e6  # an upload may take so long, and so many bytes a second are enough
+_LEAST_S, _SLOWEST = 600.0, 1e6  # minimum timeout, and lowest expected bytes per second
 _LONGEST_PAUSE = 300.0
 
 
 class Call(Protocol):
-    """Asks the hub for something, and waits for so many seconds."""
+    """Sends a request to the Hub, with a time limit in seconds."""
 
     def __call__(self, request: Mapping[str, Any], seconds: float) -> Answer: ...
 
     def cut_off(self) -> None:
-        """End what is under way."""
+        """Cancel the current call."""
 
 
 @dataclass
@@ -34,18 +34,18 @@ class Push:
 
     Attributes:
         label: what is uploaded, such as ``step 100``.
-        step: of the weights.
-        request: to the hub.
-        folder: with what is uploaded; it is removed when that is done.
+        step: step of the weights.
+        request: sent to the Hub.
+        folder: staged files; removed when the upload is over.
         size: in bytes.
-        tries: how often it is tried where the reason of a failure may pass.
-        last: it ends training, or is asked for by a caller.
-        future: the answer.
+        tries: number of attempts for transient failures.
+        last: whether it is the final upload, or was requested by a caller.
+        future: resolves to the answer.
     """
 
     label: str
     step: int
-    request: dict[str, Any] = field(repr=False)  # it has the token
+    request: dict[str, Any] = field(repr=False)  # contains the token
     folder: Path
     size: int
     tries: int = 1
@@ -55,7 +55,7 @@ class Push:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A push that is over."""
+    """A finished upload and its answer."""
 
     push: Push
     answer: Answer
@@ -63,11 +63,11 @@ class Outcome:
 
 
 class Pushes:
-    """Carries out pushes in a thread that keeps no process alive.
+    """Processes uploads in a daemon thread.
 
     Args:
-        call: asks the hub.
-        pause: seconds before a second try, which double with each further one.
+        call: sends requests to the Hub.
+        pause: seconds before the first retry; doubles with each further one.
     """
 
     def __init__(self, call: Call, pause: float) -> None:
@@ -80,12 +80,12 @@ class Pushes:
 
     @property
     def busy(self) -> bool:
-        """Whether any is under way or waits."""
+        """Whether an upload is in progress or queued."""
         with self._changed:
             return self._thread is not None
 
     def add(self, push: Push) -> None:
-        """Upload when those before it are done."""
+        """Queue an upload."""
         with self._changed:
             self._waiting.append(push)
             if self._thread is None:
@@ -93,16 +93,16 @@ class Pushes:
                 self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until none is left, but no longer than that; whether none is."""
+        """Wait for all uploads, up to a time limit; return whether all are over."""
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None, seconds)
 
     def outcomes(self) -> list[Outcome]:
-        """What is over since the last call of this, the oldest first."""
+        """Return the uploads that are over since the last call, oldest first."""
         return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
 
     def cut_off(self) -> None:
-        """End everything, also what waits; it ends with an error."""
+        """Cancel all uploads, queued ones included; each one ends with an error."""
         self._over.set()
         self._call.cut_off()
 

@@ -1,4 +1,4 @@
-"""The repository that a run uploads to, made sure of before anything is loaded."""
+"""The repository of a run's uploads, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from alignment.training.hub.process import HubCall
 from alignment.training.hub.pushes import Call
 
 _CHECK_S = 60.0
-_MASKED = "<HUB_TOKEN>"  # in its place in an options.json that a run is repeated from
+_MASKED = "<HUB_TOKEN>"  # placeholder in options.json, which a run may be repeated from
 
 
 @dataclass(frozen=True)
 class Repository:
-    """Where to upload to.
+    """The destination of uploads.
 
     Attributes:
-        name: with its owner, unless the hub could not be asked yet.
-        known: whether it is there and may be written, as far as can be seen.
-        token: None: the one that is logged in.
-        private: whether it is made private where it is not there yet; None: as its owner's default is.
-        revision: the branch; None: ``main``.
+        name: with its owner, unless the Hub could not be reached.
+        known: whether it is known to exist and to be writable.
+        token: None uses the token of the login.
+        private: whether the repository is created as private; None uses the owner's default.
+        revision: the branch; None for ``main``.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Repository:
         return f"Repository({self.name!r}, revision={self.revision!r})"  # without the token
 
     def request(self, parts: list[dict[str, Any]], *, create: bool = True) -> dict[str, Any]:
-        """What :mod:`worker` is asked."""
+        """Return a request for :mod:`worker`."""
         return {
             "repo": self.name,
             "known": self.known,
@@ -54,19 +54,19 @@ class Repository:
 
 
 class _Unreachable(ConnectionError):
-    """Of a kind that :class:`Retries` repeats."""
+    """A failure that :class:`Retries` repeats."""
 
 
 def named_repository(args: AlignmentConfig, token: str | None = None, private: bool | None = None) -> Repository:
-    """The repository as the options name it; the hub is not asked.
+    """Return the repository named by the options, without contacting the Hub.
 
     Args:
-        args: the options.
-        token: in place of ``hub_token``.
-        private: in place of ``hub_private_repo``.
+        args: the run's options.
+        token: replaces ``hub_token``.
+        private: replaces ``hub_private_repo``.
 
     Raises:
-        OptionError: it cannot have that name, or the token is none.
+        OptionError: if the name or the token is invalid.
     """
     given = args.hub_model_id
     name = given or Path(args.output_dir or "").absolute().name
@@ -77,11 +77,13 @@ def named_repository(args: AlignmentConfig, token: str | None = None, private: b
             setting("hub_model_id", given) if given else f"hub_model_id: not set, and the output folder's name {name}"
         )
         why = " ".join(str(error).split())
-        raise OptionError(f"{option} cannot name a repository: {why}; set it to a name such as me/my-model") from None
+        raise OptionError(
+            f"{option} is not a valid repository name: {why}; set hub_model_id to a name such as me/my-model"
+        ) from None
     token = token if token is not None else args.hub_token
     token = None if token == _MASKED else token
     if token is not None and (not token or not token.isascii() or any(c.isspace() for c in token)):
-        raise OptionError("hub_token=<hidden>: is no token: it is empty, or has characters that none has")
+        raise OptionError("hub_token=<hidden>: is not a valid token: it is empty or contains invalid characters")
     private = private if private is not None else args.hub_private_repo
     return Repository(name, token=token, private=private, revision=args.hub_revision)
 
@@ -93,20 +95,20 @@ def ready_repository(
     create: bool = True,
     call: Callable[[], Call] = HubCall,
 ) -> Repository:
-    """Ask the hub who the token belongs to, and make the repository and its branch where they are not there.
+    """Identify the owner of the token, and create the repository and its branch if they do not exist.
 
     Args:
-        repository: as it is named.
-        retries: where the hub cannot be reached.
-        create: False: only look.
-        call: asks.
+        repository: as named by the options.
+        retries: retry policy if the Hub cannot be reached.
+        create: False only checks.
+        call: sends the request.
 
     Returns:
-        The same with its owner.
+        The repository with its owner.
 
     Raises:
-        OptionError: there is no token, it is not accepted, or may not write there, or there is no network.
-        ConnectionError: the hub could not be reached, or was too busy.
+        OptionError: if there is no token, it is rejected or lacks write access, or there is no network.
+        ConnectionError: if the Hub could not be reached, or was busy.
     """
 
     def ask() -> Repository:

@@ -1,7 +1,7 @@
-"""The uploads of a run: what is sent at each save and at the end, and what is said of those that fail.
+"""The uploads of a run: what is sent at each save and at the end, and how failures are reported.
 
-The first rank uploads; the others only wait with it where training is over. Nothing that goes wrong with an upload
-ends a run.
+The first rank uploads; the others wait for it only when training is over. A failed upload never ends a
+run.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from alignment.training.hub.process import CUT_OFF, Answer, HubCall
 from alignment.training.hub.pushes import Call, Push, Pushes
 from alignment.training.hub.repository import Repository
 
-STAGING = ".hub-upload"  # in the output folder: what is being uploaded, and what could not be
+STAGING = ".hub-upload"  # in the output folder: files being uploaded, and those of failed uploads
 LAST = "last-checkpoint"
-_FAILURES = 3  # in a row, after which the end of training is waited for
-_GRACE_S = 5.0  # for an upload that is under way when the run is asked to stop
+_FAILURES = 3  # consecutive failures after which only the end of training retries
+_GRACE_S = 5.0  # for an upload in progress when the run is asked to stop
 _SLICE_S = 1.0
 
 
 class Uploads(TrainerCallback):
-    """Uploads checkpoints as they are saved, and models as callers ask.
+    """Uploads checkpoints as they are saved, and models on request.
 
     Args:
         context: the run.
-        subject: what its card says.
-        call: makes what asks the hub.
+        subject: describes the model, for its card.
+        call: creates the object that sends requests to the Hub.
 
     Attributes:
-        repository: where to; None until :meth:`use` was called.
-        details: what the caller's last card said, which later ones repeat.
-        holds: a model that is saved now is not uploaded for that.
+        repository: the destination; None until :meth:`use` is called.
+        details: the caller's additions to the card, repeated by later cards.
+        holds: whether saving a model currently does not upload it.
     """
 
     def __init__(
@@ -72,15 +72,15 @@ class Uploads(TrainerCallback):
         self.holds = False
         self._pushes: Pushes | None = None
         self._failures = self._number = 0
-        self._unsent: int | None = None  # the step of a checkpoint that was skipped, or failed
+        self._unsent: int | None = None  # step of a checkpoint whose upload was skipped or failed
 
     def use(self, repository: Repository) -> None:
-        """Upload there."""
+        """Set the destination."""
         self.repository = repository
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Within this context a model that is saved is not uploaded."""
+        """Within this context, saving a model does not upload it."""
         before, self.holds = self.holds, True
         try:
             yield
@@ -90,21 +90,21 @@ class Uploads(TrainerCallback):
     # At each save ---------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Nothing that an attempt before this one left is uploaded."""
+        """Remove the staged files of an earlier attempt."""
         if self.context.is_first and (self._pushes is None or not self._pushes.busy):
             shutil.rmtree(self.context.output_dir / STAGING, ignore_errors=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What has become of uploads is said between steps."""
+        """Report finished uploads between steps."""
         self.report()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Upload the checkpoint that was saved, as ``hub_strategy`` says."""
+        """Upload the saved checkpoint according to ``hub_strategy``."""
         if not self.context.is_first or self.repository is None or args.hub_strategy == "end":
             return
         self.report()
         last = state.global_step >= state.max_steps or control.should_training_stop
-        if REQUESTS.reason is not None:  # the run is about to leave
+        if REQUESTS.reason is not None:  # the run is about to stop
             return
         busy = self._pushes is not None and self._pushes.busy
         if not last and (self._failures >= _FAILURES or (busy and not args.hub_always_push)):
@@ -120,14 +120,14 @@ class Uploads(TrainerCallback):
         try:
             push = self._staged(source, message, self._where(None, None), last=last)
             self._add_state(push, source, message)
-        except Exception as error:  # whatever it is, it is no reason to end training
+        except Exception as error:  # no error here may end training
             self._tell_failure(f"step {step}", one_line(error))
             return
         self.context.events("on_push_begin")
         self._add(push)
 
     def _staged(self, source: Path, message: str, repository: Repository, *, last: bool) -> Push:
-        """Model, tokenizer, options and card of a folder, put aside."""
+        """Stage model, tokenizer, options and card of a folder."""
         self._number += 1
         target = self.context.output_dir / STAGING / f"{self.state.global_step}-{self._number}"
         shutil.rmtree(target, ignore_errors=True)
@@ -153,7 +153,7 @@ class Uploads(TrainerCallback):
         )
 
     def _add_state(self, push: Push, source: Path, message: str) -> None:
-        """With the strategies that upload checkpoints, all of it."""
+        """Add the whole checkpoint, with the strategies that upload checkpoints."""
         if self.args.hub_strategy not in ("checkpoint", "all_checkpoints"):
             return
         path = LAST if self.args.hub_strategy == "checkpoint" else source.name
@@ -178,14 +178,14 @@ class Uploads(TrainerCallback):
     # At a caller's request, and at the end --------------------------------------------------------------------------
 
     def card(self, folder: Path) -> str:
-        """The card of the model in a folder."""
+        """Return the card of the model in a folder."""
         return card_text(folder, self._subject(), self.args.to_dict(), self.details)
 
     def write_card(self, folder: Path) -> None:
-        """Write the card into a folder, unless somebody else's is there; on the first rank.
+        """Write the card to a folder, unless someone else's is there; on the first rank.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: if it cannot be written.
         """
         if not own_card(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -194,10 +194,10 @@ class Uploads(TrainerCallback):
     def push(
         self, folder: Path, message: str, token: str | None = None, revision: str | None = None
     ) -> Future[Answer] | None:
-        """Begin to upload the model in a folder, after what is under way; on the first rank, None on others.
+        """Queue an upload of the model in a folder; return its future on the first rank, None on others.
 
         Raises:
-            OSError: a file cannot be read or put aside.
+            OSError: if a file cannot be read or staged.
         """
         if not self.context.is_first:
             return None
@@ -207,14 +207,14 @@ class Uploads(TrainerCallback):
         return push.future
 
     def finish(self) -> None:
-        """At the end of training, send the newest checkpoint if that was left out, and wait; collective."""
+        """At the end of training, upload the newest checkpoint if it was skipped, and wait; collective."""
         if self.context.is_first and self._unsent is not None and self.repository is not None:
             if checkpoint_folder(self.context.output_dir, self._unsent).is_dir():
                 self._send_checkpoint(self._unsent, last=True)
         self.wait()
 
     def wait(self) -> None:
-        """Wait for all uploads, but not long for any if the run is asked to stop; collective."""
+        """Wait for all uploads, only briefly if the run is asked to stop; collective."""
         with ACTIVITY("upload"):
             grace: float | None = None
             while True:
@@ -232,7 +232,7 @@ class Uploads(TrainerCallback):
         self.report()
 
     def cut_off(self, grace: float | None = None) -> None:
-        """Where a run ends before its time: wait for so many seconds, or a few, then end what is under way."""
+        """If a run ends early: wait ``grace`` seconds, or a few by default, then cancel the current upload."""
         pushes = self._pushes
         if pushes is not None and not pushes.wait(_GRACE_S if grace is None else grace):
             pushes.cut_off()
@@ -242,16 +242,16 @@ class Uploads(TrainerCallback):
             atexit.unregister(self.at_exit)
 
     def at_exit(self) -> None:
-        """A process that ends waits for what a caller did not wait for; every upload is bounded."""
+        """Wait at exit for uploads that the caller did not wait for; every upload has a time limit."""
         while self._pushes is not None and not self._pushes.wait(_SLICE_S):
             if REQUESTS.reason is not None:
                 self.cut_off()
         self.report()
 
-    # What is said ---------------------------------------------------------------------------------------------------
+    # Messages -------------------------------------------------------------------------------------------------------
 
     def report(self) -> None:
-        """Say what has become of uploads since the last call."""
+        """Report the uploads that are over since the last call."""
         for outcome in self._pushes.outcomes() if self._pushes is not None else ():
             push, answer = outcome.push, outcome.answer
             record = {"event": "upload", "of": push.label, "step": push.step, "seconds": round(outcome.seconds, 3)}
@@ -268,14 +268,14 @@ class Uploads(TrainerCallback):
                     self._tell_failure(push.label, answer.error)
             if self.context.sampler is not None:
                 self.context.log_file.write(record)
-            with contextlib.suppress(OSError):  # there is more to upload
+            with contextlib.suppress(OSError):  # the folder has further uploads
                 (self.context.output_dir / STAGING).rmdir()
 
     def _sent(self, push: Push, answer: Answer) -> None:
         if self.repository is not None and not self.repository.known:
             self.repository = dataclasses.replace(self.repository, name=answer.repo, known=True)
         if push.last:
-            self.context.tell(f"push_to_hub: {push.label} is at {answer.commits[0]['url']}")
+            self.context.tell(f"push_to_hub: uploaded {push.label} to {answer.commits[0]['url']}")
 
     def _tell_failure(self, label: str, error: str) -> None:
         if error == CUT_OFF:
@@ -284,16 +284,16 @@ class Uploads(TrainerCallback):
         self._failures += 1
         if self._failures == 1:
             self.context.tell(
-                f"warning: push_to_hub: {label} could not be uploaded ({error}); training goes on, and the next save "
+                f"warning: push_to_hub: could not upload {label} ({error}); training continues, and the next save "
                 "tries again"
             )
         elif self._failures == _FAILURES:
             self.context.tell(
-                f"warning: push_to_hub: {_FAILURES} uploads in a row failed ({error}); the next try is at the end"
+                f"warning: push_to_hub: {_FAILURES} consecutive uploads failed ({error}); the next try is at the end"
             )
 
     def _by_hand(self, push: Push, error: str) -> str:
-        """What to run in the place of the last upload."""
+        """Return commands for uploading manually after the last upload failed."""
         request = push.request
         commands = []
         for part in request["parts"]:
@@ -302,5 +302,5 @@ class Uploads(TrainerCallback):
             commands.append(shlex.join(words))
         return (
             f"push_to_hub: the upload of {push.label} to {request['repo']} failed ({error}); training is not "
-            f"affected, and the model is in {self.context.output_dir}. To upload it, run: {' && '.join(commands)}"
+            f"affected, and {self.context.output_dir} has the model. To upload it, run: {' && '.join(commands)}"
         )

@@ -1,7 +1,7 @@
-"""The program that talks to the hub, run as a process of its own: it can be ended at any time, whatever it waits for.
+"""A separate program that talks to the Hub, so that it can be killed at any time, whatever it waits for.
 
 It reads one request as a line of JSON from its standard input, which its parent keeps open while it lives, and writes
-the answer as the last line of its output. It imports nothing but the hub's client.
+the answer as the last line of its output. It imports only the Hub client.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-_BUSY = {408, 409, 425, 429, 500, 502, 503, 504}  # of HTTP: what a later attempt may not meet
+_BUSY = {408, 409, 425, 429, 500, 502, 503, 504}  # HTTP statuses that may be transient
 _OFFLINE = "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, so nothing can be uploaded; unset it"
 
 
 class Refused(Exception):
-    """What no later attempt would mend."""
+    """An error that a retry cannot fix."""
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Do what a request asks for.
+    """Carry out a request.
 
     Args:
-        request: ``token`` (None: the one that is logged in), ``repo``, ``known`` (whether that is known to be ready),
-            ``private``, ``revision``, ``create`` (False: look only), and ``parts`` to upload, one commit each:
+        request: ``token`` (None uses the token of the login), ``repo``, ``known`` (whether it is known to be ready),
+            ``private``, ``revision``, ``create`` (False only checks), and ``parts`` to upload, one commit each:
             ``folder``, ``path``, ``message``, and ``replaces``, patterns of files in ``path`` that are removed unless
             the folder has them.
 
     Returns:
-        ``repo`` with its owner, and of each part ``commits`` with ``url``, ``oid`` and ``message``; or ``error``, one
+        ``repo`` with its owner, and ``commits`` with ``url``, ``oid`` and ``message`` of each part; or ``error``, one
         line without the token, and whether it is ``transient``.
     """
     from huggingface_hub import HfApi
@@ -41,7 +41,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     try:
         repo = request["repo"] if request["known"] else ready(api, request)
         return {"repo": repo, "commits": [_commit(api, repo, request.get("revision"), p) for p in request["parts"]]}
-    except Exception as raised:  # each library below has its own classes, and all of them end here
+    except Exception as raised:  # each library used has its own error classes
         error, status = _cause(raised)
         told = _told(error, status, request["repo"], api.endpoint)
         told = told if token is None else told.replace(token, "<hidden>")
@@ -50,7 +50,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ready(api: Any, request: Mapping[str, Any]) -> str:
-    """Make sure that there is a repository that may be written, with the branch; return it with its owner."""
+    """Ensure that there is a writable repository with the branch; return its name with the owner."""
     from huggingface_hub import constants
     from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
 
@@ -59,9 +59,11 @@ def ready(api: Any, request: Mapping[str, Any]) -> str:
     try:
         user = api.whoami()
     except LocalTokenNotFoundError:
-        raise Refused("there is no token; run `hf auth login`, or set hub_token") from None
+        raise Refused("no token found; run `hf auth login`, or set hub_token") from None
     if (user.get("auth") or {}).get("accessToken", {}).get("role") == "read":
-        raise Refused("the token may only read; make one that may write and run `hf auth login`, or set hub_token")
+        raise Refused(
+            "the token is read-only; create a token with write access and run `hf auth login`, or set hub_token"
+        )
     name = request["repo"]
     repo = name if "/" in name else f"{user['name']}/{name}"
     try:
@@ -89,7 +91,7 @@ def _commit(api: Any, repo: str, revision: str | None, part: Mapping[str, Any]) 
 
 
 def _cause(error: BaseException) -> tuple[BaseException, int | None]:
-    """The error that came with an HTTP status, where there is one among its causes, and the status."""
+    """Return the first error with an HTTP status among the causes, and the status; or the error itself and None."""
     each: BaseException | None = error
     while each is not None:
         status = getattr(getattr(each, "response", None), "status_code", None)
@@ -106,22 +108,22 @@ def _is_offline(error: BaseException) -> bool:
 
 
 def _told(error: BaseException, status: int | None, repo: str, endpoint: str) -> str:
-    """The error in one line."""
+    """Format the error on one line."""
     if isinstance(error, Refused):
         return str(error)
     if _is_offline(error):
         return _OFFLINE
     if status == 401:
-        return f"{endpoint} does not accept the token (HTTP 401); run `hf auth login`, or set hub_token"
+        return f"{endpoint} rejected the token (HTTP 401); run `hf auth login`, or set hub_token"
     if status == 403:
-        return f"the token may not write to {repo} (HTTP 403); set hub_model_id to a repository that it may write to"
+        return f"the token has no write access to {repo} (HTTP 403); set hub_model_id to another repository"
     said = [line for line in str(error).splitlines() if not line.startswith("For more information")]
     lines = " ".join(" ".join(said).split()) or type(error).__name__
     return f"HTTP {status}: {lines[:300]}" if status is not None else f"{type(error).__name__}: {lines[:300]}"
 
 
 def _end_with_parent() -> None:
-    """Its end of the pipe is closed when the parent ends, however it does."""
+    """Exit when the parent does: its end of the pipe is then closed."""
     while sys.stdin.buffer.read(1):
         continue
     os._exit(1)
@@ -133,9 +135,9 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     found = json.dumps(answer(request))
     print(f"\n{found}", flush=True)
-    os._exit(0)  # threads of a client may still wait for something
+    os._exit(0)  # threads of the client may still be waiting
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder: its modules are none that the client asks for
+    sys.path.pop(0)  # this folder, whose modules must not shadow the client's imports
     main()

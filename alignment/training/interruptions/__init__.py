@@ -1,1 +1,1 @@
-"""What ends a run or makes it do something again: stops that are asked for, faults of the numbers, hangs."""
+"""What ends a run or repeats a step: requests to stop, bad steps, overflows, hangs."""

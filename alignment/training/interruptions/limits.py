@@ -1,4 +1,4 @@
-"""How long a phase of a run may go without progress, as the options say."""
+"""Time limits for progress of a run, from its options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from alignment.reporting.activity import Limits
 
 
 def limits_of(args: FaultOptions) -> Limits:
-    """The limits after which a rank that makes no progress counts as hung, and one that says nothing as lost."""
+    """Return the limits after which a rank without progress is reported as hung, and a silent rank as lost."""
     return Limits(
         least=args.hang_timeout,
         factor=args.hang_factor,

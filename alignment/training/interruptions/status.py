@@ -1,8 +1,9 @@
-"""``status.json`` of a run: which attempt it is, and how it ends where no command's guard writes that."""
+"""``status.json`` of a run: the current attempt, and its end if no guard of a command writes it."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from alignment.engines.launch_env import world_size
 from alignment.engines.watch.stop import RunStopped
 from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.status_file import STATUS, RunStatus, StatusFile, now, read_status
+from alignment.training.run_page import write_page
 
 _EVERY_S = 5.0
 
@@ -21,18 +23,18 @@ _EVERY_S = 5.0
 def begin_status(
     folder: Path, method: str, resumed_from: str | None, resumes: bool, tell: Callable[[str], None]
 ) -> None:
-    """Write the status of an attempt that starts, on the first rank, which then keeps it up to date.
+    """Write the status of a new attempt on the first rank, which then keeps it up to date.
 
     Args:
         folder: the output folder.
-        method: of the run.
-        resumed_from: name of the checkpoint that it resumes from; None where it starts from scratch.
-        resumes: whether it was to resume; the attempts before it then count.
+        method: the run's method.
+        resumed_from: name of the checkpoint that it resumes from; None if it starts from scratch.
+        resumes: whether a resume was requested; earlier attempts are then counted.
         tell: prints a line.
     """
     before = _earlier(folder, tell) if resumes else None
     job, restarts = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "")
-    # Of this job: one that is submitted anew may try as often as the one before it.
+    # Restarts within this job; a newly submitted job has the full number of attempts again.
     stalls = before is not None and before.job == job and before.resumed_from == (resumed_from or "")
     ACTIVITY.step = 0
     status = RunStatus(
@@ -51,13 +53,14 @@ def begin_status(
     ACTIVITY.status = StatusFile(folder, status)
     ACTIVITY.status.update()
     ACTIVITY.status.keep(_EVERY_S, _doing)
+    ACTIVITY.at_failure = functools.partial(write_page, folder, tell)
 
 
 def _earlier(folder: Path, tell: Callable[[str], None]) -> RunStatus | None:
     try:
         return read_status(folder)
     except (ValueError, OSError) as error:
-        tell(f"{folder / STATUS}: cannot be read ({one_line(error)}), so attempts are counted from 1")
+        tell(f"{folder / STATUS}: cannot be read ({one_line(error)}); attempts are counted from 1")
         return None
 
 
@@ -67,11 +70,11 @@ def _doing() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def ending_in_status() -> Iterator[None]:
-    """Write how the body ends into the status, unless a guard will."""
+    """Write how the body ends to the status, unless a guard does."""
     if ACTIVITY.guarded:
         yield
         return
-    end: dict[str, Any] = {"state": "finished"}
+    end, failed = dict[str, Any](state="finished"), False
     try:
         yield
     except BaseException as error:
@@ -80,9 +83,12 @@ def ending_in_status() -> Iterator[None]:
             end = {"state": "stopped", "signal": "SIGINT"}
         elif isinstance(error, RunStopped):
             end = {"state": error.reason.state, "signal": error.reason.name}
+        failed = not isinstance(error, RunStopped)  # of a run that was stopped, the report is there already
         raise
     finally:
         if ACTIVITY.status is not None:
-            ACTIVITY.status.update(**end)  # of a run that was stopped, it is there already
+            ACTIVITY.status.update(**end)  # already written for a run that was stopped
             ACTIVITY.status.close()
-        ACTIVITY.status = ACTIVITY.folder = None
+        if failed and ACTIVITY.at_failure is not None:
+            ACTIVITY.at_failure()
+        ACTIVITY.status = ACTIVITY.folder = ACTIVITY.at_failure = None

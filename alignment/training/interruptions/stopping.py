@@ -1,4 +1,4 @@
-"""How a run that was asked to stop ends, and how it hears of being asked where no command's guard listens."""
+"""End a run that was asked to stop, and listen for signals where no command's guard does."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from alignment.engines.watch.stop import RunStopped, StopReason
 from alignment.reporting.activity import ACTIVITY
 from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import RunContext
+from alignment.training.run_page import write_page
 
 
 @contextlib.contextmanager
 def listening(tell: Callable[[str], None]) -> Iterator[None]:
-    """Within this context SIGTERM, SIGHUP and SIGUSR1 are requests to stop, unless somebody else handles them.
+    """Within this context, SIGTERM, SIGHUP and SIGUSR1 request a stop, unless they have other handlers.
 
-    For a script that calls ``train()`` itself; under a command the guard listens all the time. Ctrl-C stays what it is
-    in Python. Outside of the main thread no signal can be heard, and the file ``STOP`` is the way to stop a run.
+    For scripts that call ``train()``; commands have a guard that always listens. Ctrl-C keeps Python's behavior.
+    Signals can only be handled in the main thread; elsewhere, the file ``STOP`` stops a run.
 
     Args:
         tell: prints a line on the first rank.
@@ -44,13 +45,13 @@ def listening(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def end_run(context: RunContext, writer: CheckpointWriter, finish: Callable[[], None], reason: StopReason) -> NoReturn:
-    """End a run whose state has been saved as far as it can be; collective.
+    """End a run whose state has been saved as far as possible; collective.
 
     Args:
         context: the run.
-        writer: that wrote its newest checkpoint, or failed to.
-        finish: writes what still waits to be written, on the first rank.
-        reason: what asked for it.
+        writer: the writer of its checkpoints.
+        finish: flushes pending output, on the first rank.
+        reason: the request to stop.
 
     Raises:
         RunStopped: on every rank.
@@ -63,38 +64,40 @@ def end_run(context: RunContext, writer: CheckpointWriter, finish: Callable[[], 
     context.events("on_train_end")
     if ACTIVITY.status is not None:
         ACTIVITY.status.update(state=reason.state, signal=reason.name, step=step)
+    if context.is_first:
+        write_page(context.output_dir, context.tell)
     detail = f" ({REQUESTS.detail})" if REQUESTS.detail else ""
     raise RunStopped(reason, f"{reason.state} by {reason.name}{detail} after step {step}: {_kept(context, writer)}")
 
 
 def _kept(context: RunContext, writer: CheckpointWriter) -> str:
-    """What a resume will find, for the user."""
+    """Describe for the user what a resume will find."""
     args, step = context.args, context.state.global_step
     name = checkpoint_folder(context.output_dir, step).name
     if step == 0:
-        return "no step was taken, so there is nothing to save"
+        return "no step was completed, so there is nothing to save"
     if args.save_strategy == "no":
         return "nothing was saved, because save_strategy is no"
     if writer.newest != step:
-        return f"{name} could not be written ({writer.failure}); the run can only resume from an earlier one"
+        return f"{name} could not be written ({writer.failure}); the run can only be resumed from an earlier one"
     if args.save_only_model:
-        return f"{name} has the model only (save_only_model), so the run cannot resume from it"
+        return f"{name} contains only the model (save_only_model), so the run cannot be resumed from it"
     return f"{name} is complete; run the same command with --resume_from_checkpoint latest to resume"
 
 
 def notice_too_short(save_seconds: float, step_seconds: float) -> str | None:
-    """A warning where a checkpoint takes longer than this run will be given between a request to stop and the kill.
+    """Return a warning if saving may take longer than the time between a request to stop and the kill.
 
     Args:
-        save_seconds: that a save takes.
-        step_seconds: that a step takes; the request may come at its start.
+        save_seconds: duration of a save.
+        step_seconds: duration of a step; the request may come at its start.
     """
     notice = stop_notice()
     needed = save_seconds + step_seconds
     if notice is None or needed <= notice.seconds:
         return None
     return (
-        f"warning: a step and a checkpoint took {needed:.0f} s, and a run that is asked to stop is killed after "
-        f"{notice.seconds:.0f} s ({notice.source}): it would lose the steps since its last checkpoint. Ask for a "
+        f"warning: a step and a checkpoint took {needed:.0f} s, but a run that is asked to stop is killed after "
+        f"{notice.seconds:.0f} s ({notice.source}): it would lose the steps since its last checkpoint. Request a "
         "longer notice (#SBATCH --signal=USR1@N, torchrun --shutdown-timeout N), or lower save_steps"
     )

@@ -1,1 +1,1 @@
-"""What policy and reference answer to prompts of an evaluation set, while a run lasts and without a trace in it."""
+"""Completions of policy and reference for evaluation prompts, sampled without affecting training."""

@@ -1,4 +1,4 @@
-"""Callbacks that sample, by TRL's names, on the same path as ``generate_during_eval``."""
+"""Callbacks that sample completions, with TRL's names, using the same code as ``generate_during_eval``."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from alignment.training.checkpointing.output_folder import COMPLETIONS
 from alignment.training.sampling.sampler import Sampler, Speaker, first_prompts, interleaved
 from alignment.training.sampling.settings import of_model, sampling_of
 
-_LONGEST = 256  # tokens of an answer, where nobody says
+_LONGEST = 256  # default for max_new_tokens
 
 
 class LogCompletionsCallback(TrainerCallback):
-    """Samples the policy's answers to prompts of the evaluation data at every so many-th step.
+    """Samples the policy's completions for evaluation prompts every ``freq`` steps.
 
-    They go into ``completions.jsonl``, to Weights & Biases and to TensorBoard, as tables of step, prompt and
-    completion. Training is not disturbed: its numbers are those of a run without the callback.
+    Tables of step, prompt and completion are written to ``completions.jsonl``, Weights & Biases and TensorBoard.
+    Training is not affected: its results are those of a run without the callback.
 
     Args:
-        trainer: a trainer of this package with evaluation data; of several sets the first one is used.
-        generation_config: how to sample, greedily unless ``do_sample`` is set; None: as the model's own says. Without
-            ``max_new_tokens`` answers have at most 256 tokens.
-        num_prompts: take so many different prompts, the first ones; None: all.
-        freq: sample at every so many-th step; None: at every ``eval_steps``.
+        trainer: a trainer of this package with evaluation data; the first of several sets is used.
+        generation_config: how to sample, greedily unless ``do_sample`` is set; None uses the model's own. Without
+            ``max_new_tokens``, completions have at most 256 tokens.
+        num_prompts: number of distinct prompts, taken from the start; None uses all.
+        freq: number of steps between tables; None uses ``eval_steps``.
 
     Raises:
-        OptionError: there is no evaluation data, the trainer is another library's, or an argument cannot be used.
+        OptionError: if there is no evaluation data, the trainer is not of this package, or an argument is invalid.
     """
 
     def __init__(
@@ -42,24 +42,28 @@ class LogCompletionsCallback(TrainerCallback):
         freq: int | None = None,
     ) -> None:
         if not hasattr(trainer, "eval_data") or not hasattr(trainer, "context"):
-            raise OptionError(f"trainer: {show(type(trainer).__name__)} is no trainer of this package; pass one")
+            raise OptionError(
+                f"trainer: {show(type(trainer).__name__)} is not a trainer of this package; pass one that is"
+            )
         if not trainer.eval_data:
-            raise OptionError("LogCompletionsCallback: the trainer has no evaluation data; pass eval_dataset to it")
+            raise OptionError(
+                "LogCompletionsCallback: the trainer has no evaluation data; pass eval_dataset to the trainer"
+            )
         for name, value in (("num_prompts", num_prompts), ("freq", freq)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise OptionError(f"{setting(name, value)}: expected a whole number of at least 1")
+                raise OptionError(f"{setting(name, value)}: expected an integer of at least 1")
         self.trainer, self.generation_config, self.freq = trainer, generation_config, freq
         self.sampler = Sampler(trainer.context)
         self.prompts = first_prompts(next(iter(trainer.eval_data.values())), num_prompts)
         if generation_config is not None:
-            sampling_of(generation_config, trainer.processing_class, _LONGEST, draw=False)  # or it is refused now
+            sampling_of(generation_config, trainer.processing_class, _LONGEST, draw=False)  # check it now
         path = trainer.output_dir / COMPLETIONS if trainer.is_world_process_zero() else None
         self._table = CompletionTable(path, trainer.events.handler.callbacks)
         number = sum(name.startswith("logged completions") for name in trainer.context.run_state.parts)
         trainer.context.run_state.register(f"logged completions {number}", self._table)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Sample, if it is this step's turn; every rank is called."""
+        """Sample, if a table is due; called on every rank."""
         if state.global_step % self._every(args, state):
             return
         trainer = self.trainer
@@ -72,17 +76,17 @@ class LogCompletionsCallback(TrainerCallback):
         try:
             texts = self.sampler.answers(policy, prompts, sampling, "completions")
         except Cut:
-            return  # on every rank; the step itself is done, and the run is left after it
+            return  # on every rank; the step is complete, and the run stops after it
         columns = [self.sampler.decoded(prompts), texts]
         if trainer.is_world_process_zero():
             self._table.write(state.global_step, list(interleaved(("prompt", "completion"), columns)))
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write rows that still wait for space."""
+        """Write rows that are waiting for disk space."""
         self._table.finish()
 
     def _every(self, args: Any, state: TrainerState) -> int:
-        """Steps between two tables; where evaluations follow epochs, so do tables."""
+        """Return the number of steps between tables; if evaluation is per epoch, so are tables."""
         if self.freq is not None:
             return self.freq
         if args.eval_strategy == IntervalStrategy.EPOCH:
@@ -91,7 +95,7 @@ class LogCompletionsCallback(TrainerCallback):
 
 
 class WinRateCallback(TrainerCallback):
-    """Refused: it compares with what the policy answered when the process began, which a resumed run cannot.
+    """Not supported: it compares with completions sampled when the process started, which a resumed run lacks.
 
     Raises:
         OptionError: always.
@@ -99,6 +103,6 @@ class WinRateCallback(TrainerCallback):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise OptionError(
-            "WinRateCallback: not supported; method online_dpo with a judge logs eval_win_rate against the policy at "
-            "the start of the run, and generate_during_eval writes answers that a judge can compare later"
+            "WinRateCallback: not supported; method online_dpo with a judge logs eval_win_rate against the initial "
+            "policy, and generate_during_eval writes completions that a judge can compare later"
         )

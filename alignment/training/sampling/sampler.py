@@ -1,4 +1,4 @@
-"""Answers of policy and reference to the first prompts of a dataset, by the backends of rollouts, on all ranks."""
+"""Sample completions of policy and reference for the first prompts of a dataset, on all ranks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from alignment.references.engine import EngineReference
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData
 
-_ANSWERS = 4  # a random stream of its own, beside those of training and of Online DPO
+_ANSWERS = 4  # a separate random stream from those of training and Online DPO
 TokenIds = tuple[int, ...]
 
 
 class Speaker(NamedTuple):
-    """A model that can answer: its engine, and the context in which the engine computes as that model."""
+    """A model that can generate: its engine, and a context in which the engine computes as that model."""
 
     engine: ScoringEngine
     computing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -39,7 +39,7 @@ class Speaker(NamedTuple):
 
 
 def speaker_of(reference: Reference | None) -> Speaker | None:
-    """The reference, if there is a model of it: not where a method needs none, or log-probs are all that is kept."""
+    """Return the reference if its model is available; None without a reference, or if only log-probs are stored."""
     if isinstance(reference, AdapterReference):
         scorer, adapter = reference.policy.scorer, reference.given.adapter
         return Speaker(reference.policy, lambda: computing_with(scorer, adapter))
@@ -47,9 +47,9 @@ def speaker_of(reference: Reference | None) -> Speaker | None:
 
 
 def first_prompts(data: PreparedData, count: int | None) -> list[TokenIds]:
-    """The first ``count`` different prompts of a dataset, or all.
+    """Return the first ``count`` distinct prompts of a dataset, or all.
 
-    Rows that are learned whole have none: before them stands at most the token that begins every text.
+    Rows trained on as a whole have no prompts, only the BOS token at most.
     """
     found: dict[TokenIds, None] = {}
     for row in data.dataset.select_columns(["prompt_ids"]):
@@ -61,7 +61,7 @@ def first_prompts(data: PreparedData, count: int | None) -> list[TokenIds]:
 
 
 class Sampler:
-    """Samples answers; it holds no memory between two calls, and leaves random streams and engines as they were.
+    """Samples completions; holds no memory between calls, and leaves random streams and engines unchanged.
 
     Args:
         context: the run.
@@ -73,19 +73,19 @@ class Sampler:
     def answers(
         self, speaker: Speaker, prompts: Sequence[TokenIds], sampling: Sampling, phase: str = "answers"
     ) -> list[str]:
-        """An answer to each prompt; the same prompts, weights and ranks give the same ones. Collective.
+        """Sample a completion for each prompt, reproducibly for the same prompts, weights and ranks. Collective.
 
         Args:
-            speaker: who answers.
-            prompts: the same on every rank; each rank answers its share.
-            sampling: how. Answers end where the model's positions do.
-            phase: what time and tokens are recorded as.
+            speaker: the model that generates.
+            prompts: the same on every rank; each rank processes its share.
+            sampling: sampling settings. Completions are also limited by the model's positions.
+            phase: the phase that time and tokens are recorded as.
 
         Returns:
-            The texts, in the order of the prompts, on every rank.
+            The texts in the order of the prompts, on every rank.
 
         Raises:
-            Cut: the run was asked to stop; on every rank.
+            Cut: if the run was asked to stop; on every rank.
         """
         if not prompts:
             return []
@@ -111,7 +111,7 @@ class Sampler:
     def fitting(
         self, model: PreTrainedModel, prompts: Sequence[TokenIds], sampling: Sampling
     ) -> tuple[list[TokenIds], Sampling]:
-        """The prompts that leave room for an answer, and the sampling cut to the room that there is."""
+        """Return the prompts that are short enough for a completion, and the sampling settings limited accordingly."""
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if not isinstance(limit, int) or limit <= 0:
             return list(prompts), sampling
@@ -120,11 +120,11 @@ class Sampler:
         return kept, replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
 
     def decoded(self, prompts: Sequence[TokenIds]) -> list[str]:
-        """The prompts as a model is given them, special tokens included."""
+        """Decode the prompts as the model sees them, special tokens included."""
         tokenizer = self.context.processing_class
         return [tokenizer.decode(list(prompt), clean_up_tokenization_spaces=False) for prompt in prompts]
 
 
 def interleaved(names: Sequence[str], columns: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    """Rows of a table of its columns."""
+    """Return the rows of a table from its columns."""
     return (dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True))

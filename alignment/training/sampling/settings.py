@@ -1,4 +1,4 @@
-"""How answers at evaluation are sampled: as the model's or a given generation configuration says."""
+"""Sampling settings for completions at evaluation, from the model's or a given generation configuration."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from alignment.engines.rollout.backend import Sampling
 from alignment.engines.rollout.processors import ACCEPTED, check_generation_kwargs
 
 _OWN = ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# Of no say in what is drawn, or the tokenizer's.
+# Fields that do not affect the distribution, or are taken from the tokenizer.
 _PASSED_OVER = ("transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "max_length")
 
 
 def sampling_of(config: GenerationConfig, tokenizer: Any, max_new_tokens: int, *, draw: bool = True) -> Sampling:
-    """The distribution that a configuration asks for.
+    """Return the sampling settings of a generation configuration.
 
     Args:
-        config: what it does not set is neutral.
-        tokenizer: its EOS ends an answer as well.
-        max_new_tokens: where the configuration has none.
-        draw: sample also where the configuration says to be greedy.
+        config: the configuration; unset fields have neutral values.
+        tokenizer: its EOS token also ends a completion.
+        max_new_tokens: default if the configuration has none.
+        draw: sample even if the configuration is greedy.
 
     Raises:
-        OptionError: the configuration sets what has no place in a rollout, such as beams.
+        OptionError: if the configuration sets what a rollout does not support, such as beams.
     """
     given = {name: value for name, value in config.to_diff_dict().items() if name not in _PASSED_OVER}
     extra = {name: value for name, value in given.items() if name not in _OWN}
@@ -42,7 +42,7 @@ def sampling_of(config: GenerationConfig, tokenizer: Any, max_new_tokens: int, *
         eos_token_ids=tuple(sorted(ends)),
         pad_token_id=pad if pad is not None else min(ends, default=0),
         repetition_penalty=config.repetition_penalty or 1.0,
-        top_k=1,  # the likeliest token
+        top_k=1,  # the most likely token
         extra=extra,
     )
     if not (draw or config.do_sample):
@@ -57,11 +57,11 @@ def sampling_of(config: GenerationConfig, tokenizer: Any, max_new_tokens: int, *
 
 
 def of_model(config: GenerationConfig) -> GenerationConfig:
-    """What of a checkpoint's configuration shapes the distribution: lengths, beams and further wishes are left out."""
+    """Return the fields of a checkpoint's configuration that shape the distribution, without lengths and beams."""
     names = (*_OWN[2:], "eos_token_id", *ACCEPTED)
     return GenerationConfig(**{name: value for name in names if (value := getattr(config, name, None)) is not None})
 
 
 def token_ids(value: int | Sequence[int] | None) -> set[int]:
-    """One id, several or none as a set."""
+    """Return one id, several or none as a set."""
     return set() if value is None else {value} if isinstance(value, int) else set(value)

@@ -1,1 +1,1 @@
-"""What scripts that were written for TRL touch of a trainer, beside training and evaluating with it."""
+"""Members of transformers' and TRL's trainers that existing scripts use, other than training and evaluation."""

@@ -15,23 +15,23 @@ from alignment.engines.launch_env import local_rank, rank, world_size
 
 
 class Accelerator:
-    """Ranks, device and collectives of the run. It prepares nothing: engines are the trainer's."""
+    """Ranks, device and collectives of the run. It has no ``prepare``: the trainer builds its engines."""
 
     distributed_type = "DEEPSPEED"
 
     @property
     def process_index(self) -> int:
-        """This rank."""
+        """The index of this rank."""
         return rank()
 
     @property
     def local_process_index(self) -> int:
-        """This process's rank on its machine."""
+        """The index of this rank on its machine."""
         return local_rank()
 
     @property
     def num_processes(self) -> int:
-        """All ranks."""
+        """The number of ranks."""
         return world_size()
 
     @property
@@ -51,12 +51,12 @@ class Accelerator:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device of this rank."""
         return device()
 
     @property
     def state(self) -> SimpleNamespace:
-        """What of accelerate's state scripts look at: no plugin of FSDP, and the ranks."""
+        """The fields of accelerate's state that scripts read: the ranks, and no FSDP plugin."""
         return SimpleNamespace(
             fsdp_plugin=None,
             distributed_type=self.distributed_type,
@@ -67,33 +67,33 @@ class Accelerator:
         )
 
     def print(self, *values: Any, **options: Any) -> None:
-        """As ``print``, on the first rank of each machine."""
+        """Like ``print``, on the first rank of each machine."""
         if self.is_local_main_process:
             print(*values, **options)
 
     def wait_for_everyone(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until all ranks arrive here."""
         barrier()
 
     def unwrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
-        """The model itself, also inside a DeepSpeed engine."""
+        """Return the model itself, unwrapped from a DeepSpeed engine."""
         inner = getattr(model, "module", model)
         scored = getattr(inner, "model", None) if type(inner).__module__.startswith("alignment.") else None
         return scored if isinstance(scored, nn.Module) else inner
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """(ranks x B, …) the tensors of all ranks, one after another; they have equal shapes. Collective."""
+        """Return the (ranks x B, …) concatenated tensors of all ranks, which must have equal shapes. Collective."""
         parts = [part if part.ndim else part[None] for part in gathered(tensor.detach().cpu())]
         return torch.cat(parts).to(tensor.device)
 
     def gather_for_metrics(self, tensor: Tensor, *_: Any) -> Tensor:
-        """As :meth:`gather`."""
+        """Same as :meth:`gather`."""
         return self.gather(tensor)
 
     def main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """The first rank runs the body before all others do. Collective."""
+        """Let the first rank run the body before all others. Collective."""
         return ahead_of_others(self.is_main_process)
 
     def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """The first rank of each machine runs the body before its others do. Collective."""
+        """Let the first rank of each machine run the body before its others. Collective."""
         return ahead_of_others(self.is_local_main_process)

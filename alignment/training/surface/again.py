@@ -15,28 +15,28 @@ from alignment.training.run_state import Identity
 
 
 def begin_again(context: RunContext, engines: RunEngines, identity: Identity, steps: int, resumes: bool) -> None:
-    """Let a run begin with the weights that the last one left: at step 0, with a schedule and a log of its own.
+    """Start a new run from the weights of the last one: at step 0, with a new schedule and a new log.
 
-    The optimizer keeps its moments and a reference its weights, as in transformers; so does a schedule that was given.
+    As in transformers, the optimizer keeps its moments, the reference its weights, and a given schedule continues.
 
     Args:
         context: the run.
         engines: its engines.
         identity: gets a new name.
         steps: length of the schedule.
-        resumes: whether it was to go on from a checkpoint.
+        resumes: whether a resume was requested.
 
     Raises:
-        OptionError: it was, or the trained weights were released.
+        OptionError: if it was, or the trained weights were released.
     """
     if engines.models is None:
         raise OptionError(
-            "train: close() released the trained weights; call save_model before it, then make another trainer"
+            "train: close() released the trained weights; call save_model before it, then create a new trainer"
         )
     if resumes:
         raise OptionError(
-            "train: this trainer has trained already, so its engines are not as they were given; to resume from a "
-            "checkpoint, make another trainer"
+            "train: this trainer has already trained, so its engines are not in their initial state; to resume from a "
+            "checkpoint, create a new trainer"
         )
     fresh = TrainerState()
     for field in dataclasses.fields(fresh):

@@ -1,4 +1,4 @@
-"""Options that are set on ``trainer.args``, after the trainer was made."""
+"""Options that are set on ``trainer.args`` after the trainer was created."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from alignment.config.errors import OptionError, listing, setting
 from alignment.config.fields import words
 from alignment.config.options import AlignmentConfig
 
-# Read where training begins, or while it lasts.
+# Read when training begins, or during training.
 _AT_TRAINING = frozenset(
     words(
         """
@@ -21,7 +21,7 @@ _AT_TRAINING = frozenset(
         """
     )
 )
-# Read where the engines are built, which what asks for the model before training does.
+# Read when the engines are built, which accessing the model triggers before training does.
 _AT_BUILDING = frozenset(
     words(
         """
@@ -33,15 +33,15 @@ _AT_BUILDING = frozenset(
 
 
 def take_over(args: AlignmentConfig, before: Mapping[str, Any], *, built: bool) -> dict[str, Any]:
-    """Check options again that were set since a trainer read them; return what they are now.
+    """Check options that were changed since a trainer read them; return their current values.
 
     Args:
-        args: the trainer's.
-        before: their values when it had read them.
-        built: whether its engines are there.
+        args: the trainer's options.
+        before: their values when the trainer read them.
+        built: whether the engines are built.
 
     Raises:
-        OptionError: one cannot be used, or comes too late to have an effect.
+        OptionError: if one cannot be used, or was changed too late to take effect.
     """
     if args.values() == before:
         return dict(before)

@@ -1,6 +1,6 @@
-"""Methods of transformers' and TRL's trainers that nothing here calls: a subclass that overrides one is refused.
+"""Refuse subclasses that override methods of transformers' and TRL's trainers that are never called here.
 
-What training does is decided by a method's class, the options and callbacks; each entry names which.
+The method's class, options and callbacks take their place; each entry names which.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from collections.abc import Iterator
 
 from alignment.config.errors import OptionError
 
-_LOSS = "derive a Method and override its losses(), see docs/guides/extending.md"
-_PASSES = "derive a Method and override its before_training(), scored() or losses(), see docs/guides/extending.md"
+_LOSS = "derive a Method and override losses(), see docs/guides/extending.md"
+_PASSES = "derive a Method and override before_training(), scored() or losses(), see docs/guides/extending.md"
 _OPTIMIZER = "pass optimizers=(optimizer, scheduler), or set optim, learning_rate and weight_decay"
 _SCHEDULE = "pass optimizers=(optimizer, scheduler), or set lr_scheduler_type and lr_scheduler_kwargs"
 _ROWS = "map the dataset before passing it, or set column_map"
-_ORDER = "windows are planned over all ranks; set data_seed or max_tokens_per_batch, or order the dataset"
+_ORDER = "windows are planned over all ranks; set data_seed or max_tokens_per_batch, or sort the dataset"
 _MODEL = "pass the model itself, or set model_init_kwargs and deepspeed"
 _CALLBACK = "use a TrainerCallback"
 _SAVING = "use a TrainerCallback with on_save"
-_METRICS = "override log(), which every record goes through, or use a TrainerCallback with on_log"
-_GENERATION = "set the options of generation, or implement a RolloutBackend"
+_METRICS = "override log(), which receives every record, or use a TrainerCallback with on_log"
+_GENERATION = "set the generation options, or implement a RolloutBackend"
 _REWARDS = "pass reward_funcs or a judge"
 
 NEVER_CALLED: dict[str, str] = {
@@ -103,54 +103,52 @@ NEVER_CALLED: dict[str, str] = {
         _GENERATION,
     ),
     "_calculate_rewards_from_functions": _REWARDS,
-    "visualize_samples": "set eval_strategy; scores of the evaluation set are logged",
-    "hyperparameter_search": "start a run for each set of options",
+    "visualize_samples": "set eval_strategy, which logs scores of the evaluation set",
+    "hyperparameter_search": "start a separate run for each set of options",
 }
 
 
 def check_overrides(trainer: type, base: type) -> None:
-    """Refuse a trainer whose class overrides what is never called.
+    """Refuse a trainer whose class overrides a method that is never called.
 
     Args:
-        trainer: the class of the trainer that is made.
-        base: everything from here up is the package's own.
+        trainer: the class of the trainer.
+        base: this class and its bases belong to this package.
 
     Raises:
-        OptionError: naming the first such method, and what takes its place here.
+        OptionError: naming the first such method, and the alternative.
     """
     for kind, name in _overridden(trainer, base):
-        raise OptionError(
-            f"{kind.__name__}.{name}: nothing here calls it, so it would be ignored; {NEVER_CALLED[name]}"
-        )
+        raise OptionError(f"{kind.__name__}.{name}: never called, so it would be ignored; {NEVER_CALLED[name]}")
 
 
 def check_saving(trainer: type, base: type, saves: bool) -> None:
-    """Refuse a trainer whose class overrides ``save_model`` where checkpoints are written, which do not go through it.
+    """Refuse a trainer whose class overrides ``save_model`` if checkpoints are written, which do not call it.
 
     Args:
-        trainer: the class of the trainer that is made.
-        base: everything from here up is the package's own.
+        trainer: the class of the trainer.
+        base: this class and its bases belong to this package.
         saves: whether the run writes checkpoints.
 
     Raises:
-        OptionError: it does, and the class overrides it.
+        OptionError: if checkpoints are written and the class overrides it.
     """
     owners = [kind for kind in trainer.__mro__ if kind not in base.__mro__ and "save_model" in vars(kind)]
     if saves and owners:
         raise OptionError(
-            f"{owners[0].__name__}.save_model: checkpoints are written without it, so they would not have what it "
-            f"adds; {_SAVING}, or set save_strategy: no and call it yourself"
+            f"{owners[0].__name__}.save_model: checkpoints do not call it, so they would lack what it "
+            f"adds; {_SAVING}, or set save_strategy: no and call save_model yourself"
         )
 
 
 def check_attributes(trainer: object) -> None:
-    """Refuse a trainer that was given such a method after it was made, as ``trainer.compute_loss = own``.
+    """Refuse a trainer instance on which such a method was set, as in ``trainer.compute_loss = own``.
 
     Raises:
-        OptionError: naming it, and what takes its place here.
+        OptionError: naming the method and the alternative.
     """
     for name in vars(trainer).keys() & NEVER_CALLED.keys():
-        raise OptionError(f"trainer.{name}: nothing here calls it, so it would be ignored; {NEVER_CALLED[name]}")
+        raise OptionError(f"trainer.{name}: never called, so it would be ignored; {NEVER_CALLED[name]}")
 
 
 def _overridden(trainer: type, base: type) -> Iterator[tuple[type, str]]:

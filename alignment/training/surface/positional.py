@@ -1,4 +1,4 @@
-"""Arguments by position, in the orders of TRL's trainers. Its releases differ, so each is known by its type."""
+"""Positional arguments in the order of TRL's trainers, which differs between releases: types identify arguments."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from alignment.config.options import AlignmentConfig
 
 
 def are_options(value: Any) -> bool:
-    """Whether an argument is the options of a trainer, ours or transformers'."""
+    """Whether an argument is the options of a trainer, of this package or of transformers."""
     return isinstance(value, AlignmentConfig) or any(
         kind.__name__ == "TrainingArguments" for kind in type(value).__mro__
     )
 
 
 def is_collator(value: Any) -> bool:
-    """Whether an argument is a data collator: to be called with rows, and neither data nor a tokenizer."""
+    """Whether an argument is a data collator: callable with rows, and neither data nor a tokenizer."""
     return callable(value) and not _makes_rows(value) and not _is_data(value)
 
 
 def _makes_rows(value: Any) -> bool:
-    """Whether rows come of calling it, as data may be given: without arguments, or as a source that says where."""
+    """Whether it is a callable source of rows: without required arguments, or with a name for messages."""
     try:
         inspect.signature(value).bind()
-    except (TypeError, ValueError):  # it needs arguments, or does not say which
+    except (TypeError, ValueError):  # it has required arguments, or no signature
         return hasattr(value, "where")
     return True
 
@@ -38,7 +38,7 @@ def _is_data(value: Any) -> bool:
 
 
 class Order(Enum):
-    """In which order TRL's trainers of a method take what follows ``model``."""
+    """The order of arguments after ``model`` in TRL's trainers of a method."""
 
     PLAIN = "args, data_collator, train_dataset, eval_dataset, processing_class"
     REFERENCE = "ref_model, args, data_collator, train_dataset, eval_dataset, processing_class"
@@ -46,10 +46,10 @@ class Order(Enum):
 
 
 def taking_positions(init: Callable[..., None]) -> Callable[..., None]:
-    """Let a trainer's constructor take what follows ``model`` by position in the order of TRL's releases.
+    """Let a trainer's constructor accept arguments after ``model`` by position, in the order of TRL's releases.
 
     Raises:
-        TypeError: an argument is given twice, as Python does.
+        TypeError: if an argument is passed twice, as in Python.
     """
 
     @functools.wraps(init)
@@ -67,17 +67,17 @@ _DATA = ("train_dataset", "eval_dataset", "processing_class")
 
 
 def arguments(positional: Sequence[Any], order: Order) -> dict[str, Any]:
-    """The arguments after ``model`` that were given by position, by name; without those that are None.
+    """Return the positional arguments after ``model`` by name, without those that are None.
 
-    The options are known by their type, and what follows ``processing_class`` as well.
+    The options and what follows ``processing_class`` are identified by type.
 
     Args:
-        positional: as they were given.
-        order: of the method.
+        positional: the positional arguments.
+        order: the method's order.
 
     Raises:
-        OptionError: None and rows, which are the rows to train on in some releases and to evaluate on in others.
-        TypeError: an argument whose type does not say what it is.
+        OptionError: if None precedes rows, which are training rows in some releases and evaluation rows in others.
+        TypeError: if the type of an argument does not identify it.
     """
     place = _place_of_options(positional, order)
     named = dict(zip(("ref_model", "args")[1 - place :], positional))
@@ -96,12 +96,12 @@ def arguments(positional: Sequence[Any], order: Order) -> dict[str, Any]:
 
 
 def _place_of_options(positional: Sequence[Any], order: Order) -> int:
-    """0 where ``args`` is the first argument after ``model``, 1 where it follows the reference."""
+    """Return 0 if ``args`` is the first argument after ``model``, 1 if it follows the reference."""
     found = [number for number, value in enumerate(positional) if are_options(value)]
     if len(found) > 1:
         raise TypeError("got multiple values for argument 'args'")
     if found and found[0] > 1:
-        raise TypeError(f"args is argument {found[0] + 2} by position; pass it, and what is before it, by name")
+        raise TypeError(f"args is positional argument {found[0] + 2}; pass it and the arguments before it by keyword")
     if found:
         return found[0]
     return 0 if order is Order.PLAIN and positional and positional[0] is None else 1
@@ -112,8 +112,8 @@ def _has_collator(rest: Sequence[Any], order: Order, place: int) -> bool:
 
     Args:
         rest: the arguments after the options.
-        order: of the method.
-        place: of the options.
+        order: the method's order.
+        place: the position of the options.
     """
     if rest[0] is not None:
         return is_collator(rest[0])
@@ -122,14 +122,14 @@ def _has_collator(rest: Sequence[Any], order: Order, place: int) -> bool:
     third = rest[2] if len(rest) > 2 else None
     if third is None:
         raise OptionError(
-            "train_dataset, eval_dataset: None and rows by position are the rows to evaluate on in some releases of "
-            "TRL, and those to train on in others; pass them by name"
+            "train_dataset, eval_dataset: rows after None by position are evaluation rows in some releases of TRL and "
+            "training rows in others; pass them by keyword"
         )
     return _is_data(third)
 
 
 def _name_of(value: Any, number: int) -> str:
-    """What an argument behind the tokenizer is."""
+    """Return the name of an argument after the tokenizer."""
     kind = type(value)
     if isinstance(value, list):
         return "callbacks"
@@ -142,30 +142,30 @@ def _name_of(value: Any, number: int) -> str:
     if "Collator" in kind.__name__:
         return "data_collator"
     raise TypeError(
-        f"argument {number} by position, of type {kind.__name__}, is not the same in all releases: name it"
+        f"positional argument {number}, of type {kind.__name__}, differs between releases of TRL; pass it by keyword"
     )
 
 
 def online_arguments(positional: Sequence[Any], tokenizers: str) -> dict[str, Any]:
-    """The arguments of Online DPO after ``model`` and ``ref_model``, by name.
+    """Return the arguments of Online DPO after ``model`` and ``ref_model`` by name.
 
-    The first is where rewards come from, then in older releases a judge, then ``args, data_collator, train_dataset,
+    The first is the reward source, followed in older releases by a judge, then ``args, data_collator, train_dataset,
     eval_dataset, processing_class``, the rewards' tokenizers and ``peft_config``.
 
     Args:
-        positional: as they were given.
-        tokenizers: the name of the rewards' tokenizers.
+        positional: the positional arguments.
+        tokenizers: the name of the argument for the rewards' tokenizers.
 
     Raises:
-        TypeError: there are more than that.
+        TypeError: if there are more.
     """
     place = next((number for number, value in enumerate(positional) if are_options(value)), min(len(positional), 2))
     if place > 2:
-        raise TypeError(f"args is argument {place + 3} by position; pass it by name")
+        raise TypeError(f"args is positional argument {place + 3}; pass it by keyword")
     if not any(are_options(value) for value in positional) and any(value is not None for value in positional[2:]):
-        raise TypeError("arguments by position without args among them are not the same in all releases: name them")
+        raise TypeError("positional arguments without args differ between releases of TRL; pass them by keyword")
     named = dict(zip(("reward_funcs", "judge"), positional[:place]))
     rest = ("args", "data_collator", "train_dataset", "eval_dataset", "processing_class", tokenizers, "peft_config")
     if len(positional) - place > len(rest):
-        raise TypeError(f"{len(positional) - place - len(rest)} arguments by position too many; pass them by name")
+        raise TypeError(f"{len(positional) - place - len(rest)} positional arguments too many; pass them by keyword")
     return named | dict(zip(rest, positional[place:]))

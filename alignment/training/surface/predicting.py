@@ -1,4 +1,4 @@
-"""What a reward model says of each row of a dataset."""
+"""Scores of a reward model for the rows of a dataset."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from alignment.training.window import WindowPass
 
 
 def pair_scores(context: RunContext, window_pass: WindowPass, data: PreparedData) -> NDArray[np.float32]:
-    """(R, 2) fp32, on every rank: the scores of the chosen and the rejected answer of each tokenised row. Collective.
+    """Return (R, 2) fp32 scores of the chosen and the rejected completion of each tokenized row. Collective.
 
     Args:
-        context: of a run whose batches are pairs.
-        window_pass: with the model that scores them.
+        context: a run whose batches are pairs.
+        window_pass: the window pass of the model that scores them.
         data: the rows.
     """
     policy = window_pass.models.policy

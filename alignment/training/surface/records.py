@@ -1,4 +1,4 @@
-"""What a trainer says: lines, records of the log, the settings of the run, its report and what its card names."""
+"""Output of a trainer: printed lines, log records, resolved settings, the report and the model card's subject."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from alignment.training.summary import write_report
 
 
 class TrainerRecords:
-    """The part of a trainer that others read."""
+    """The part of a trainer that produces output."""
 
     args: AlignmentConfig
     state: TrainerState
@@ -47,7 +47,7 @@ class TrainerRecords:
     log_file: JsonlLog
 
     def _subject(self) -> Subject:
-        """What a model card says of the model."""
+        """Return what a model card says about the model."""
         name = self.policy_source.name
         return Subject(
             title=(self.args.hub_model_id or self.output_dir.absolute().name).split("/")[-1],
@@ -58,17 +58,17 @@ class TrainerRecords:
         )
 
     def tell(self, text: str | None) -> None:
-        """Print a line on the first rank; None is nothing to say."""
+        """Print a line on the first rank; does nothing for None."""
         if text is not None and rank() == 0:
             print(text, flush=True)
 
     def log(self, logs: Mapping[str, float], start_time: float | None = None) -> None:
-        """Add a record to ``state.log_history`` and to ``log.jsonl``, and tell the callbacks.
+        """Add a record to ``state.log_history`` and to ``log.jsonl``, and notify the callbacks.
 
         Args:
             logs: the record.
-            start_time: of no effect, for subclasses that hand on what transformers' method takes: records that have
-                a speed have it already.
+            start_time: ignored; subclasses pass it because transformers' method has it. Records with a speed
+                already contain it.
         """
         entry = strict({**logs, "step": self.state.global_step})
         if self.state.epoch is not None:
@@ -83,11 +83,11 @@ class TrainerRecords:
 
     @property
     def _writes_logs(self) -> bool:
-        """Whether the files in the output folder are this trainer's to write into."""
+        """Whether this trainer may write to the files in the output folder."""
         return self.sampler is not None and not self.folder.held_by_earlier_run
 
     def settings(self) -> dict[str, Any]:
-        """What the run was resolved to, by the names of the files in the output folder."""
+        """Return the resolved settings of the run by the names of files in the output folder."""
         files = {"options.json": self.args.to_dict(), "deepspeed.json": self.engine_plan.policy}
         reference = self.engine_plan.reference
         if isinstance(reference, ReferencePlan):
@@ -95,10 +95,10 @@ class TrainerRecords:
         return files | self.resources.settings()
 
     def write_report(self, *, show: bool) -> None:
-        """Write ``report.md``, and with ``show`` print it. All ranks must call it."""
+        """Write ``report.md``, and print it if ``show``. All ranks must call it."""
         write_report(self.context, self.engines, show=show)
 
     def _write_settings(self) -> None:
-        """On the first rank."""
+        """Write the resolved settings on the first rank."""
         for name, content in self.settings().items():
             write_json(self.output_dir / name, content)

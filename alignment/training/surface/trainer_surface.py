@@ -1,4 +1,4 @@
-"""The attributes and methods of transformers' trainer that scripts touch, over what a trainer here is made of."""
+"""Attributes and methods of transformers' trainer that existing scripts use."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Metrics: TypeAlias = Mapping[str, Any]
 
 
 class TrainerSurface:
-    """What of a trainer neither trains nor evaluates."""
+    """The part of a trainer that neither trains nor evaluates."""
 
     args: AlignmentConfig
     method: AnyMethod
@@ -60,13 +60,13 @@ class TrainerSurface:
 
     @property
     def model(self) -> Any:
-        """The policy: the live model, else the one inside the engine, which is built if need be. Collective then.
+        """The policy: the live model, else the one inside the engine, which is built if needed. Then collective.
 
-        Training goes on with what was built. With new adapters it is the ``PeftModel`` around the model. Under ZeRO-3
-        its parameters are divided: read them within ``deepspeed.zero.GatheredParameters``.
+        Training continues with the engines that were built. With new adapters, it is the ``PeftModel`` around the
+        model. Under ZeRO-3 its parameters are partitioned: read them within ``deepspeed.zero.GatheredParameters``.
 
         Raises:
-            OptionError: ``close()`` has released the trained weights.
+            OptionError: if ``close()`` has released the trained weights.
         """
         if self.engines.waits_for_model:
             self.build_engines()
@@ -74,21 +74,21 @@ class TrainerSurface:
 
     @property
     def aux_loss_enabled(self) -> bool:
-        """Whether the balancing loss of a mixture of experts is part of the loss, and logged as ``aux_loss``."""
+        """Whether the load-balancing loss of a mixture of experts is part of the loss, and logged as ``aux_loss``."""
         return self.engines.aux_coefficient is not None
 
     @property
     def model_wrapped(self) -> Any:
-        """The DeepSpeed engine, once there is one; else :attr:`model`."""
+        """The DeepSpeed engine if it exists, else :attr:`model`."""
         return self.model if self.engines.models is None else self.engines.models.policy.engine
 
     @property
     def ref_model(self) -> nn.Module | None:
-        """The reference's model: the live one that was given, or the one inside its engine; None where there is none.
+        """The reference model: the live one that was passed, or the one inside its engine; None if there is none.
 
-        There is none for a method without a reference, with adapters (the policy without them is the reference), and
-        where the log-probs are precomputed. A reference that is a copy of the policy, or is given by its path, is
-        there once engines are built.
+        There is none for a method without a reference, with adapters (the reference is the policy with adapters
+        disabled), and with precomputed log-probs. A reference that is a copy of the policy, or is given by its path,
+        exists once engines are built.
         """
         if not self.method.needs_reference:
             return None
@@ -100,41 +100,41 @@ class TrainerSurface:
 
     @property
     def optimizer(self) -> Any:
-        """The engine's optimizer; before there is one, the one that was given, or None."""
+        """The engine's optimizer; before it is built, the one that was passed, or None."""
         return self.events.handler.optimizer or self.engines.optimizers[0]
 
     @property
     def lr_scheduler(self) -> Any:
-        """The schedule of the learning rate, in the same way."""
+        """The engine's learning rate schedule; before it is built, the one that was passed, or None."""
         return self.events.handler.lr_scheduler or self.engines.optimizers[1]
 
     @cached_property
     def accelerator(self) -> Accelerator:
-        """Ranks, device and collectives, by accelerate's names."""
+        """Ranks, device and collectives, with accelerate's names."""
         return Accelerator()
 
     def build_engines(self) -> None:
-        """Build the engines, for training if there is training data, unless they are there. All ranks must call it."""
+        """Build the engines, for training if there is training data, unless already built. All ranks must call it."""
         self.engines.build(total_steps(self.args, self.sampler) if self.sampler is not None else None)
 
     # Data -----------------------------------------------------------------------------------------------------------
 
     @property
     def tokenizer(self) -> Any:
-        """Older name of :attr:`processing_class`."""
+        """Older name of ``processing_class``."""
         return self.processing_class
 
     @cached_property
     def train_dataset(self) -> Any:
-        """The tokenised rows to train on, by the names of TRL's columns; made when it is first read.
+        """The tokenized training rows with TRL's column names; created when first accessed.
 
-        Rows that are left out of training are not in it. Prompts to be answered are as they were given.
+        Rows that are excluded from training are not in it. Prompts for generation are unchanged.
         """
         return None if self.train_data is None else self._shown(self.train_data, self.given_data[0])
 
     @cached_property
     def eval_dataset(self) -> Any:
-        """The same of the rows to evaluate on: None, a dataset, or a dict of several."""
+        """The tokenized evaluation rows in the same form: None, a dataset, or a dict of several."""
         given = self.given_data[1]
         if not isinstance(given, dict):
             return self._shown(self.eval_data[""], given) if self.eval_data else None
@@ -147,19 +147,19 @@ class TrainerSurface:
 
     @cached_property
     def data_collator(self) -> Callable[[Any], dict[str, Any]]:
-        """Makes padded tensors of rows of :attr:`train_dataset`. Training pads nothing, and does not call it."""
+        """Collates rows of :attr:`train_dataset` into padded tensors. Training does not pad, and does not call it."""
         known = (self.processing_class.pad_token_id, self.processing_class.eos_token_id)
         return Collator(next((number for number in known if number is not None), 0))
 
     def get_train_dataloader(self) -> PlannedBatches:
-        """This rank's batches of the epoch that training stands in, in their order.
+        """Return this rank's batches of the current epoch, in order.
 
         Raises:
-            OptionError: there is no training data.
+            OptionError: if there is no training data.
         """
         data, sampler = self.train_data, self.sampler
         if data is None or sampler is None:
-            raise OptionError("train_dataset: none was given, so there are no batches of it")
+            raise OptionError("train_dataset: no training data, so there are no batches")
 
         def windows() -> Iterator[WindowPlan]:
             epoch = sampler.epoch
@@ -168,18 +168,18 @@ class TrainerSurface:
         return self._batches(data, windows, self.args.per_device_train_batch_size)
 
     def get_eval_dataloader(self, eval_dataset: str | None = None) -> PlannedBatches:
-        """This rank's batches of an evaluation set.
+        """Return this rank's batches of an evaluation set.
 
         Args:
-            eval_dataset: the name of one of several; None takes the only one, or the first.
+            eval_dataset: the name of one of several sets; None uses the only one, or the first.
 
         Raises:
-            OptionError: there is no such set.
+            OptionError: if there is no such set.
         """
         name = next(iter(self.eval_data), None) if eval_dataset is None else eval_dataset
         if name not in self.eval_data:
             there = ", ".join(self.eval_data) or "none"
-            raise OptionError(f"eval_dataset: there is no set {name!r} here ({there}); pass it to evaluate()")
+            raise OptionError(f"eval_dataset: no set named {name!r} ({there}); pass the dataset to evaluate()")
         data = self.eval_data[name]
         return self._batches(
             data, lambda: iter((evaluation_window(self.context, data)[0],)), self.args.eval_batch_size
@@ -192,7 +192,7 @@ class TrainerSurface:
 
         return PlannedBatches(rows, plans, rank(), self.data_collator, data.table, size)
 
-    # Where a run stands ---------------------------------------------------------------------------------------------
+    # State of a run -------------------------------------------------------------------------------------------------
 
     def is_world_process_zero(self) -> bool:
         """Whether this is the first rank."""
@@ -203,28 +203,28 @@ class TrainerSurface:
         return local_rank() == 0
 
     def predict(self, test_dataset: Any, *_: Any, **__: Any) -> Any:
-        """Only a reward model has something to say of a row, see :class:`RewardTrainer`.
+        """Not supported except for reward models, see :class:`RewardTrainer`.
 
         Raises:
             OptionError: always.
         """
         raise OptionError(
-            f"predict: {type(self).__name__} trains a policy, of whose outputs only log-probs exist here; call "
+            f"predict: {type(self).__name__} trains a policy, of which only log-probs are computed; call "
             "evaluate(test_dataset) for loss and metrics, or generate with the saved model"
         )
 
     def save_state(self) -> None:
-        """Write ``trainer_state.json`` into the output folder."""
+        """Write ``trainer_state.json`` to the output folder."""
         self.write_state(self.output_dir)
 
     def write_state(self, folder: Path) -> None:
-        """Write ``trainer_state.json`` into ``folder``, on the first rank."""
+        """Write ``trainer_state.json`` to ``folder``, on the first rank."""
         if self.is_world_process_zero():
             self.events.save_state()
             write_json(folder / "trainer_state.json", dataclasses.asdict(self.state))
 
     def log_metrics(self, split: str, metrics: Metrics) -> None:
-        """Print metrics of ``train``, ``eval`` or another split, one a line, on the first rank."""
+        """Print metrics of ``train``, ``eval`` or another split, one per line, on the first rank."""
         if not self.is_world_process_zero():
             return
         shown = self.metrics_format(metrics)
@@ -234,7 +234,7 @@ class TrainerSurface:
             print(f"  {name: <{names}} = {shown[name]!s: >{values}}", flush=True)
 
     def save_metrics(self, split: str, metrics: Metrics, combined: bool = True) -> None:
-        """Write metrics into ``{split}_results.json``, and into ``all_results.json`` beside those of other splits."""
+        """Write metrics to ``{split}_results.json``, and add them to ``all_results.json``."""
         if not self.is_world_process_zero():
             return
         everything = self.output_dir / "all_results.json"
@@ -245,19 +245,19 @@ class TrainerSurface:
 
     @staticmethod
     def metrics_format(metrics: Metrics) -> dict[str, Any]:
-        """Metrics as they are printed: times as ``0:00:01.50``, other numbers to 4 digits."""
+        """Format metrics for printing: times as ``0:00:01.50``, other numbers with 4 digits."""
         return {name: _formatted(name, value) for name, value in metrics.items()}
 
     # Callbacks ------------------------------------------------------------------------------------------------------
 
     @property
     def callback_handler(self) -> Any:
-        """transformers' handler of the callbacks."""
+        """transformers' callback handler."""
         return self.events.handler
 
     @property
     def control(self) -> Any:
-        """What the callbacks have asked for."""
+        """The requests of the callbacks."""
         return self.events.control
 
     def add_callback(self, callback: Any) -> None:
@@ -265,16 +265,16 @@ class TrainerSurface:
         self.events.handler.add_callback(*check_callbacks([callback]))
 
     def pop_callback(self, callback: Any) -> Any:
-        """Remove a callback, given itself or its class, and return it; None where there is no such one."""
+        """Remove a callback, an instance or a class, and return it; None if it is not found."""
         return self.events.handler.pop_callback(callback)
 
     def remove_callback(self, callback: Any) -> None:
-        """Remove a callback, given itself or its class, if it is there."""
+        """Remove a callback, an instance or a class, if present."""
         self.pop_callback(callback)
 
 
 def shown_rows(data: PreparedData, method: AnyMethod) -> Dataset:
-    """Tokenised rows, or packs of them, by the names that ``method`` shows them by, in the same order, in memory."""
+    """Return tokenized rows or packs in memory, in the same order, with the column names of ``method``."""
     batched = data.batched
     if isinstance(batched, PackedRows):
         numbers = Dataset.from_dict({"pack": list(range(len(batched)))})
@@ -284,12 +284,12 @@ def shown_rows(data: PreparedData, method: AnyMethod) -> Dataset:
             remove_columns=["pack"],
             keep_in_memory=True,
             load_from_cache_file=False,
-            new_fingerprint=data.key,  # given, or the rows would be pickled to make one
+            new_fingerprint=data.key,  # avoids pickling the rows to compute one
         )
     rows = data.dataset
     first = rows[:1]
     shown = method.shown(first)
-    if all(first.get(name) == values for name, values in shown.items()):  # columns as they are stored
+    if all(first.get(name) == values for name, values in shown.items()):  # columns are stored in this form
         return rows.select_columns(list(shown))
     return rows.map(
         method.shown, batched=True, remove_columns=rows.column_names, keep_in_memory=True, load_from_cache_file=False

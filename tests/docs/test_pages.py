@@ -1,0 +1,73 @@
+"""Every code block of README.md and docs/ does what its page says: the pages are run from top to bottom."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import make_model
+from pages.blocks import Block, BlockError, blocks_of, pages
+from pages.checks import script_of
+from pages.commands import commands_of
+from pages.metrics import undocumented
+from pages.running import PageRun, make_folder
+
+_WITHOUT_TORCH = ("status", "report", "submit", "--help", "--version")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The model that pages find in outputs/tiny."""
+    return make_model(
+        tmp_path_factory.mktemp("pages") / "tiny",
+    )
+
+
+def _blocks(page: str) -> list[Block]:
+    try:
+        return blocks_of(page)
+    except BlockError:
+        return []  # test_blocks.py reports it
+
+
+def _is_quick(block: Block) -> bool:
+    """Whether it imports none of the libraries that take seconds."""
+    if block.language == "python":
+        return not re.search(r"^\s*(?:import|from) +(?:alignment|torch|transformers|peft|datasets)", block.text, re.M)
+    if re.search(r"python (?!launch/)|\bmake |pip ", block.text):
+        return False
+    return all(command.name in _WITHOUT_TORCH for command in commands_of(script_of(block)))
+
+
+def _page(page: str, slow: bool) -> object:
+    runs = [block for block in _blocks(page) if block.runs and (slow or not block.slow)]
+    marks = [pytest.mark.slow] if slow else [] if all(map(_is_quick, runs)) else [pytest.mark.ci]
+    return pytest.param(page, slow, id=f"{page}-slow" if slow else page, marks=marks)
+
+
+def _cases() -> list[object]:
+    cases = []
+    for page in pages():
+        runs = [block for block in _blocks(page) if block.runs]
+        if any(not block.slow for block in runs):
+            cases.append(_page(page, False))
+        if any(block.slow for block in runs):
+            cases.append(_page(page, True))
+    return cases
+
+
+@pytest.mark.parametrize(("page", "slow"), _cases())
+def test_a_page(
+    page: str, slow: bool, tiny: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    with PageRun(make_folder(tmp_path / "work", tiny), timeout=1800 if slow else 300) as run:
+        for block in blocks_of(page):
+            if slow or not block.slow:
+                run.run(block)
+        for log in (tmp_path / "work").rglob("log.jsonl"):
+            assert not undocumented(log), f"{log}: not in docs/reference/metrics.md"
+        for name, seconds in run.seconds.items():
+            if seconds > 1:
+                print(f"{seconds:6.1f} s  {name}")

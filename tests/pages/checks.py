@@ -1,0 +1,237 @@
+"""What can be said of a block without running it: whether it parses, and whether names and options in it exist."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import importlib
+import json
+import subprocess
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import tomllib
+import yaml
+
+from alignment.cli import commands as command_line
+from alignment.cli.parsing import parse, read_arguments
+from alignment.cli.recipes import read_recipe
+from alignment.config.compatibility.names import older_names
+from alignment.config.errors import AlignmentError
+from alignment.config.lookup import packaged_names
+from alignment.config.registry import METHODS, option_names
+from pages.blocks import Block, BlockError
+from pages.commands import Command, commands_of
+
+_TRAINING = ("train", "precompute", "prepare")
+_PARSED = ("status", "export", "report")  # commands with a parser of argparse, which exits
+
+
+def check(block: Block) -> None:
+    """Raise if the block could not be what it says it is.
+
+    Raises:
+        BlockError: with the page, the line and the fault.
+    """
+    try:
+        _CHECKS[block.language](block)
+    except BlockError:
+        raise
+    except (AlignmentError, SyntaxError, ValueError, yaml.YAMLError, tomllib.TOMLDecodeError) as error:
+        raise BlockError(f"{block.name}: {error}") from None
+
+
+def script_of(block: Block) -> str:
+    """The commands of a ``bash`` or ``console`` block as a script."""
+    if block.language == "bash":
+        return block.text
+    return "".join(f"{command}\n" for command, _ in console(block))
+
+
+def console(block: Block) -> list[tuple[str, str]]:
+    """Each command of a ``console`` block, with the output shown after it.
+
+    Raises:
+        BlockError: the block does not begin with a ``$ command``.
+    """
+    found: list[tuple[str, str]] = []
+    going_on = False
+    for line in block.text.splitlines():
+        if going_on:
+            found[-1] = (f"{found[-1][0]}\n{line.removeprefix('> ')}", "")
+        elif line.startswith("$ "):
+            found.append((line[2:], ""))
+        elif not found:
+            raise BlockError(f"{block.name}: a console block begins with a line '$ command'")
+        else:
+            found[-1] = (found[-1][0], found[-1][1] + line + "\n")
+            continue
+        going_on = line.rstrip().endswith("\\")
+    return found
+
+
+def _check_shell(block: Block) -> None:
+    script = script_of(block)
+    if block.file:
+        return
+    done = subprocess.run(["bash", "-n", "-c", script], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BlockError(f"{block.name}: {done.stderr.strip()}")
+    for command in commands_of(script):
+        check_command(block, command)
+
+
+def check_command(block: Block, command: Command) -> None:
+    """Parse the command's options, and nothing more.
+
+    Raises:
+        BlockError: no such command, or it does not take these.
+    """
+    if command.name not in command_line.COMMANDS:
+        if command.name.startswith("-"):
+            return  # --help, --version
+        raise BlockError(f"{block.name}: {command.name!r}: no such command")
+    if "--help" in command.arguments or "-h" in command.arguments:
+        return
+    if command.name in _TRAINING or command.name == "submit":
+        _check_options(block, command)
+    elif command.name in _PARSED:
+        parser = importlib.import_module(command_line.COMMANDS[command.name].module)._parser(command.name)
+        _parsed(block, parser, list(command.arguments))
+
+
+def _check_options(block: Block, command: Command) -> None:
+    arguments = list(command.arguments)
+    if command.name == "submit":
+        from alignment.cli.submit import _parser
+
+        arguments = _parser("submit").parse_known_args(arguments)[1]
+    if command.name == "prepare":
+        from alignment.cli.prepare import _without_ranks
+
+        arguments = _without_ranks(arguments)[0]
+    if "--method" in arguments and ":" in arguments[arguments.index("--method") + 1]:
+        return  # its file is imported where the command runs
+    recipe, given = read_arguments(arguments)
+    its_own = recipe is not None and recipe.endswith((".yaml", ".yml", ".json")) and not recipe.startswith("launch/")
+    if not its_own or Path(str(recipe)).is_file() or recipe in packaged_names("recipes"):
+        parse(arguments)
+        return
+    # A recipe that the page writes later, or that the reader has: the names of the options at least.
+    method = given.pop("method", None)
+    for name in given:
+        if method and name not in option_names(METHODS[method]):
+            raise BlockError(f"{block.name}: {method} has no option {name}")
+
+
+def _parsed(block: Block, parser: argparse.ArgumentParser, arguments: list[str]) -> None:
+    def fail(message: str) -> None:
+        raise BlockError(f"{block.name}: {parser.prog}: {message}")
+
+    parser.error = fail  # type: ignore[method-assign, assignment]
+    parser.parse_args(arguments)
+
+
+def _check_python(block: Block) -> None:
+    tree = ast.parse(textwrap.dedent(block.text), filename=block.name)
+    names = dict(_imported(block, tree))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            _check_call(block, node, names)
+
+
+def _imported(block: Block, tree: ast.AST) -> Iterator[tuple[str, Any]]:
+    """What the block imports from this package, by the name that it has there.
+
+    Raises:
+        BlockError: there is no such module or name.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                _module(block, alias.name)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            module = _module(block, node.module)
+            for alias in node.names if module is not None else ():
+                try:
+                    yield alias.asname or alias.name, _attribute(module, alias.name)
+                except (AttributeError, ImportError):
+                    raise BlockError(f"{block.name}: cannot import {alias.name!r} from {node.module!r}") from None
+
+
+def _module(block: Block, name: str) -> Any:
+    """A module of this package; None for others, which are there or not where the block runs."""
+    if name.split(".")[0] != "alignment":
+        return None
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise BlockError(f"{block.name}: {error}") from None
+
+
+def _attribute(module: Any, name: str) -> Any:
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        return importlib.import_module(f"{module.__name__}.{name}")
+
+
+def _check_call(block: Block, node: ast.Call, names: dict[str, Any]) -> None:
+    """Keywords of a call of one of our options classes."""
+    called = names.get(node.func.id) if isinstance(node.func, ast.Name) else None
+    if not (isinstance(called, type) and dataclasses.is_dataclass(called) and hasattr(called, "method")):
+        return
+    known = {field.name for field in dataclasses.fields(called)} | set(older_names(called))
+    for keyword in node.keywords:
+        if keyword.arg is not None and keyword.arg not in known:
+            raise BlockError(f"{block.name}: {called.__name__} has no option {keyword.arg!r}")
+
+
+def _check_json(block: Block) -> None:
+    json.loads(block.text)
+
+
+def _check_jsonl(block: Block) -> None:
+    for number, line in enumerate(block.text.splitlines(), block.line + 1):
+        try:
+            json.loads(line)
+        except ValueError as error:
+            raise BlockError(f"{block.page}:{number}: {error}") from None
+
+
+def _check_yaml(block: Block) -> None:
+    content = yaml.safe_load(block.text)
+    if isinstance(content, dict) and isinstance(content.get("method"), str) and content["method"] in METHODS:
+        _check_recipe(block)
+
+
+def _check_recipe(block: Block) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "recipe.yaml"
+        path.write_text(block.text)
+        recipe = read_recipe(str(path))
+    cls = METHODS[recipe["method"]]
+    unknown = recipe.keys() - {"method"} - set(option_names(cls)) - set(older_names(cls))
+    if unknown:
+        raise BlockError(f"{block.name}: {cls.method} has no option {', '.join(sorted(unknown))}")
+
+
+def _check_toml(block: Block) -> None:
+    tomllib.loads(block.text)
+
+
+_CHECKS: dict[str, Callable[[Block], None]] = {
+    "bash": _check_shell,
+    "console": _check_shell,
+    "python": _check_python,
+    "json": _check_json,
+    "jsonl": _check_jsonl,
+    "yaml": _check_yaml,
+    "toml": _check_toml,
+    "text": lambda block: None,
+}

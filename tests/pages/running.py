@@ -1,0 +1,211 @@
+"""A page's blocks, run from top to bottom in one scratch folder, as a reader would in one terminal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+from pages.blocks import ROOT, Block
+from pages.checks import console
+from pages.output import difference
+from tools.ranks.client import environment
+
+_VISIBLE = ("launch", "ds_configs", "examples")
+_STATE = ".shell"  # variables and folder of the reader's shell between two blocks
+_TAIL = 6000
+# One interpreter runs the page's Python: names of a block are there in the next one.
+_PYTHON = """\
+import linecache, sys, traceback
+names = {"__name__": "__main__"}
+for number, path in enumerate(iter(lambda: sys.stdin.readline().rstrip("\\n"), "")):
+    source = open(path).read()
+    code = 0
+    try:
+        exec(compile(source, path, "exec"), names)
+    except SystemExit as error:
+        code = int(bool(error.code))
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with open(path + ".done", "w") as done:
+        done.write(str(code))
+    import os
+    os.rename(path + ".done", path + ".code")
+"""
+
+
+class BlockFailed(Exception):
+    """A block did not do what its page says. The message has the page, the line and the end of the output."""
+
+
+def make_folder(folder: Path, tiny: str | Path) -> Path:
+    """A working directory as in a checkout: commands, DeepSpeed files, examples, and a tiny model in outputs/tiny."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in _VISIBLE:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(tiny, folder / "outputs" / "tiny")
+    return folder
+
+
+def write_file(block: Block, folder: Path) -> None:
+    """Write a block to the file that its marker names."""
+    path = folder / str(block.file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(block.text, encoding="utf-8")
+
+
+class PageRun:
+    """A reader's terminal and interpreter.
+
+    Args:
+        folder: the working directory, of :func:`make_folder`.
+        timeout: seconds for each block.
+        path: folders to look for commands in, before those of this environment.
+        variables: of the environment.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        timeout: float = 300,
+        path: Iterable[str | Path] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        self.folder, self.timeout = folder, timeout
+        commands = [*map(str, path), str(Path(sys.executable).parent), os.environ["PATH"]]
+        self._environment = environment(
+            PATH=os.pathsep.join(commands),
+            PYTHONPATH=str(ROOT),
+            OMP_NUM_THREADS="1",
+            COLUMNS="120",
+            PYTHONUNBUFFERED="1",
+            **(variables or {}),
+        )
+        # Tests choose these for themselves; a reader has not set them.
+        for name in ("TRITON_INTERPRET", "PYTEST_CURRENT_TEST", "HF_DATASETS_CACHE"):
+            self._environment.pop(name, None)
+        self._environment["HF_DATASETS_CACHE"] = str(folder.parent / f"{folder.name}-cache")
+        self._state = folder.parent / f"{folder.name}{_STATE}"
+        self._python: subprocess.Popen[str] | None = None
+        self._python_output = folder.parent / f"{folder.name}.python"
+        self._pieces = 0
+        self.seconds: dict[str, float] = {}
+
+    def __enter__(self) -> PageRun:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the interpreter."""
+        if self._python is not None:
+            assert self._python.stdin is not None
+            self._python.stdin.close()
+            try:
+                self._python.wait(20)
+            except subprocess.TimeoutExpired:
+                _kill(self._python)
+            self._python = None
+
+    def run(self, block: Block) -> None:
+        """Run a block, or write it to its file.
+
+        Raises:
+            BlockFailed: a command failed, or printed something else than the page shows.
+        """
+        started = time.monotonic()
+        if block.file:
+            write_file(block, self.folder)
+        elif block.runs and block.language == "bash":
+            self._bash(block, block.text)
+        elif block.runs and block.language == "console":
+            self._console(block)
+        elif block.runs and block.language == "python":
+            self._run_python(block)
+        self.seconds[block.name] = time.monotonic() - started
+
+    def _console(self, block: Block) -> None:
+        for command, expected in console(block):
+            failing = "error" in expected.lower() or "Traceback" in expected
+            printed = self._bash(block, command, may_fail=failing)
+            fault = difference(expected, printed)
+            if fault:
+                raise BlockFailed(f"{block.name}: $ {command}\n{fault}\n--- printed ---\n{printed[-_TAIL:]}")
+
+    def _bash(self, block: Block, script: str, may_fail: bool = False) -> str:
+        """Run a script in the shell as the blocks before it left it; what it printed."""
+        state = f"'{self._state}'"
+        whole = (
+            f"[ -f {state} ] && . {state}\n"
+            f'trap \'__code=$?; {{ export -p; echo "cd \\"$PWD\\""; }} >{state}; exit $__code\' EXIT\n'
+            f"set -e -o pipefail\n{script}\n"
+        )
+        process = subprocess.Popen(
+            ["bash", "-c", whole],
+            cwd=self.folder,
+            env=self._environment,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            printed, _ = process.communicate(timeout=self.timeout)
+        except subprocess.TimeoutExpired:
+            _kill(process)
+            printed, _ = process.communicate()
+            raise BlockFailed(f"{block.name}: did not end within {self.timeout:g} s\n{printed[-_TAIL:]}") from None
+        if process.returncode and not may_fail:
+            raise BlockFailed(f"{block.name}: exit status {process.returncode}\n{printed[-_TAIL:]}")
+        return printed
+
+    def _run_python(self, block: Block) -> None:
+        if self._python is None:
+            self._python = subprocess.Popen(
+                [sys.executable, "-c", _PYTHON],
+                cwd=self.folder,
+                env=self._environment,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=self._python_output.open("w"),
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        assert self._python.stdin is not None
+        begin = self._python_output.stat().st_size
+        self._pieces += 1
+        path = self.folder.parent / f"{self.folder.name}-{Path(block.page).stem}-{self._pieces}.py"
+        path.write_text("\n" * block.line + block.text, encoding="utf-8")  # tracebacks name the page's lines
+        self._python.stdin.write(f"{path}\n")
+        self._python.stdin.flush()
+        code = path.with_name(path.name + ".code")
+        deadline = time.monotonic() + self.timeout
+        while not code.exists() and self._python.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        printed = self._python_output.read_bytes()[begin:].decode(errors="replace")[-_TAIL:]
+        if not code.exists():
+            ended = self._python.poll()
+            _kill(self._python)
+            why = f"did not end within {self.timeout:g} s" if ended is None else f"Python exited with status {ended}"
+            raise BlockFailed(f"{block.name}: {why}\n{printed}")
+        if code.read_text() != "0":
+            raise BlockFailed(f"{block.name}: Python raised an error\n{printed}")
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
