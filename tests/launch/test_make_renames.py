@@ -26,7 +26,7 @@ UNNOTICED = {
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("launch")
-def test_a_rename_that_no_test_notices_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_undetected_rename_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "table.yaml"
     table.write_text(TABLE)
     assert main(["--table", str(table)]) == 1
