@@ -1,4 +1,4 @@
-"""Faulty commands for ``test_bad_input``; those of Online DPO and reward models are in ``bad_online_commands``."""
+"""Invalid commands for ``test_bad_input``; those of Online DPO and reward models are in ``bad_online_commands``."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ CASES = [*OPTIONS, *DATA, *MODEL, *DEEPSPEED, *OUTPUT, *ONLINE]
 
 
 def write_models(folder: Path) -> Path:
-    """Write models into ``folder``, which is returned: ``good``, and copies of it with one fault each."""
+    """Write models to ``folder`` and return it: ``good``, and copies of it with one defect each."""
     make_model(folder / "good")
     write_classifiers(folder)
 
@@ -315,7 +315,7 @@ def write_models(folder: Path) -> Path:
 
 
 def command(case: Case, folder: Path, models: Path) -> list[str]:
-    """Write the case's files into ``folder``; the arguments of its command."""
+    """Write the case's files to ``folder`` and return the arguments of its command."""
     if case.arguments is not None:
         return [in_folder(argument, folder) for argument in case.arguments]
     rows = case.data if case.data is not None else (unpaired_rows if case.method == "kto" else paired_rows)(8)
@@ -341,5 +341,5 @@ def command(case: Case, folder: Path, models: Path) -> list[str]:
 
 
 def in_folder(text: str, folder: Path) -> str:
-    """The text with ``@name`` as a path in ``folder``."""
+    """Replace ``@name`` with a path in ``folder``."""
     return text.replace("@", f"{folder}/")

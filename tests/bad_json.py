@@ -1,4 +1,4 @@
-"""Faulty JSON for ``test_bad_input``: DeepSpeed's, and that of options."""
+"""Invalid JSON for ``test_bad_input``: DeepSpeed configurations and options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ZERO = '{"zero_optimization": %s}'
 
 
 def deepspeed(name: str, content: str | bytes, *says: str) -> Case:
-    """A DeepSpeed JSON with that content."""
+    """A DeepSpeed configuration with this content."""
     return Case(f"DeepSpeed: {name}", says, {"deepspeed": "@d.json"}, make=file_of("d.json", content))
 
 

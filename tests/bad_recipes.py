@@ -1,4 +1,4 @@
-"""Faulty recipes and command lines for ``test_bad_input``: what YAML, editors and shells make of good intentions."""
+"""Invalid recipes and command lines for ``test_bad_input``, such as unintended effects of YAML, editors and shells."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from bad_case import DEEP, Case, file_of, folder_of
 
 RECIPE = {"recipe": "@recipe.yaml"}
 NO_FILE = "no such file, neither as a path nor in launch/recipes"
-# Each alias stands for nine of the one before: 10^11 values in a file of 700 bytes.
+# Each alias contains nine of the previous one: 10^11 values in a file of 700 bytes.
 BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
 )
 
 
 def recipe(name: str, content: str | bytes, *says: str, **options: str | None) -> Case:
-    """A recipe with that content."""
+    """A recipe with this content."""
     return Case(f"recipe: {name}", says, {**RECIPE, **options}, make=file_of("recipe.yaml", content))
 
 
 def other(name: str, *says: str, make: object = None, given: str = "@recipe.yaml") -> Case:
-    """A recipe that is none."""
+    """A file that is not a recipe."""
     return Case(f"recipe: {name}", says, {"recipe": given}, make=make)  # type: ignore[arg-type]
 
 
