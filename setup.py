@@ -31,6 +31,7 @@ REQUIRED = [
     "psutil>=5.9",
     "xxhash>=3.0,<5",
     "matplotlib>=3.8,<4",
+    "jinja2>=3.1,<4",
 ]
 
 EXTRAS = {
@@ -87,6 +88,7 @@ setup(
     package_dir={"alignment.ds_configs": "ds_configs", "alignment.launch": "launch"},
     package_data={
         "alignment": ["py.typed"],
+        "alignment.reporting.html": ["templates/*"],
         "alignment.ds_configs": ["*.json", "*.md"],
         "alignment.launch": ["recipes/*.yaml", "slurm/*.sbatch"],
     },

@@ -1,1 +1,1 @@
-"""Measurements that anyone can repeat: `side_by_side.py` against TRL, `gpu_smoke.sh` on one GPU. Not installed."""
+"""Reproducible measurements: `side_by_side.py` compares with TRL, `gpu_smoke.sh` tests one GPU. Not installed."""

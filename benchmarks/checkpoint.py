@@ -1,11 +1,11 @@
-"""What a save and a load of the optimizer's state cost on the CPU: seconds, bytes per parameter, peak host memory.
+"""The cost of saving and loading optimizer state on the CPU: seconds, bytes per parameter, peak host memory.
 
     python benchmarks/checkpoint.py --megabytes 500 --stage 2 --dtype bf16
 
-The state is what the fragments hold: the fp32 masters and AdamW's two moments, 12 bytes for each parameter. One
-process trains a step and saves; another one builds the engine anew and loads. For the load, the memory is the masters
-that the engine has before plus the anonymous memory (RssAnon) that the load adds at its peak, moments included; it is
-given in units of the state. Exit status 1 if it is more than 1.10.
+The state consists of the fragments' fp32 master weights and AdamW's two moments, 12 bytes per parameter. One
+process trains a step and saves; another one builds a new engine and loads. The memory of a load is the master
+weights that the engine had before plus the peak anonymous memory (RssAnon) added by the load, moments included,
+in units of the state. Exits with status 1 if it exceeds 1.10.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from alignment.models.tasks import CAUSAL_LM  # noqa: E402
 from benchmarks.processes import run_module  # noqa: E402
 
 MOST = 1.10
-_STATE_BYTES = 12  # of each parameter: master and two moments
+_STATE_BYTES = 12  # bytes per parameter: master weight and two moments
 _WIDTH, _VOCABULARY = 512, 1024
 
 
 class PeakMemory:
-    """Samples the process's anonymous memory every millisecond, in a thread, while the context lasts.
+    """Samples the process's anonymous memory every millisecond in a thread.
 
     Attributes:
-        before: bytes at the beginning.
-        peak: the most bytes seen.
+        before: bytes at the start.
+        peak: maximum bytes.
     """
 
     def __enter__(self) -> PeakMemory:
@@ -69,7 +69,7 @@ class PeakMemory:
 
 
 def anonymous_bytes() -> int:
-    """RssAnon of this process: resident memory that no file backs."""
+    """Return RssAnon of this process: resident memory that is not backed by files."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -77,7 +77,7 @@ def anonymous_bytes() -> int:
 
 
 def build(job: dict[str, Any]) -> PolicyEngine:
-    """An engine whose state has the size asked for."""
+    """Build an engine whose state has the requested size."""
     init_distributed(use_cpu=True)
     parameters = job["megabytes"] * 10**6 / _STATE_BYTES
     of_layer = 2 * _WIDTH**2 + 2 * _WIDTH * (_WIDTH // 8) + 3 * _WIDTH * 4 * _WIDTH
@@ -105,7 +105,7 @@ def build(job: dict[str, Any]) -> PolicyEngine:
 
 
 def save(job: dict[str, Any]) -> dict[str, float]:
-    """Train a step, write the fragments, and read them again for their checksum."""
+    """Train a step, write the fragments, and read them back for their checksum."""
     policy = build(job)
     scores = policy.forward(collate([([2, 3, 4], [5, 6])], 20)).scores
     policy.backward(-scores.sum(), last=True)
@@ -117,7 +117,7 @@ def save(job: dict[str, Any]) -> dict[str, float]:
     seconds = time.perf_counter() - start
     start = time.perf_counter()
     if record_of(path) != record:
-        raise RuntimeError(f"{path}: what was read is not what was written")
+        raise RuntimeError(f"{path}: the data read differs from the data written")
     checked = time.perf_counter() - start
     parameters = sum(piece.numel for unit in state_units(policy.engine) for piece in unit.pieces)
     added = memory.peak - memory.before
@@ -135,7 +135,7 @@ def load(job: dict[str, Any]) -> dict[str, float]:
 
 
 def measure(job: dict[str, Any]) -> float:
-    """Print what a save and a load cost; return the load's peak memory in units of the state."""
+    """Print the cost of a save and a load; return the load's peak memory in units of the state."""
     with tempfile.TemporaryDirectory(dir=job["folder"]) as place:
         job["folder"] = place
         saved, loaded = (
@@ -148,12 +148,12 @@ def measure(job: dict[str, Any]) -> float:
     print(f"save: {saved['seconds']:.2f} s, {size / saved['seconds'] / 1e6:.0f} MB/s; +{saved['added'] / 1e6:.0f} MB")
     print(f"checksum of the file: {saved['checked']:.2f} s")
     print(f"load: {loaded['seconds']:.2f} s, {size / loaded['seconds'] / 1e6:.0f} MB/s")
-    print(f"peak memory of the load: {ratio:.3f} times the state (at most {MOST:.2f})")
+    print(f"peak memory of the load: {ratio:.3f} times the state (limit {MOST:.2f})")
     return float(ratio)
 
 
 def main() -> int:
-    """Measure; or, with two files, be one of the two processes."""
+    """Measure; or, given two files, run as one of the two processes."""
     if len(sys.argv) == 3 and sys.argv[1].endswith(".json"):
         job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
         result = {"save": save, "load": load}[job["part"]](job)
@@ -163,7 +163,7 @@ def main() -> int:
     parser.add_argument("--megabytes", type=int, default=500, help="size of the state (default: %(default)s)")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=2, help="default: %(default)s")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16", help="default: %(default)s")
-    parser.add_argument("--folder", default=None, help="where to write; a temporary folder by default")
+    parser.add_argument("--folder", default=None, help="output folder (default: a temporary folder)")
     return int(measure(vars(parser.parse_args())) > MOST)
 
 

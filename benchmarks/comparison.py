@@ -1,4 +1,4 @@
-"""From the results of both sides to ratios, a verdict and a table."""
+"""Combine the results of both sides into ratios, a verdict and a table."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from benchmarks.worker import Result
 
 _MIB = 2**20
 ALIKE = 1e-4
-# In 16 bits; without a rollout a step's metrics depend on the rows' lengths by far more than this.
+# For 16-bit training; without a rollout, a step's metrics depend on the rows' lengths far more than this.
 ALIKE_16 = 3e-2
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Ours against TRL: medians over all measured steps of all repeats; ratios are TRL / ours, step by step.
+    """This project compared with TRL: medians over the measured steps of all repeats; ratios are TRL / ours, per step.
 
     Attributes:
-        method: a name of :data:`benchmarks.jobs.METHODS`.
-        setting: how both ran.
-        ours, theirs: seconds of a step.
-        speed: how many times as long TRL's step takes as ours on the same rows.
-        cpu: the same in processor time.
-        our_memory, their_memory: bytes over what every trainer of this model needs.
+        method: a key of :data:`benchmarks.jobs.METHODS`.
+        setting: how both sides ran.
+        ours, theirs: seconds per step.
+        speed: TRL's step time divided by ours, on the same rows.
+        cpu: the same for CPU time.
+        our_memory, their_memory: bytes beyond what every trainer of this model needs.
     """
 
     method: str
@@ -40,24 +40,24 @@ class Comparison:
 
     @property
     def floor(self) -> Floor | None:
-        """What is required."""
+        """The required speed and memory, if any."""
         return METHODS[self.method].floors[self.setting]
 
     def missed(self) -> list[str]:
-        """The floors that are not reached, in words; none where nothing is required."""
+        """Return the requirements that are not met, as sentences; empty if there are none."""
         floor, share = self.floor, self.our_memory / self.their_memory
         if floor is None:
             return []
         found = []
         if self.speed < floor.speed:
-            found.append(f"{self.method}: a step is {self.speed:.2f} times as fast as TRL's, below {floor.speed:g}")
+            found.append(f"{self.method}: speed is {self.speed:.2f} times TRL's, expected at least {floor.speed:g}")
         if share > floor.memory:
-            found.append(f"{self.method}: memory is {share:.2f} of TRL's, above {floor.memory:.2f}")
+            found.append(f"{self.method}: memory is {share:.2f} of TRL's, expected at most {floor.memory:.2f}")
         return found
 
 
 def compare(method: str, setting: Setting, ours: Sequence[Result], theirs: Sequence[Result]) -> Comparison:
-    """Combine the repeats of both sides; the n-th steps of a pair of runs trained on the same rows."""
+    """Combine the repeats of both sides; the n-th steps of a pair of runs used the same rows."""
     pairs = list(zip(ours, theirs, strict=True))
     return Comparison(
         method=method,
@@ -72,9 +72,9 @@ def compare(method: str, setting: Setting, ours: Sequence[Result], theirs: Seque
 
 
 def differences(method: str, ours: Result, theirs: Result, alike: float = ALIKE) -> list[str]:
-    """Metrics of the first step that both sides define alike and that differ: then they trained on other tokens.
+    """Return the common metrics of the first step that differ, which means that the sides trained on different tokens.
 
-    One that neither side has, because a small batch has no such row, does not differ.
+    A metric missing on both sides, because a small batch has no such row, does not differ.
     """
     pairs = {name: [side.first.get(name, math.nan) for side in (ours, theirs)] for name in METHODS[method].same}
     return [
@@ -85,20 +85,20 @@ def differences(method: str, ours: Result, theirs: Result, alike: float = ALIKE)
 
 
 def title(method: str) -> str:
-    """A method's name as one writes it."""
+    """Return a method's name as written in prose."""
     return {"online_dpo": "Online DPO"}.get(method, method.upper())
 
 
 def table(comparisons: Sequence[Comparison]) -> str:
-    """A Markdown table, one line per comparison."""
+    """Return a Markdown table, one line per comparison."""
     lines = [
-        "| method | engine | step, ours | step, TRL | times as fast | CPU time ratio | memory, ours | memory, TRL "
+        "| method | engine | step, ours | step, TRL | speed-up | CPU time ratio | memory, ours | memory, TRL "
         "| share | required |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for c in comparisons:
         floor = c.floor
-        wanted = f"{floor.speed:g}x, {floor.memory:.2f}: {'missed' if c.missed() else 'met'}" if floor else "-"
+        wanted = f"{floor.speed:g}x, {floor.memory:.2f}: {'not met' if c.missed() else 'met'}" if floor else "-"
         lines.append(
             f"| {title(c.method)} | {c.setting.title} | {c.ours:.2f} s | {c.theirs:.2f} s | {c.speed:.2f} "
             f"| {c.cpu:.2f} | {c.our_memory / _MIB:.0f} MiB | {c.their_memory / _MIB:.0f} MiB "

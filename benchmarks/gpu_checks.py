@@ -1,7 +1,7 @@
-"""What only a GPU can show and no row of the table does: ``python -m benchmarks.gpu_checks JOB.json RESULT.json``.
+"""Checks that require a GPU and are not part of the table: ``python -m benchmarks.gpu_checks JOB.json RESULT.json``.
 
-Each check is a function of the device and of a folder with a model. It returns a line of figures, and raises where
-they are not what they have to be.
+Each check is a function of the device and a folder with a model. It returns a line with results, and raises if they
+are wrong.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _PLAIN = {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "gradient_
 
 
 class Skipped(Exception):
-    """A check that this machine cannot make, with the reason."""
+    """A check that cannot run on this machine, with the reason."""
 
 
 class Check(NamedTuple):
-    """``run``: of device and model; ``cuda``: there is nothing to see of it on a CPU."""
+    """``run``: called with device and model; ``cuda``: whether it requires a GPU."""
 
     run: Callable[[torch.device, str], str]
     cuda: bool
@@ -46,7 +46,7 @@ class Check(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckJob:
-    """What one process checks: a name of :data:`CHECKS`, the folder of a model, and whether on the CPU."""
+    """The job of one process: a key of :data:`CHECKS`, the folder of a model, and whether to use the CPU."""
 
     name: str
     model: str
@@ -54,47 +54,47 @@ class CheckJob:
 
 
 def expect(holds: bool, said: str) -> None:
-    """Fail with a line unless something holds.
+    """Fail with a message unless the condition holds.
 
     Raises:
-        RuntimeError: it does not.
+        RuntimeError: if it does not.
     """
     if not holds:
         raise RuntimeError(said)
 
 
 def cap(where: torch.device, model: str) -> str:
-    """What is measured as free under a cap can be taken, and no more."""
+    """Under a memory cap, exactly the amount reported as free can be allocated."""
     torch.cuda.set_per_process_memory_fraction(0.25, where)
     free, total = free_bytes(where), total_bytes(where)
     held = torch.empty(int(0.95 * free), dtype=torch.uint8, device=where)
     try:
         torch.empty(int(0.1 * free), dtype=torch.uint8, device=where)
     except torch.OutOfMemoryError:
-        return f"{free / 1e9:.1f} of {total / 1e9:.1f} GB were free, {held.nbytes / 1e9:.1f} GB could be taken"
-    raise RuntimeError(f"more than {free / 1e9:.1f} GB could be taken under the cap")
+        return f"{free / 1e9:.1f} of {total / 1e9:.1f} GB were free, {held.nbytes / 1e9:.1f} GB could be allocated"
+    raise RuntimeError(f"more than {free / 1e9:.1f} GB could be allocated under the cap")
 
 
 def segments(where: torch.device, model: str) -> str:
-    """The allocator's segments grow, unless the environment says otherwise."""
+    """The allocator uses expandable segments unless the environment disables them."""
     held = torch.empty(2**26, dtype=torch.uint8, device=where)
     growing = [segment.get("is_expandable", False) for segment in torch.cuda.memory_snapshot()]
-    expect(all(growing) and held.nbytes > 0, f"{growing.count(False)} of {len(growing)} segments do not grow")
-    return f"{len(growing)} segments, all of which grow"
+    expect(all(growing) and held.nbytes > 0, f"{growing.count(False)} of {len(growing)} segments are not expandable")
+    return f"{len(growing)} segments, all expandable"
 
 
 def groups(where: torch.device, model: str) -> str:
-    """The groups that DeepSpeed makes wait as long as the default one."""
+    """DeepSpeed's process groups have the same timeout as the default group."""
     import deepspeed
 
     found: Any = deepspeed.comm.new_group([0])
     limit = found._get_backend(where).options._timeout
-    expect(limit == timedelta(hours=6), f"a group of DeepSpeed's waits {limit}")
+    expect(limit == timedelta(hours=6), f"a process group of DeepSpeed has a timeout of {limit}")
     return f"{limit}"
 
 
 def head(where: torch.device, model: str) -> str:
-    """Log-probs and gradients of the head in bf16 (Triton's kernels included, where they are taken) beside fp64."""
+    """Log-probs and gradients of the head in bf16 (including the Triton kernels where used) match those in fp64."""
     generator = torch.Generator().manual_seed(0)
     linear = torch.nn.Linear(256, 8192, bias=False)
     linear.weight.data = torch.randn(8192, 256, generator=generator) / 8
@@ -111,13 +111,13 @@ def head(where: torch.device, model: str) -> str:
     assert wide.grad is not None and weight.grad is not None
     off = float((found - expected).detach().abs().max())
     grads = max(_apart(hidden.grad, wide.grad), _apart(made.weight.grad, weight.grad))
-    expect(off < 1e-3, f"log-probs are off by {off:.2g}")
-    expect(grads < 1e-2, f"gradients are off by {grads:.2g} of their size")
-    return f"log-probs within {off:.1g}, gradients within {grads:.1g} of their size"
+    expect(off < 1e-3, f"log-probs differ by {off:.2g}")
+    expect(grads < 1e-2, f"gradients have a relative error of {grads:.2g}")
+    return f"log-probs within {off:.1g}, gradients within a relative error of {grads:.1g}"
 
 
 def states(where: torch.device, model: str) -> str:
-    """What an optimizer takes at its first step is what was reserved for it."""
+    """An optimizer's first step allocates the memory that was reserved for it."""
     policy = _policy(model, where, {"stage": 2}, {"bf16": {"enabled": True}}, torch.bfloat16)
     _step(policy)
     first = torch.cuda.memory_allocated(where)
@@ -126,12 +126,12 @@ def states(where: torch.device, model: str) -> str:
     before, expected = torch.cuda.memory_allocated(where), bytes_to_come(policy.engine, where)
     _step(policy)
     taken = torch.cuda.memory_allocated(where) - before
-    expect(abs(taken - expected) < 0.02 * expected + 2**24, f"{taken} bytes were taken, {expected} expected")
-    return f"{taken / 1e6:.0f} MB taken, {expected / 1e6:.0f} MB expected; {first / 1e6:.0f} MB in all"
+    expect(abs(taken - expected) < 0.02 * expected + 2**24, f"{taken} bytes were allocated, expected {expected}")
+    return f"{taken / 1e6:.0f} MB allocated, {expected / 1e6:.0f} MB expected; {first / 1e6:.0f} MB in total"
 
 
 def divided(where: torch.device, model: str) -> str:
-    """A live model is divided from host memory: the GPU holds about one parameter at a time."""
+    """A live model is partitioned from host memory: the GPU holds about one parameter at a time."""
     from transformers import AutoModelForCausalLM
 
     live = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
@@ -142,14 +142,12 @@ def divided(where: torch.device, model: str) -> str:
     engine = FrozenEngine(CompletionScorer(live), {**_PLAIN, "zero_optimization": zero, "bf16": {"enabled": True}})
     peak = torch.cuda.max_memory_allocated(where) - before
     engine.close()
-    expect(peak < 3 * max(sizes) + 2**26, f"{peak} bytes at once, the largest parameter has {max(sizes)}")
-    return (
-        f"{peak / 1e6:.0f} MB at once; the model has {sum(sizes) / 1e6:.0f}, its largest weight {max(sizes) / 1e6:.0f}"
-    )
+    expect(peak < 3 * max(sizes) + 2**26, f"peak of {peak} bytes, but the largest parameter has {max(sizes)}")
+    return f"peak {peak / 1e6:.0f} MB; model {sum(sizes) / 1e6:.0f} MB, largest weight {max(sizes) / 1e6:.0f} MB"
 
 
 def fp16(where: torch.device, model: str) -> str:
-    """The gradient's norm in fp16 is that in fp32, at stages 0, 2 and 3: what is scaled is scaled back."""
+    """The gradient norm in fp16 equals that in fp32 at stages 0, 2 and 3, after unscaling."""
     norms = {}
     for stage in (None, 0, 2, 3):
         section = {"fp16": {"enabled": True}} if stage is not None else {}
@@ -161,12 +159,15 @@ def fp16(where: torch.device, model: str) -> str:
         policy.close()
     expected = norms.pop(None)
     for stage, norm in norms.items():
-        expect(abs(norm - expected) < 0.05 * expected, f"stage {stage}: norm {norm:.4g}, in fp32 {expected:.4g}")
+        expect(
+            abs(norm - expected) < 0.05 * expected,
+            f"stage {stage}: gradient norm {norm:.4g}, but {expected:.4g} in fp32",
+        )
     return f"norm {expected:.4g} in fp32; " + ", ".join(f"stage {stage} {norm:.4g}" for stage, norm in norms.items())
 
 
 def continuous(attention: str) -> Callable[[torch.device, str], str]:
-    """Continuous batching with an attention: its log-probs are those of one forward of what it generated."""
+    """Continuous batching with an attention implementation: log-probs match one forward over what it generated."""
 
     def run(where: torch.device, model: str) -> str:
         if attention == "flash_attention_2" and find_spec("flash_attn") is None:
@@ -185,14 +186,14 @@ def continuous(attention: str) -> Callable[[torch.device, str], str]:
                     for answer in answers:
                         worst = max(worst, _off(loaded, work.ids, answer.ids, answer.logps or ()))
                         tokens += len(answer.ids)
-        expect(worst < (0.1 if dtype == torch.bfloat16 else 1e-3), f"log-probs are off by {worst:.3g} on average")
+        expect(worst < (0.1 if dtype == torch.bfloat16 else 1e-3), f"log-probs differ by {worst:.3g} on average")
         return f"{tokens} tokens in two chunks, pages of {backend.page_tokens(loaded)}, log-probs within {worst:.2g}"
 
     return run
 
 
 def _off(model: Any, prompt: Any, answer: tuple[int, ...], logps: tuple[float, ...]) -> float:
-    """By how much the log-probs of an answer differ from those of a forward, on average."""
+    """Return the mean difference between a completion's log-probs and those of a forward pass."""
     ids = torch.tensor([[*prompt, *answer]], device=model.device)
     logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
     expected = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
@@ -227,7 +228,7 @@ def _batch() -> Batch:
 
 
 def _step(policy: PolicyEngine) -> float:
-    """The norm of the gradient of a mean log-prob, with the step taken."""
+    """Take a step on a mean log-prob; return the gradient norm."""
     policy.backward(-policy.forward(_batch().to(policy.device)).scores.sum() / 60, last=True)
     return policy.step()
 
@@ -246,10 +247,10 @@ CHECKS: dict[str, Check] = {
 
 
 def run(job: CheckJob) -> str:
-    """The line of a check.
+    """Return the line of a check.
 
     Raises:
-        RuntimeError: figures are not what they have to be.
+        RuntimeError: if results are wrong.
     """
     init_distributed(use_cpu=job.cpu)
     where = torch.device("cpu") if job.cpu else torch.device("cuda", torch.cuda.current_device())

@@ -15,19 +15,19 @@ from benchmarks.shapes import Shape, load_tokenizer
 
 @dataclass(frozen=True)
 class RowJob:
-    """What one row trains.
+    """The training run of one row.
 
     Attributes:
         method: ``kto``, ``cpo`` or ``online_dpo``.
-        policy: name in ``ds_configs/``.
+        policy: name of a file in ``ds_configs/``.
         reference: ``ref_placement``; None for CPO.
         model: folder of model and tokenizer.
         output: an empty folder.
-        shape: of the model and the rows, as :class:`Shape`'s fields.
-        batch: rows of a step.
+        shape: of model and rows, as the fields of :class:`Shape`.
+        batch: rows per step.
         steps: optimizer steps.
         cpu: train on the CPU.
-        limit: bytes of GPU memory that this process may allocate.
+        limit: maximum bytes of GPU memory that this process may allocate.
     """
 
     method: str
@@ -43,15 +43,15 @@ class RowJob:
 
     @property
     def name(self) -> str:
-        """``kto/zero2/offload``, for messages and for choosing rows."""
+        """``kto/zero2/offload``, for messages and for selecting rows."""
         return "/".join(filter(None, (self.method, self.policy, self.reference)))
 
 
 @dataclass(frozen=True)
 class RowResult:
-    """Seconds of a step (median after the first), bytes (0: not measured on a CPU) and tokens per second.
+    """Seconds per step (median without the first), bytes (0 on a CPU, where it is not measured) and tokens per second.
 
-    ``allocated`` is the highest of all phases of training; loading the model is not among them.
+    ``allocated`` is the maximum over all phases of training, without loading the model.
     """
 
     step: float
@@ -62,7 +62,7 @@ class RowResult:
 
 
 class _Watch(DeviceClock):
-    """Also notes the tokens seen by each step's end."""
+    """Also records the number of tokens seen at the end of each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,10 +74,10 @@ class _Watch(DeviceClock):
 
 
 def train(job: RowJob) -> RowResult:
-    """Train the row's steps and measure them; the first is left out of the time.
+    """Train the row's steps and measure them; the first step is not timed.
 
     Raises:
-        RuntimeError: the loss is not finite.
+        RuntimeError: if the loss is not finite.
     """
     if not job.cpu:
         cap_memory(job.limit)

@@ -1,4 +1,4 @@
-"""``side_by_side.py --gpu``: both sides on one GPU, each in a process under the same cap; plan, runs and table."""
+"""``side_by_side.py --gpu``: both sides on one GPU, each in a process with the same cap; plan, runs and table."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ LIMIT_GB, SECONDS = 24.0, 900.0
 _GIB = 2**30
 _SIDES: tuple[SideName, SideName] = ("ours", "trl")
 _NO_MEMORY = ("OutOfMemoryError", "out of memory", "ALLOC_FAILED")
-_COLUMNS = "method|training|step, ours|step, TRL|times as fast|tokens/s, ours|tokens/s, TRL|" + "|".join(
+_COLUMNS = "method|training|step, ours|step, TRL|speed-up|tokens/s, ours|tokens/s, TRL|" + "|".join(
     f"{kind}, {side}" for kind in ("allocated", "reserved") for side in ("ours", "TRL")
 )
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What both sides train on: ``gpu`` or the CPU, what is computed in, the cap in bytes, and its description."""
+    """The machine of both sides: ``gpu`` or the CPU, the compute precision, the cap in bytes, and a description."""
 
     gpu: bool
     precision: Precision
@@ -46,14 +46,14 @@ class Machine:
 
 @dataclass
 class Outcome:
-    """What both sides showed in one setting.
+    """The results of both sides in one setting.
 
     Attributes:
-        job: with the setting.
-        results: of each side, by repeat.
-        failed: why a side has no figures.
-        tokens: of the rows of all measured steps.
-        differing: how the first steps of both sides differ.
+        job: the job, with the setting.
+        results: results of each side by repeat.
+        failed: why a side has no results.
+        tokens: number of tokens in the rows of all measured steps.
+        differing: differences between the first steps of both sides.
     """
 
     job: Job
@@ -64,14 +64,14 @@ class Outcome:
 
 
 def this_machine(limit_gb: float) -> Machine:
-    """The GPU, with the format that it computes in."""
+    """Describe the GPU and the precision that it computes in."""
     precision: Precision = "bf16" if computes_bf16() else "fp16" if computes_fp16() else "fp32"
     described = f"{describe_gpu(limit_gb)}, driver {_driver()}, CUDA {torch.version.cuda}"
     return Machine(True, precision, round(limit_gb * 1e9), described)
 
 
 def planned(options: argparse.Namespace) -> dict[str, list[Setting]]:
-    """The settings of each method: those of the comparison on a CPU, LoRA's with a 4-bit base for QLoRA."""
+    """Return the settings of each method: those of the CPU comparison, and LoRA's with a 4-bit base for QLoRA."""
     plan = {}
     for method in options.method:
         known = [s for s in METHODS[method].floors if options.zero2 or s.stage == 0]
@@ -86,7 +86,7 @@ def planned(options: argparse.Namespace) -> dict[str, list[Setting]]:
 
 
 def compare_on_gpu(options: argparse.Namespace, machine: Machine) -> int:
-    """Run every row, print the table; 1 when a side failed or the sides' first steps differ, else 0."""
+    """Run every row and print the table; return 1 if a side failed or the sides' first steps differ, else 0."""
     outcomes: list[Outcome] = []
     shape = TINY if options.tiny else HALF_BILLION
     with tempfile.TemporaryDirectory(prefix="side-by-side-") as name:
@@ -98,12 +98,12 @@ def compare_on_gpu(options: argparse.Namespace, machine: Machine) -> int:
     print(f"\n{_conditions(options, machine, shape, parameters)}\n\n{gpu_table(outcomes)}\n")
     notes = [f"{_name(one)}: {side}: {why}" for one in outcomes for side, why in one.failed.items()]
     notes += [f"{_name(one)}: first steps differ: {'; '.join(one.differing)}" for one in outcomes if one.differing]
-    print("\n".join(notes) or "every row ran on both sides, and their first steps agree")
+    print("\n".join(notes) or "all rows ran on both sides, and their first steps agree")
     return int(bool(notes))
 
 
 def _job(folder: Path, method: str, shape: Shape, options: argparse.Namespace, machine: Machine) -> Job:
-    """The job of a method without a setting; its prompts are never shortened."""
+    """Return the job of a method without a setting; its prompts are never truncated."""
     online = method == "online_dpo"
     return Job(
         "ours",
@@ -122,7 +122,7 @@ def _job(folder: Path, method: str, shape: Shape, options: argparse.Namespace, m
 
 
 def _rows(job: Job, shape: Shape, settings: Sequence[Setting], options: argparse.Namespace) -> Iterator[Outcome]:
-    """Every setting of a method, one after the other; where its rows cannot be prepared, all have failed."""
+    """Yield the outcome of each setting of a method; if its rows cannot be prepared, all fail."""
     if not settings:
         return
     try:
@@ -130,7 +130,7 @@ def _rows(job: Job, shape: Shape, settings: Sequence[Setting], options: argparse
     except Failed as error:
         print(error.output, file=sys.stderr, flush=True)
         for setting in settings:
-            failed: dict[SideName, str] = {"ours": _reason(error), "trl": "not run: its rows come from our side"}
+            failed: dict[SideName, str] = {"ours": _reason(error), "trl": "not run: its rows are prepared by our side"}
             yield Outcome(replace(job, **asdict(setting)), failed=failed)
         return
     for setting in settings:
@@ -138,7 +138,7 @@ def _rows(job: Job, shape: Shape, settings: Sequence[Setting], options: argparse
 
 
 def _turns(outcome: Outcome, options: argparse.Namespace) -> Outcome:
-    """Both sides, taking turns; one that has failed is not tried again, and the other goes on."""
+    """Run both sides alternately; a side that has failed is not run again, and the other continues."""
     for repeat in range(options.repeats):
         for side in _SIDES:
             if side in outcome.failed:
@@ -160,18 +160,18 @@ def _turns(outcome: Outcome, options: argparse.Namespace) -> Outcome:
 
 
 def _reason(error: Failed) -> str:
-    """Why the process failed, without the name of the run."""
+    """Return why the process failed, without the name of the run."""
     return error.__cause__.reason if isinstance(error.__cause__, Failed) else error.reason
 
 
 def _measured_tokens(job: Job) -> int:
-    """Tokens of the rows of the measured steps, which are the last ones; the same for both sides."""
+    """Count the tokens of the measured steps' rows, which are the last ones; the same for both sides."""
     lines = Path(in_order(job)).read_text(encoding="utf-8").splitlines()
     return sum(tokens_of(json.loads(line), NEW_TOKENS) for line in lines[job.warm_up * job.rows_of_a_step :])
 
 
 def gpu_table(outcomes: Sequence[Outcome]) -> str:
-    """A Markdown table, one line per setting; a side that failed has its reason in place of its step time."""
+    """Return a Markdown table, one line per setting; for a side that failed, its reason instead of the step time."""
     columns = _COLUMNS.split("|")
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for one in outcomes:
@@ -186,7 +186,7 @@ def gpu_table(outcomes: Sequence[Outcome]) -> str:
 
 
 def _cells(outcome: Outcome, side: SideName) -> tuple[str, str, str, str]:
-    """Seconds of a step, tokens per second, allocated and reserved memory: medians; memory is the highest."""
+    """Return seconds per step and tokens per second (medians), and the maximum allocated and reserved memory."""
     why, results = outcome.failed.get(side), outcome.results[side]
     if why is not None:
         out = any(sign in why for sign in _NO_MEMORY)
@@ -204,14 +204,16 @@ def _name(outcome: Outcome, between: str = ", ") -> str:
 
 
 def _conditions(options: argparse.Namespace, machine: Machine, shape: Shape, parameters: int) -> str:
-    """Machine, versions and settings, in a sentence or two."""
+    """Describe machine, versions and settings."""
     names = ("torch", "deepspeed", "transformers", "trl", "accelerate", "peft", "bitsandbytes")
     versions = ", ".join(f"{name} {_version(name)}" for name in names)
     batches = ", ".join(f"{title(m)} {options.batch or METHODS[m].batch // 2} rows" for m in options.method)
     return (
         f"{machine.described}; {versions}. {shape.describe()}, {parameters / 1e6:.2f} million parameters; {batches} a "
-        f"step; {machine.precision}, checkpointing (not re-entrant), torch AdamW, LoRA r = 16 on all linear layers; "
-        f"{options.steps} steps after {options.warm_up}, {options.repeats} repeats: medians, highest memory."
+        f"step; {machine.precision}, gradient checkpointing (non-reentrant), "
+        "torch AdamW, LoRA r = 16 on all linear layers; "
+        f"{options.steps} steps after {options.warm_up} warm-up steps, {options.repeats} repeats: medians, "
+        "maximum memory."
     )
 
 
@@ -223,7 +225,7 @@ def _version(name: str) -> str:
 
 
 def _driver() -> str:
-    """The driver's version as ``nvidia-smi`` has it."""
+    """Return the driver version reported by ``nvidia-smi``."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout

@@ -1,4 +1,4 @@
-"""The driver behind ``gpu_smoke.sh``, which says what it is for: plans the rows, runs each in its own process."""
+"""The driver of ``gpu_smoke.sh``, which describes its purpose: plans the rows and runs each in a separate process."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from benchmarks.shapes import HALF_BILLION, TINY, write_model  # noqa: E402
 
 _GIB = 2**30
 _MODEL = "model"
-_ROLLOUTS = ("zero2", "zero3_offload")  # whole weights, and weights that a rollout has to gather
-_WHOLE_TABLE = 570.0  # seconds: under ten minutes with the making of the model
+_ROLLOUTS = ("zero2", "zero3_offload")  # unpartitioned weights, and weights that a rollout has to gather
+_WHOLE_TABLE = 570.0  # seconds: less than ten minutes including creation of the model
 
 
 def plan(options: argparse.Namespace, folder: Path) -> list[RowJob]:
-    """A row for every policy file, for KTO and CPO; KTO's further reference files are tried with the default policy.
+    """Plan a row for every policy file, for KTO and CPO; further reference files of KTO use the default policy file.
 
-    Online DPO has two rows: its learning is CPO's with a reference, and a rollout depends on the stage alone.
+    Online DPO has two rows: its training step is CPO's with a reference, and a rollout depends only on the stage.
     """
     policies = [name for name in packaged_names("ds_configs") if not name.startswith("ref_")]
     placements = [name.removeprefix("ref_") for name in packaged_names("ds_configs") if name.startswith("ref_")]
@@ -57,7 +57,7 @@ def plan(options: argparse.Namespace, folder: Path) -> list[RowJob]:
 
 
 def planned_checks(options: argparse.Namespace, model: Path) -> list[CheckJob]:
-    """The checks to make: all of them, on a CPU those that show something there; none where only rows are chosen."""
+    """Return the checks to run: all, on a CPU those that do not need a GPU; none if only rows are selected."""
     if options.checks is None and options.rows:
         return []
     jobs = [
@@ -67,23 +67,23 @@ def planned_checks(options: argparse.Namespace, model: Path) -> list[CheckJob]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Make the checks, run the rows, print both tables, return the exit code."""
+    """Run the checks and the rows, print both tables, return the exit status."""
     options = _parse(arguments)
     if not options.cpu and not torch.cuda.is_available():
-        print("no CUDA GPU: torch finds none; --cpu --tiny runs the same rows on a CPU", file=sys.stderr)
+        print("torch finds no CUDA GPU; use --cpu --tiny to run the same rows on a CPU", file=sys.stderr)
         return 2
     failed = False
     with tempfile.TemporaryDirectory(prefix="gpu-smoke-") as name:
         folder = Path(name)
         jobs, checks = plan(options, folder), planned_checks(options, folder / _MODEL)
         if not jobs:
-            print(f"--rows {' '.join(options.rows)}: no row has such a name", file=sys.stderr)
+            print(f"--rows {' '.join(options.rows)}: no row matches", file=sys.stderr)
             return 2
         if options.checks and not checks:
-            print(f"--checks {' '.join(options.checks)}: no check has such a name", file=sys.stderr)
+            print(f"--checks {' '.join(options.checks)}: no check matches", file=sys.stderr)
             return 2
         shape = TINY if options.tiny else HALF_BILLION
-        # Half the size on disk; a run on a CPU computes in fp32 all the same.
+        # Half the size on disk; runs on a CPU compute in fp32 anyway.
         parameters = write_model(folder / _MODEL, shape, dtype=torch.bfloat16)
         size = f"{parameters / 1e6:.2f} million parameters"
         print(f"{_machine(options)}. {shape.describe()}, {size}, {options.steps} steps\n")
@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _check(job: CheckJob, place: Path, seconds: float) -> tuple[str, bool]:
-    """The check's line of its table, and whether it found what has to be; a failure's whole output goes to stderr."""
+    """Return the check's line of its table and whether it passed; a failure's whole output goes to stderr."""
     environment = {"DS_ACCELERATOR": "cpu" if job.cpu else "cuda"}
     try:
         return (
@@ -119,12 +119,12 @@ def _check(job: CheckJob, place: Path, seconds: float) -> tuple[str, bool]:
 
 
 def _row(job: RowJob, seconds: float) -> tuple[str, bool]:
-    """The row's line of the table, and whether it trained; a failure's whole output goes to stderr."""
+    """Return the row's line of the table and whether it trained; a failure's whole output goes to stderr."""
     start = f"| {title(job.method)} | {job.policy} | {job.reference or '-'} |"
     environment = {"DS_ACCELERATOR": "cpu" if job.cpu else "cuda"}
     try:
         if seconds <= 0:
-            raise Failed(f"not run: the table has {_WHOLE_TABLE:.0f} s")
+            raise Failed(f"not run: the time limit of {_WHOLE_TABLE:.0f} s for the table was reached")
         answer = run_module("benchmarks.gpu_row", Path(job.output).parent, asdict(job), environment, seconds)
     except Failed as error:
         print(error.output, file=sys.stderr, flush=True)
@@ -142,13 +142,21 @@ def _machine(options: argparse.Namespace) -> str:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", nargs="+", default=[], help="only rows whose METHOD/POLICY/REFERENCE contains one")
-    parser.add_argument("--checks", nargs="+", help="only checks whose name contains one, and rows only with --rows")
-    parser.add_argument("--cpu", action="store_true", help="on the CPU, in fp32; memory of the device is then 0")
-    parser.add_argument("--tiny", action="store_true", help="a model of a few thousand parameters")
-    parser.add_argument("--steps", type=int, default=5, help="optimizer steps of a row (5)")
-    parser.add_argument("--limit_gb", type=float, default=24.0, help="GPU memory of the process in 1e9 bytes (24)")
-    parser.add_argument("--seconds", type=float, default=90.0, help="a row is ended after so many (90)")
+    parser.add_argument(
+        "--rows", nargs="+", default=[], help="run only rows whose METHOD/POLICY/REFERENCE contains one of these"
+    )
+    parser.add_argument(
+        "--checks", nargs="+", help="run only checks whose name contains one of these, and no rows without --rows"
+    )
+    parser.add_argument(
+        "--cpu", action="store_true", help="run on the CPU in fp32; device memory is then reported as 0"
+    )
+    parser.add_argument("--tiny", action="store_true", help="use a model of a few thousand parameters")
+    parser.add_argument("--steps", type=int, default=5, help="optimizer steps per row (default: 5)")
+    parser.add_argument(
+        "--limit_gb", type=float, default=24.0, help="GPU memory limit per process in units of 1e9 bytes (default: 24)"
+    )
+    parser.add_argument("--seconds", type=float, default=90.0, help="time limit per row (default: 90)")
     options = parser.parse_args(arguments)
     if options.steps < 2:
         parser.error("--steps must be 2 or more: the first is not timed")

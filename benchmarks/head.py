@@ -1,14 +1,14 @@
-"""The log-prob head beside others: passes over a tile of logits, time and memory of a forward and a backward pass.
+"""Compare the log-prob head with others: passes over a tile of logits, time and memory of forward and backward.
 
     python benchmarks/head.py                                   # on a GPU if there is one
     python benchmarks/head.py --tokens 512 --width 256 --threads 1
     python benchmarks/head.py --only_passes
 
-Beside it are TRL's fused head (``pip install ".[bench]"``; left out where TRL is not installed), torch's
-``linear_cross_entropy`` and the whole matrix of logits, with the gradients of hidden states and weight. Each is
-measured in a process of its own; they take turns. Ratios are medians over the turns, of the times of one turn. Memory
-is what a way needs beyond its inputs and their gradients, the largest of the turns. Exit status 1 if two of them
-disagree about the sum of the log-probs.
+It is compared with TRL's fused head (``pip install ".[bench]"``; skipped if TRL is not installed), torch's
+``linear_cross_entropy`` and the full matrix of logits, including the gradients of hidden states and weight. Each is
+measured in a separate process, alternately. Ratios are medians of per-turn time ratios. Memory is what an
+implementation needs beyond its inputs and their gradients, the maximum over the turns. Exits with status 1 if
+implementations disagree about the sum of the log-probs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if str(ROOT) not in sys.path:
 import torch  # noqa: E402
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: what its kernels read is counted
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported, to count memory accesses
 
 from benchmarks.head_worker import FULL, KERNELS, OURS, TORCH, TRL, HeadJob, HeadResult  # noqa: E402
 from benchmarks.measure import ALLOCATOR  # noqa: E402
@@ -40,11 +40,11 @@ from benchmarks.passes import passes  # noqa: E402
 from benchmarks.processes import Failed, run_module  # noqa: E402
 
 _MIB = 2**20
-_AGREE = 1e-3  # relative; bf16 logits of other ways are rounded
+_AGREE = 1e-3  # relative; other implementations round logits to bf16
 
 
 def chosen_ways(on_gpu: bool) -> list[str]:
-    """What can be measured here."""
+    """Return the implementations that can be measured here."""
     ways = [OURS, KERNELS] if on_gpu and importlib.util.find_spec("triton") else [OURS]
     ways += [TRL] if importlib.util.find_spec("trl") else []
     ways += [TORCH] if hasattr(torch.nn.functional, "linear_cross_entropy") else []
@@ -52,10 +52,10 @@ def chosen_ways(on_gpu: bool) -> list[str]:
 
 
 def measure(job: HeadJob, ways: Sequence[str], repeats: int) -> dict[str, list[HeadResult]]:
-    """Results of every way, one for each turn.
+    """Return the results of every implementation, one per turn.
 
     Raises:
-        Failed: a process ended with an error.
+        Failed: if a process fails.
     """
     found: dict[str, list[HeadResult]] = {way: [] for way in ways}
     threads = {"OMP_NUM_THREADS": str(job.threads), "TRITON_INTERPRET": "0"}
@@ -71,8 +71,8 @@ def measure(job: HeadJob, ways: Sequence[str], repeats: int) -> dict[str, list[H
 
 
 def table(found: dict[str, list[HeadResult]]) -> str:
-    """A Markdown table; ratios above 1 are in favour of the first way."""
-    heads = ("head", "forward", "backward", "both", "times as long", "processor time ratio", "memory")
+    """Return a Markdown table; ratios above 1 favour the first implementation."""
+    heads = ("head", "forward", "backward", "both", "time ratio", "CPU time ratio", "memory")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     first = next(iter(found.values()))
     for way, results in found.items():
@@ -89,7 +89,7 @@ def table(found: dict[str, list[HeadResult]]) -> str:
 
 
 def disagreements(found: dict[str, list[HeadResult]]) -> list[str]:
-    """Ways whose sum of log-probs is not that of the whole matrix."""
+    """Return implementations whose sum of log-probs differs from that of the full matrix."""
     expected = found[FULL][0].total
     return [
         f"{way}: the log-probs sum to {result.total:g}, those of full logits to {expected:g}"
@@ -100,7 +100,7 @@ def disagreements(found: dict[str, list[HeadResult]]) -> list[str]:
 
 
 def passes_table() -> str:
-    """Passes over a tile of fp32 logits, statistics on; of the kernels where Triton's interpreter can count them."""
+    """Return passes over a tile of fp32 logits with statistics; Triton kernels are included if they can be counted."""
     from alignment.models.tiles.choice import fused_tiles
 
     lines = ["| tile, statistics on | forward | backward |", "|---|---|---|"]
@@ -108,7 +108,7 @@ def passes_table() -> str:
     try:
         fused_tiles()
     except ImportError as error:
-        print(f"passes of the kernels are left out: {error}")
+        print(f"skipping the passes of the kernels: {error}")
     else:
         if os.environ.get("TRITON_INTERPRET") == "1":
             ways["triton"] = "Triton kernels"
@@ -135,12 +135,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=32000)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="float32 on a CPU, bfloat16 on a GPU")
-    parser.add_argument("--repeats", type=int, default=3, help="turns of each way (3)")
-    parser.add_argument("--rounds", type=int, default=5, help="passes measured in a turn, after one (5)")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch (1)")
-    parser.add_argument("--cpu", action="store_true", help="measure the CPU although there is a GPU")
-    parser.add_argument("--only_passes", action="store_true", help="count passes, measure nothing")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="default: float32 on a CPU, bfloat16 on a GPU"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="turns per implementation (default: 3)")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="measured passes per turn, after one warm-up pass (default: 5)"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="torch threads (default: 1)")
+    parser.add_argument("--cpu", action="store_true", help="measure on the CPU even if there is a GPU")
+    parser.add_argument("--only_passes", action="store_true", help="only count passes")
     given = parser.parse_args(arguments)
     print(passes_table(), flush=True)
     if given.only_passes:
@@ -150,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = (given.tokens, given.width, given.vocabulary)
     ways = chosen_ways(device != "cpu")
     if TRL not in ways:
-        print('TRL is not installed and left out: pip install ".[bench]"', file=sys.stderr)
+        print('TRL is not installed and will be skipped; to include it: pip install ".[bench]"', file=sys.stderr)
     try:
         found = measure(HeadJob(OURS, *sizes, given.dtype, device, given.rounds, given.threads), ways, given.repeats)
     except Failed as error:

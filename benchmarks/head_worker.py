@@ -1,4 +1,4 @@
-"""One way to get log-probs and their gradients from hidden states, measured in a process of its own.
+"""Measure one implementation of log-probs and their gradients from hidden states, in a separate process.
 
 python -m benchmarks.head_worker JOB.json RESULT.json
 """
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OURS, KERNELS, TRL, TORCH, FULL = "ours", "ours, Triton kernels", "TRL", "linear_cross_entropy", "full logits"
-_TRL_CHUNK = 32768  # vocabulary entries, as TRL 1.16's trainers set it
+_TRL_CHUNK = 32768  # vocabulary entries per chunk, as in TRL 1.16's trainers
 _TRL_STATS = ("entropy", "mean_logits", "is_top1")
 
 
 @dataclass(frozen=True)
 class HeadJob:
-    """What is measured: a way, the sizes of (tokens, width) states and a (vocabulary, width) weight, and how often."""
+    """A measurement: implementation, sizes of (tokens, width) states and (vocabulary, width) weight, and counts."""
 
     way: str
     tokens: int
@@ -41,7 +41,7 @@ class HeadJob:
 
 @dataclass(frozen=True)
 class HeadResult:
-    """Medians of both passes and of their processor time in seconds, memory in bytes, the sum of the log-probs."""
+    """Medians of wall and CPU time of both passes in seconds, memory in bytes, and the sum of the log-probs."""
 
     forward: float
     backward: float
@@ -51,21 +51,21 @@ class HeadResult:
 
 
 def ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """This project's head, statistics on."""
+    """This project's head, with statistics."""
     from alignment.models.logprobs import token_logprobs
 
     return token_logprobs(hidden, weight, None, targets, stats=True)[0].sum()
 
 
 def trl(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The fused head of TRL's trainers with the same statistics; on a CPU it is computed by torch's operations."""
+    """The fused head of TRL's trainers with the same statistics; on a CPU it uses torch's operations."""
     from trl.kernels import ChunkedLogProbFunction
 
     return ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, _TRL_CHUNK, None, 1.0, _TRL_STATS)[0].sum()
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """torch's, chunked: one sum instead of a number per token, and no statistics."""
+    """torch's chunked implementation: one sum instead of a value per token, and no statistics."""
     import torch
     from torch.nn import functional
 
@@ -74,7 +74,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
 
 
 def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The whole matrix, and statistics from it."""
+    """The full matrix of logits, and statistics from it."""
     import torch
 
     from alignment.models.logprobs import TokenStats
@@ -94,21 +94,21 @@ WAYS: dict[str, Callable[..., Any]] = {
 
 
 def measured(job: HeadJob) -> HeadResult:
-    """Make the inputs, warm up once, and measure."""
+    """Create the inputs, warm up once, and measure."""
     import torch
 
     torch.set_num_threads(job.threads)
     generator, dtype = torch.Generator().manual_seed(0), getattr(torch, job.dtype)
-    # Without temporaries: what the allocator keeps of them would be taken for memory that a way does without.
+    # Without temporaries: memory that the allocator keeps for them would hide what an implementation allocates.
     hidden = torch.empty(job.tokens, job.width, dtype=dtype).normal_(generator=generator).to(job.device)
     weight = torch.empty(job.vocabulary, job.width, dtype=dtype).normal_(0, job.width**-0.5, generator=generator)
     weight = weight.to(job.device)
     targets = torch.randint(0, job.vocabulary, (job.tokens,), generator=generator).to(job.device)
     small = [tensor[:rows].clone().requires_grad_() for tensor, rows in ((hidden, 32), (weight, 600))]
     for tensor in (hidden.requires_grad_(), weight.requires_grad_()):
-        tensor.grad = torch.ones_like(tensor)  # touched, so that it counts as there
+        tensor.grad = torch.ones_like(tensor)  # touched, so that the memory is resident
     way, on_gpu = WAYS[job.way], job.device != "cpu"
-    way(*small, targets[:32] % 600).backward()  # imports and compiles what it needs
+    way(*small, targets[:32] % 600).backward()  # triggers imports and compilation
     before = torch.cuda.memory_allocated() if on_gpu else memory_bytes("VmRSS")
     seconds: list[tuple[float, float, float]] = []
     total = 0.0

@@ -1,9 +1,9 @@
-"""How often the host waits for the device, per micro-batch and per step, counted on a machine without a GPU.
+"""Count how often the host waits for the device, per micro-batch and per step, on a machine without a GPU.
 
     python benchmarks/host_waits.py
-    python benchmarks/host_waits.py --package ../other-checkout    # the same of another version
+    python benchmarks/host_waits.py --package ../other-checkout    # the same for another version
 
-Waits of rollouts are left out. ``ours`` is what this project's code asks for, the others what the libraries ask for
+Waits in rollouts are excluded. ``ours`` are waits caused by this project's code, the others are caused by libraries
 within a step; see :mod:`tools.waits`.
 """
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
-if "--package" in sys.argv[:-1]:  # before anything of it is imported
+if "--package" in sys.argv[:-1]:  # before it is imported
     sys.path.insert(0, str(Path(sys.argv[sys.argv.index("--package") + 1]).resolve()))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -33,7 +33,7 @@ _BATCH = 2
 
 
 def _rows(method: str, count: int) -> list[dict[str, Any]]:
-    """Of equal lengths, so that every micro-batch costs the same."""
+    """Return rows of equal lengths, so that every micro-batch costs the same."""
     made = []
     for number in range(count):
         prompt, answers = "w1 w2 w3", [f" w{7 + number % 5} w{side} w9 w10" for side in (3, 4)]
@@ -47,18 +47,18 @@ def _rows(method: str, count: int) -> list[dict[str, Any]]:
 
 
 def _lengths(completions: Sequence[str], **_: Any) -> list[float]:
-    """A reward that no two completions are likely to share."""
+    """A reward that is unlikely to be equal for two completions."""
     return [float(sum(map(ord, text)) % 8191) for text in completions]
 
 
 def maker(method: str, stage: int, model: str, folder: Path) -> Callable[[int], AlignmentTrainer]:
-    """Makes trainers of a tiny model, for :func:`tools.waits.run.waits_of`.
+    """Return a function that creates trainers of a tiny model, for :func:`tools.waits.run.waits_of`.
 
     Args:
-        method: of :data:`METHODS`.
+        method: one of :data:`METHODS`.
         stage: ZeRO stage.
         model: folder of the model.
-        folder: for what a run writes.
+        folder: output folder for runs.
     """
     import alignment
     from benchmarks.shapes import load_tokenizer
@@ -95,10 +95,10 @@ def maker(method: str, stage: int, model: str, folder: Path) -> Callable[[int], 
 
 
 def main() -> None:
-    """Print a table, and with ``--places`` every place that waits."""
+    """Print a table, and with ``--places`` every location that waits."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--package", help="folder with another version of the package (this one)")
-    parser.add_argument("--places", action="store_true", help="list the places that wait")
+    parser.add_argument("--package", help="folder with another version of the package (default: this one)")
+    parser.add_argument("--places", action="store_true", help="list the locations that wait")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="host-waits-") as name:
         folder = Path(name)

@@ -1,4 +1,4 @@
-"""What is compared: the methods with their rows and floors, and one measurement as a job for a process."""
+"""What is compared: the methods with their rows and requirements, and one measurement as a job for a process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEW_TOKENS = 64
 
 @dataclass(frozen=True)
 class Floor:
-    """What is required: at most this share of TRL's memory, at least this many times its speed."""
+    """Requirements: at most this share of TRL's memory, at least this many times its speed."""
 
     memory: float
     speed: float
@@ -24,13 +24,13 @@ class Floor:
 
 @dataclass(frozen=True)
 class Setting:
-    """How both sides run.
+    """The settings of both sides.
 
     Attributes:
         stage: ZeRO stage: 0 is plain TRL and our stage 0; 2 is the same DeepSpeed file on both sides.
-        checkpointing: recompute activations, both sides' default. TRL generates without a KV cache then.
-        lora: train adapters (:data:`LORA_SETTINGS`) on a frozen base, which is the reference as well.
-        in_4bit: keep that base in 4 bits (:data:`QUANTIZATION`).
+        checkpointing: gradient checkpointing, the default of both sides. TRL then generates without a KV cache.
+        lora: train adapters (:data:`LORA_SETTINGS`) on a frozen base model, which is also the reference.
+        in_4bit: quantize the base model to 4 bits (:data:`QUANTIZATION`).
     """
 
     stage: int = 0
@@ -40,7 +40,7 @@ class Setting:
 
     @property
     def title(self) -> str:
-        """For the table."""
+        """The title in the table."""
         engine = f"ZeRO-{self.stage} on both" if self.stage else "stage 0, plain TRL"
         engine = f"{'QLoRA' if self.in_4bit else 'LoRA'}, {engine}" if self.lora else engine
         return engine if self.checkpointing else f"{engine}; no checkpointing"
@@ -48,9 +48,9 @@ class Setting:
 
 PLAIN, ZERO2, UNCHECKPOINTED = Setting(), Setting(stage=2), Setting(checkpointing=False)
 LORA, LORA_UNCHECKPOINTED = Setting(lora=True), Setting(lora=True, checkpointing=False)
-# PEFT's settings on both sides. Without dropout, and with B = 0 at the start, the first step's metrics are the base's.
+# PEFT's settings on both sides. Without dropout and with B = 0 at the start, the first step's metrics are the base's.
 LORA_SETTINGS = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
-# bitsandbytes' settings on both sides, beside the compute dtype: NF4 with its constants quantised as well.
+# bitsandbytes' settings on both sides, in addition to the compute dtype: NF4 with double quantization.
 QUANTIZATION = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES: Mapping[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -58,15 +58,15 @@ DTYPES: Mapping[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16"
 
 @dataclass(frozen=True)
 class Method:
-    """One method to compare.
+    """A method to compare.
 
     Attributes:
-        rows: makes the rows of a shape.
-        batch: rows of one step.
-        floors: what is required in which setting; in a setting with None nothing is.
-        same: metrics of the first step that both sides define alike; they show that both saw the same token ids.
-        frozen: models of the policy's size beside it whose weights every trainer needs and memory leaves out; with
-            adapters one fewer, because the reference is the policy's base.
+        rows: creates rows of a shape.
+        batch: rows per step.
+        floors: requirements by setting; a setting with None has none.
+        same: metrics of the first step that both sides define identically; equal values show that the token ids match.
+        frozen: frozen models of the policy's size, whose weights every trainer needs and memory excludes; with
+            adapters one fewer, because the reference is the policy's base model.
         options: further options of both sides.
     """
 
@@ -97,8 +97,8 @@ METHODS = {
         {PLAIN: None, ZERO2: None, LORA: None, LORA_UNCHECKPOINTED: None},
         ("loss", "logps/chosen", "logps/rejected", "rewards/margins"),
     ),
-    # Completions are sampled, so the tokens of the two sides differ; at the first step policy and reference agree,
-    # whatever the tokens.
+    # Completions are sampled, so the tokens of the two sides differ; in the first step, policy and reference agree for
+    # any tokens.
     "online_dpo": Method(
         prompt_rows,
         4,
@@ -117,23 +117,23 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Job:
-    """One run of one side, in a process of its own.
+    """One run of one side in a separate process.
 
     Attributes:
         side: ours or TRL's.
-        method: a name of :data:`METHODS`.
-        stage, checkpointing, lora, in_4bit: as of :class:`Setting`.
+        method: a key of :data:`METHODS`.
+        stage, checkpointing, lora, in_4bit: see :class:`Setting`.
         model: folder of the model and its tokenizer.
         reward_model: folder of a sequence classifier and its tokenizer.
-        rows: JSONL file of the rows, for TRL in the order in which ours takes them.
+        rows: JSONL file of the rows; for TRL in the order in which our side uses them.
         output: an empty folder for the trainer.
-        steps: optimizer steps in all.
-        warm_up: how many of them are not measured.
-        batch: rows of a step; None: the method's.
-        max_length: of a sequence, in tokens, with no limit to the prompt alone; None: each side's defaults.
+        steps: total optimizer steps.
+        warm_up: number of leading steps that are not measured.
+        batch: rows per step; None for the method's default.
+        max_length: tokens per sequence, with no separate limit for prompts; None for each side's defaults.
         gpu: train on the GPU.
-        limit: bytes of its memory that the process may allocate.
-        precision: what is computed in; master weights are fp32.
+        limit: maximum bytes of GPU memory that the process may allocate.
+        precision: compute precision; master weights are fp32.
     """
 
     side: SideName
@@ -156,26 +156,26 @@ class Job:
 
     @property
     def setting(self) -> Setting:
-        """How both sides run."""
+        """The settings of both sides."""
         return Setting(self.stage, self.checkpointing, self.lora, self.in_4bit)
 
     @property
     def rows_of_a_step(self) -> int:
-        """Rows of one step."""
+        """Rows per step."""
         return self.batch or METHODS[self.method].batch
 
     @property
     def quantization(self) -> dict[str, Any]:
-        """bitsandbytes' settings for the base of QLoRA."""
+        """bitsandbytes' settings for the base model of QLoRA."""
         return {**QUANTIZATION, "bnb_4bit_compute_dtype": DTYPES[self.precision]}
 
     @property
     def frozen(self) -> int:
-        """Models beside the policy whose weights memory leaves out."""
+        """Number of frozen models whose weights memory excludes."""
         return max(0, METHODS[self.method].frozen - self.lora)
 
     def options(self) -> dict[str, Any]:
-        """The options that both sides take by the same name; all that are not named keep each side's default."""
+        """Return options that both sides have under the same name; all others keep each side's default."""
         return {
             "output_dir": self.output,
             "max_steps": self.steps,
@@ -196,15 +196,15 @@ class Job:
         }
 
     def load_rows(self) -> list[dict[str, Any]]:
-        """The rows as both trainers are given them."""
+        """Return the rows as passed to both trainers."""
         return [json.loads(line) for line in Path(self.rows).read_text(encoding="utf-8").splitlines()]
 
     @classmethod
     def read(cls, path: str) -> Job:
-        """A job from the JSON file of its fields."""
+        """Read a job from a JSON file of its fields."""
         return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Rows as JSONL."""
+    """Write rows as JSONL."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -1,10 +1,10 @@
-"""Time of one optimizer step on the CPU, per parameter: torch's AdamW kernels beside DeepSpeed's compiled CPU Adam.
+"""Time of one optimizer step on the CPU per parameter: torch's AdamW kernels and DeepSpeed's compiled CPU Adam.
 
-What it decides: which AdamW steps weights that live in host memory (a CPU run, or an offloaded optimizer).
+This determines which AdamW is used for weights in host memory (a CPU run, or an offloaded optimizer).
 
     python benchmarks/optimizer_step.py --parameters 40000000
 
-DeepSpeed's op is compiled at its first use, which takes minutes and is not part of the figures. Rounds alternate.
+DeepSpeed's op is compiled on first use, which takes minutes and is not measured. Rounds alternate.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KERNELS: dict[str, Make] = {
 
 
 def prepared(make: Make, size: int) -> Optimizer:
-    """An optimizer over one tensor with a gradient, its states made by a first step."""
+    """Return an optimizer over one tensor with a gradient, its states initialized by a first step."""
     parameter = nn.Parameter(torch.randn(size) * 0.02)
     parameter.grad = torch.randn(size) * 1e-3
     optimizer = make([parameter])

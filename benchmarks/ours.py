@@ -1,4 +1,4 @@
-"""Our side of a comparison. Importing this file imports everything that is needed, so that code is not measured."""
+"""Our side of a comparison. Importing this file imports all dependencies, so that code size is not measured."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TRAINERS: dict[str, tuple[type[Any], type[AlignmentTrainer]]] = {
 
 
 def build(job: Job, rows: Dataset) -> AlignmentTrainer:
-    """The trainer of a job; it has loaded no weights yet."""
+    """Return the trainer of a job; it has not loaded weights yet."""
     config, trainer = _TRAINERS[job.method]
     more: dict[str, Any] = {}
     if job.reward_model:
@@ -58,12 +58,12 @@ def build(job: Job, rows: Dataset) -> AlignmentTrainer:
 
 
 def peak_bytes(trainer: AlignmentTrainer) -> int:
-    """The most GPU memory that training allocated, in bytes."""
+    """Return the maximum GPU memory that training allocated, in bytes."""
     return peak_of_phases(trainer)
 
 
 def order(trainer: AlignmentTrainer, steps: int) -> list[int]:
-    """The rows in the order in which the first epoch's steps take them."""
+    """Return the rows in the order in which the first epoch uses them."""
     assert trainer.sampler is not None and trainer.train_data is not None
     taken = [row for step in range(steps) for row in trainer.sampler.plan(0, step).micro_batches[0][0].rows]
     return [trainer.train_data.source_row(row) - 1 for row in taken]

@@ -1,9 +1,9 @@
-"""How often the head passes over a tile of logits: what element-wise operations and reductions read and write of it.
+"""Count how often the head passes over a tile of logits, by element-wise operations and reductions.
 
-One pass is a read or a write of as many bytes as the fp32 tile has. Matrix products and operations on one entry of a
-row are left out. On a GPU these passes are what the head costs beside its products. They are counted from a trace on
-the CPU of the code that a GPU runs, where products take 16-bit factors (:func:`products_as_on_a_gpu`); what the
-kernels read and write is counted in Triton's interpreter.
+One pass is a read or a write of as many bytes as the fp32 tile has. Matrix products and operations on one entry per
+row are excluded. On a GPU, these passes are the head's cost in addition to its matrix products. They are counted from
+a CPU trace of the code that runs on a GPU, where products take 16-bit factors (:func:`products_as_on_a_gpu`); memory
+accesses of the kernels are counted in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from alignment.models.tiles import products
 from alignment.models.tiles.choice import VARIABLE
 from alignment.models.tiles.transform import LogitTransform
 
-ROWS, WIDTH, VOCABULARY = 16, 8, 6000  # one tile; in the backward pass three slices of the vocabulary
+ROWS, WIDTH, VOCABULARY = 16, 8, 6000  # one tile; three vocabulary slices in the backward pass
 _PRODUCTS = {"mm", "addmm", "addmm_", "bmm"}
 _OF_AN_ENTRY = {"gather", "scatter_", "scatter_add_"}
-_ONLY_WRITE = {"copy_", "zero_", "fill_"}  # do not read what they write
+_ONLY_WRITE = {"copy_", "zero_", "fill_"}  # do not read their output
 _ONLY_ALLOCATE = {"empty_like", "empty", "new_empty", "new_zeros"}
 
 
 class Passes(NamedTuple):
-    """Passes over a tile with its forward and backward pass."""
+    """Passes over a tile in its forward and backward pass."""
 
     forward: float
     backward: float
 
 
 class TileTraffic(TorchDispatchMode):
-    """Adds up the bytes of tiles of ``rows`` rows that operations read and write."""
+    """Sums the bytes that operations read from and write to tiles of ``rows`` rows."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class TileTraffic(TorchDispatchMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count what happens in this context."""
+        """Pause counting within this context."""
         self.counting = False
         try:
             yield
@@ -72,10 +72,10 @@ class TileTraffic(TorchDispatchMode):
 
 @contextlib.contextmanager
 def products_as_on_a_gpu(traffic: TileTraffic | None = None) -> Iterator[None]:
-    """Products of 16-bit matrices as cuBLAS computes them: 16-bit factors, sums and results in fp32."""
+    """Compute products of 16-bit matrices as cuBLAS does: 16-bit factors, with sums and results in fp32."""
 
     def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-        assert left.dtype == right.dtype and left.dtype.itemsize == 2, "no other product takes this way"
+        assert left.dtype == right.dtype and left.dtype.itemsize == 2, "no other product uses this function"
         with traffic.paused() if traffic is not None else contextlib.nullcontext():
             return left.to(dtype) @ right.to(dtype)
 
@@ -87,12 +87,12 @@ def products_as_on_a_gpu(traffic: TileTraffic | None = None) -> Iterator[None]:
 
 
 def passes(way: str, dtype: torch.dtype, stats: bool = True, transform: LogitTransform = LogitTransform()) -> Passes:  # noqa: B008
-    """Passes of the head over a tile where hidden states and weight have a gradient.
+    """Return the head's passes over a tile if hidden states and weight require gradients.
 
     Args:
-        way: ``torch`` or ``triton``; the latter needs Triton's interpreter (``TRITON_INTERPRET=1``).
-        dtype: of hidden states and weight.
-        stats: measure each token's distribution as well.
+        way: ``torch`` or ``triton``, which requires Triton's interpreter (``TRITON_INTERPRET=1``).
+        dtype: dtype of hidden states and weight.
+        stats: also compute statistics of each token's distribution.
         transform: scale and soft cap.
     """
     generator = torch.Generator().manual_seed(0)
@@ -110,7 +110,7 @@ def passes(way: str, dtype: torch.dtype, stats: bool = True, transform: LogitTra
 
 @contextlib.contextmanager
 def _launches_counted(traffic: TileTraffic) -> Iterator[None]:
-    """Add what kernels read and write; the tensors that the interpreter copies around a launch do not count."""
+    """Count the memory accesses of kernels, without the copies that the interpreter makes around a launch."""
     from alignment.models.tiles import fused
 
     def counted(launch: Callable[..., Any]) -> Callable[..., Any]:

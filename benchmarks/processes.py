@@ -1,4 +1,4 @@
-"""Measurements run in processes of their own: a job goes in as JSON, a result comes back as JSON."""
+"""Run measurements in separate processes: job and result are JSON files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# A launcher's variables would start a measurement as one rank of another job.
+# With a launcher's variables, a measurement would start as one rank of another job.
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-_RANK = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before each line of a traceback
+_RANK = re.compile(r"^\[rank\d+\]: ?")  # torch's prefix of each line of a traceback
 
 
 class Failed(Exception):
-    """A measurement could not be made. ``reason`` is one line; ``output`` is the end of what the process printed."""
+    """A failed measurement. ``reason`` is one line; ``output`` is the end of the process's output."""
 
     def __init__(self, reason: str, output: str = "") -> None:
         super().__init__(reason)
@@ -32,17 +32,17 @@ class Failed(Exception):
 def run_module(
     module: str, place: Path, job: Mapping[str, Any], environment: Mapping[str, str], seconds: float | None = None
 ) -> Any:
-    """What ``python -m MODULE JOB.json RESULT.json`` answers.
+    """Run ``python -m MODULE JOB.json RESULT.json`` and return its result.
 
     Args:
-        module: in this repository; it reads the first file and writes the second.
+        module: in this repository; reads the first file and writes the second.
         place: a folder that does not exist yet, for both files and the cache of datasets.
-        job: what it is asked.
-        environment: variables beside this process's own.
-        seconds: it is ended after so many; None: no limit.
+        job: the job.
+        environment: additional environment variables.
+        seconds: time limit; None for no limit.
 
     Raises:
-        Failed: it ended with an error, or not in time.
+        Failed: if the process fails or exceeds the time limit.
     """
     place.mkdir()
     job_file, result_file = place / "job.json", place / "result.json"
@@ -67,36 +67,36 @@ def run_module(
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired as error:
-        raise Failed(f"did not end within {seconds:.1f} s", _killed(process)) from error
+        raise Failed(f"timed out after {seconds:.1f} s", _killed(process)) from error
     except BaseException:
         _killed(process)
         raise
     if process.returncode:
-        raise Failed(_last_line(output) or f"exit code {process.returncode}", output[-4000:])
+        raise Failed(_last_line(output) or f"exit status {process.returncode}", output[-4000:])
     return json.loads(result_file.read_text(encoding="utf-8"))
 
 
 def plain_environment() -> dict[str, str]:
-    """This process's environment without a launcher's variables."""
+    """Return this process's environment without a launcher's variables."""
     return {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
 
 
 def _killed(process: subprocess.Popen[str]) -> str:
-    """End the process and what it started; return what it printed."""
+    """Kill the process and its children; return its output."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     return process.communicate()[0][-4000:]
 
 
 def _last_line(output: str) -> str:
-    """The line that names the error: the last one of a traceback or of a message of ours."""
+    """Return the line that names the error: the last line of a traceback, or of our own message."""
     lines = [_RANK.sub("", line).strip() for line in output.splitlines() if line.strip()]
     named = [line for line in lines if "Error" in line.partition(":")[0].rpartition(" ")[2]]
     return (named or lines or [""])[-1]
 
 
 def free_port() -> int:
-    """A port of this machine that was free a moment ago."""
+    """Return a port of this machine that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

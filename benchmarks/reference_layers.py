@@ -1,8 +1,8 @@
-"""What ZeRO-3's hooks cost a reference: a forward of a frozen model of many small layers, layers as leaves or not.
+"""The cost of ZeRO-3's hooks in a reference with many small layers, with and without layers as leaf modules.
 
     python benchmarks/reference_layers.py --layers 28
 
-The layers are so narrow that almost all of the time is Python's; the sides take turns, medians are printed.
+The layers are so narrow that almost all of the time is spent in Python; the sides alternate, and medians are printed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from benchmarks.shapes import TINY, write_model  # noqa: E402
 
 
 def built(model: str, placement: str, leaves: bool) -> Any:
-    """The reference, with its layers as leaves or as DeepSpeed has them."""
+    """Build the reference, with its layers as leaf modules or as DeepSpeed sets them up."""
     args = KTOConfig(output_dir="unused", use_cpu=True, report_to="none", per_device_train_batch_size=2)
     dtypes = plan_dtypes(args, {})
     source = model_source(model, "ref_model_name_or_path", args)
@@ -52,7 +52,7 @@ def built(model: str, placement: str, leaves: bool) -> Any:
         hidden_size=TINY.hidden,
         micro_batch=2,
     )
-    # "auto" follows the width, and a layer as narrow as this one would be kept whole.
+    # "auto" depends on the width, and would keep a layer as narrow as this one unpartitioned.
     zero = frozen.ds_config.get("zero_optimization", {})
     if zero.get("stage") == 3:
         zero["stage3_param_persistence_threshold"] = 0
@@ -63,8 +63,8 @@ def built(model: str, placement: str, leaves: bool) -> Any:
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=28, help="decoder layers (28)")
-    parser.add_argument("--repeats", type=int, default=15, help="forwards of each side (15)")
+    parser.add_argument("--layers", type=int, default=28, help="decoder layers (default: 28)")
+    parser.add_argument("--repeats", type=int, default=15, help="forward passes per side (default: 15)")
     given = parser.parse_args()
     torch.set_num_threads(1)
     init_distributed(use_cpu=True)
@@ -73,11 +73,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="reference-layers-") as folder:
         write_model(Path(folder), replace(TINY, layers=given.layers))
         sides = {
-            "one replica, no hooks": built(folder, "replica", False),
+            "replica, no hooks": built(folder, "replica", False),
             **{
                 f"{placement}, {name}": built(folder, placement, leaves)
                 for placement in ("sharded", "offload")
-                for name, leaves in (("as DeepSpeed has it", False), ("layers are leaves", True))
+                for name, leaves in (("DeepSpeed's default", False), ("layers as leaf modules", True))
             },
         }
         seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -89,8 +89,8 @@ def main() -> None:
                 seconds[name].append(time.perf_counter() - start)
     first, *others = answers.values()
     print(f"\n{given.layers} layers of width {TINY.hidden}; same bits: {all(torch.equal(first, o) for o in others)}\n")
-    print("| reference | ms per forward | of it Python per layer, ms |\n|---|--:|--:|")
-    least = statistics.median(seconds["one replica, no hooks"][2:])
+    print("| reference | ms per forward | of which hooks, ms per layer |\n|---|--:|--:|")
+    least = statistics.median(seconds["replica, no hooks"][2:])
     for name, times in seconds.items():
         whole = statistics.median(times[2:])
         print(f"| {name} | {1e3 * whole:.1f} | {1e3 * (whole - least) / given.layers:.2f} |")

@@ -1,7 +1,7 @@
-"""What is measured: a random model of a stated shape, and rows whose every token is known before any tokenizer runs.
+"""Random models of a given shape, and rows whose tokens are known without running a tokenizer.
 
-A word-level tokenizer maps ``w7`` to id 7 + 2 and back, so a row of text *is* a row of ids, and two programs that read
-the same text train on the same ids.
+A word-level tokenizer maps ``w7`` to id 7 + 2 and back, so a row of text determines a row of ids, and two programs
+that read the same text train on the same ids.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Shape:
 
     Attributes:
         family: ``llama`` or ``qwen2``.
-        vocab: vocabulary, embeddings tied.
+        vocab: vocabulary size; embeddings are tied.
         hidden: width of the hidden states.
         inner: width of the MLP.
         layers: decoder layers.
@@ -52,7 +52,7 @@ class Shape:
     most: int
 
     def config(self) -> PretrainedConfig:
-        """The transformers configuration; it knows positions for a mismatched prompt and completion of full length."""
+        """Return the transformers configuration; its positions suffice for any mismatched prompt and completion."""
         kind = {"llama": LlamaConfig, "qwen2": Qwen2Config}[self.family]
         return kind(
             vocab_size=self.vocab,
@@ -69,22 +69,22 @@ class Shape:
         )
 
     def describe(self) -> str:
-        """One line for a report."""
+        """Describe the shape in one line."""
         return (
             f"{self.family}-shaped, hidden {self.hidden}, {self.layers} layers, V = {self.vocab} tied, "
             f"lengths {self.least}-{self.most}"
         )
 
 
-# The shape of the comparison with TRL; it is fixed, so that figures of different days can be compared.
+# The shape of the comparison with TRL; fixed, so that results of different days can be compared.
 SIDE_BY_SIDE = Shape("llama", 32000, 256, 1024, 4, 4, 4, 64, 512)
-# Qwen2-0.5B, with its own vocabulary.
+# Qwen2-0.5B with its own vocabulary.
 HALF_BILLION = Shape("qwen2", 151936, 896, 4864, 24, 14, 2, 256, 1024)
 TINY = Shape("qwen2", 512, 32, 64, 2, 4, 2, 16, 64)
 
 
 def write_model(folder: Path, shape: Shape, seed: int = 0, dtype: torch.dtype = torch.float32) -> int:
-    """Write a random model and its tokenizer as a Hugging Face folder; return the number of its parameters."""
+    """Write a random model and its tokenizer in Hugging Face format; return the number of parameters."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(shape.config(), dtype=dtype)
     model.save_pretrained(folder)
@@ -102,7 +102,7 @@ def write_reward_model(folder: Path, shape: Shape, seed: int = 1) -> None:
 
 
 def tokenizer(vocab: int) -> PreTrainedTokenizerFast:
-    """``w0``, ``w1`` … separated by spaces; ids 0 and 1 are padding and end of text."""
+    """Return a tokenizer for ``w0``, ``w1`` … separated by spaces; ids 0 and 1 are padding and end of text."""
     words = {word: number for number, word in enumerate([*_SPECIALS, *(f"w{i}" for i in range(vocab - 2))])}
     core = Tokenizer(models.WordLevel(words, unk_token="w0"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
@@ -110,13 +110,13 @@ def tokenizer(vocab: int) -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of a folder as it was written; ``AutoTokenizer`` would take the class of the model's family."""
+    """Load a folder's tokenizer as written; ``AutoTokenizer`` would use the class of the model's family."""
     loaded: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder)
     return loaded
 
 
 def paired_rows(shape: Shape, count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Pairs with sequences of unequal length; the shared prompt is a quarter to three quarters of the shorter one."""
+    """Return pairs with sequences of unequal length; the prompt is a quarter to three quarters of the shorter one."""
     rng = random.Random(seed)
     rows = []
     for _ in range(count):
@@ -128,7 +128,7 @@ def paired_rows(shape: Shape, count: int, seed: int = 0) -> list[dict[str, Any]]
 
 
 def unpaired_rows(shape: Shape, count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Labelled answers, every second one desirable."""
+    """Return labelled completions, every second one desirable."""
     rng = random.Random(seed)
     rows = []
     for number in range(count):
@@ -140,14 +140,14 @@ def unpaired_rows(shape: Shape, count: int, seed: int = 0) -> list[dict[str, Any
 
 
 def prompt_rows(shape: Shape, count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Prompts that leave an eighth of the longest sequence (64 of 512 tokens) for a completion."""
+    """Return prompts that leave an eighth of the longest sequence (64 of 512 tokens) for a completion."""
     rng = random.Random(seed)
     longest = shape.most - shape.most // 8
     return [{"prompt": _words(rng, shape.vocab, rng.randint(shape.least, longest))} for _ in range(count)]
 
 
 def tokens_of(row: dict[str, Any], new_tokens: int) -> int:
-    """Tokens of a row's sequences with their EOS; a prompt alone stands for two completions of ``new_tokens``."""
+    """Count a row's tokens including EOS; a prompt-only row counts as two completions of ``new_tokens``."""
     words = {key: len(row[key].split()) for key in ("prompt", "completion", "chosen", "rejected") if key in row}
     prompt = words.pop("prompt")
     return sum(prompt + answer for answer in [words[key] + 1 for key in words] or [new_tokens] * 2)
@@ -158,5 +158,5 @@ def _prompt_length(rng: random.Random, length: int) -> int:
 
 
 def _words(rng: random.Random, vocab: int, count: int) -> str:
-    # Each with a space before it: prompt + answer then splits where prompt and answer do.
+    # Each word has a leading space, so that prompt + completion is split where prompt and completion are.
     return "".join(f" w{rng.randrange(vocab - 2)}" for _ in range(count))

@@ -1,21 +1,21 @@
-"""Our KTO, CPO and Online DPO beside TRL's: time of a step and memory, on one fixed shape, on a CPU or a GPU.
+"""Compare KTO, CPO and Online DPO with TRL's: time per step and memory, for a fixed shape, on a CPU or a GPU.
 
     python benchmarks/side_by_side.py                      # about 40 minutes on 2 cores
     python benchmarks/side_by_side.py --method cpo --repeats 1
-    python benchmarks/side_by_side.py --no-zero2           # without the rows in which both are at ZeRO-2
+    python benchmarks/side_by_side.py --no-zero2           # without the rows where both use ZeRO-2
     python benchmarks/side_by_side.py --lora               # adapters on both sides, r = 16 on all linear layers
     python benchmarks/side_by_side.py --gpu                # on a GPU, each side capped at 24 GB: full, LoRA and QLoRA
     python benchmarks/side_by_side.py --gpu --settings qlora --method kto --batch 8
 
-Needs TRL: ``pip install ".[bench]"``. Each side runs in a process of its own, with the same allocator settings and the
-same number of threads; the sides take turns. Both read the same rows in the same order, which the logged metrics of
-the first step must confirm. What was made equal is listed in ``benchmarks/theirs.py``.
+Requires TRL: ``pip install ".[bench]"``. Each side runs in a separate process, with the same allocator settings and
+the same number of threads; the sides alternate. Both read the same rows in the same order, which the logged metrics of
+the first step must confirm. The settings that were aligned are listed in ``benchmarks/theirs.py``.
 
-Memory is the highest resident size (VmHWM) - the resident size before the model - 16 bytes per parameter (weights,
+Memory is the maximum resident size (VmHWM) - the resident size before the model - 16 bytes per parameter (weights,
 gradients, AdamW), and for Online DPO - 4 bytes per parameter of reference and reward model; with ``--lora`` - 4 bytes
-per parameter of the base and 16 per trained one, and - 4 per parameter of the reward model. At stage 0, beside plain
-TRL, floors are required; at ZeRO-2 both sides are only reported. It exits with 1 when a required floor is missed, with
-2 when it cannot run. With ``--gpu`` (:mod:`benchmarks.gpu_sides`) nothing is required but that every run ends.
+per parameter of the base model and 16 per trained one, and - 4 per parameter of the reward model. At stage 0, compared
+with plain TRL, there are requirements; at ZeRO-2 the results are only reported. Exits with status 1 if a requirement
+is not met, with 2 if it cannot run. With ``--gpu`` (:mod:`benchmarks.gpu_sides`), runs only have to succeed.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from benchmarks.worker import Result  # noqa: E402
 
 
 def main(arguments: list[str] | None = None, shape: Shape = SIDE_BY_SIDE) -> int:
-    """Compare, print the table, return the exit code."""
+    """Compare, print the table, return the exit status."""
     options = _parse(arguments)
     if options.gpu and not torch.cuda.is_available():
-        print("no CUDA GPU: torch finds none; without --gpu the comparison runs on the CPU", file=sys.stderr)
+        print("torch finds no CUDA GPU; omit --gpu to run the comparison on the CPU", file=sys.stderr)
         return 2
     if importlib.util.find_spec("trl") is None:
         print('TRL is not installed: pip install ".[bench]"', file=sys.stderr)
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None, shape: Shape = SIDE_BY_SIDE) -> int
         return 2
     print(f"\n{_conditions(options, shape)}\n\n{table(found)}\n")
     missed = [sentence for comparison in found for sentence in comparison.missed()]
-    print("\n".join(f"missed: {sentence}" for sentence in missed) or "every required floor is met")
+    print("\n".join(f"not met: {sentence}" for sentence in missed) or "all requirements are met")
     return 1 if missed else 0
 
 
@@ -90,7 +90,7 @@ def _compare(job: Job, repeats: int, threads: int) -> Comparison:
         print(_progress(job, repeat, ours[-1], theirs[-1]), flush=True)
         differing = differences(job.method, ours[-1], theirs[-1])
         if differing:
-            raise Failed(f"{job.method}: the sides did not compute the same first step: {'; '.join(differing)}")
+            raise Failed(f"{job.method}: the first steps of the sides differ: {'; '.join(differing)}")
     return compare(job.method, job.setting, ours, theirs)
 
 
@@ -103,15 +103,16 @@ def _progress(job: Job, repeat: int, ours: Result, theirs: Result) -> str:
 
 
 def _conditions(options: argparse.Namespace, shape: Shape) -> str:
-    """Machine, versions and settings, in a sentence or two."""
+    """Describe machine, versions and settings."""
     names = ("torch", "transformers", "deepspeed", "trl", "accelerate")
     versions = ", ".join(f"{name} {version(name)}" for name in names)
     batches = ", ".join(f"{title(m)} {METHODS[m].batch} rows" for m in options.method)
     lora = f"LoRA r = {LORA_SETTINGS['r']} on all linear layers, " if options.lora else ""
     return (
         f"{_processor()}, {os.cpu_count()} cores, {options.threads} threads; Python {platform.python_version()}, "
-        f"{versions}. {shape.describe()}; {batches} a step; fp32, {lora}checkpointing (not re-entrant), torch AdamW; "
-        f"{options.steps} steps after {options.warm_up}, {options.repeats} repeats, medians."
+        f"{versions}. {shape.describe()}; {batches} a step; fp32, {lora}gradient checkpointing (non-reentrant), "
+        "torch AdamW; "
+        f"{options.steps} steps after {options.warm_up} warm-up steps, {options.repeats} repeats, medians."
     )
 
 
@@ -125,21 +126,28 @@ def _processor() -> str:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", nargs="+", choices=list(METHODS), default=list(METHODS))
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each side, taking turns (3)")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps of a run (10)")
-    parser.add_argument("--warm_up", type=int, default=3, help="steps before them (3)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of each side (all cores)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs per side, alternating (default: 3)")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps per run (default: 10)")
+    parser.add_argument("--warm_up", type=int, default=3, help="warm-up steps per run (default: 3)")
     parser.add_argument(
-        "--zero2", action=argparse.BooleanOptionalAction, default=True, help="compare both at ZeRO-2 as well (yes)"
+        "--threads", type=int, default=os.cpu_count() or 1, help="threads per side (default: all cores)"
     )
-    parser.add_argument("--lora", action="store_true", help="train adapters on both sides, at stage 0")
+    parser.add_argument(
+        "--zero2",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also compare both with ZeRO-2 (default: yes)",
+    )
+    parser.add_argument("--lora", action="store_true", help="train adapters on both sides at stage 0")
     card = parser.add_argument_group("on a GPU")
-    card.add_argument("--gpu", action="store_true", help="train on the GPU, in bf16 or fp16, a model of 0.5B")
-    card.add_argument("--settings", nargs="+", choices=SETTINGS, help="what is trained (full lora qlora)")
-    card.add_argument("--limit_gb", type=float, help=f"GPU memory of each side in 1e9 bytes ({LIMIT_GB:g})")
-    card.add_argument("--batch", type=int, help="rows of a step (KTO 4, others 2)")
-    card.add_argument("--seconds", type=float, help=f"a run of a side is ended after so many ({SECONDS:g})")
-    card.add_argument("--tiny", action="store_true", help="a model of a few thousand parameters: does all of it run?")
+    card.add_argument("--gpu", action="store_true", help="train a 0.5B model on the GPU in bf16 or fp16")
+    card.add_argument("--settings", nargs="+", choices=SETTINGS, help="what to train (default: full lora qlora)")
+    card.add_argument(
+        "--limit_gb", type=float, help=f"GPU memory limit per side in units of 1e9 bytes (default: {LIMIT_GB:g})"
+    )
+    card.add_argument("--batch", type=int, help="rows per step (default: KTO 4, others 2)")
+    card.add_argument("--seconds", type=float, help=f"time limit per run (default: {SECONDS:g})")
+    card.add_argument("--tiny", action="store_true", help="use a model of a few thousand parameters, as a smoke test")
     options = parser.parse_args(arguments)
     chosen = [
         name
@@ -147,11 +155,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         if getattr(options, name) not in (None, False)
     ]
     if chosen and not options.gpu:
-        parser.error(f"--{chosen[0]} has an effect with --gpu only")
+        parser.error(f"--{chosen[0]} requires --gpu")
     if options.gpu and options.lora:
-        parser.error("--lora: with --gpu it is --settings lora")
+        parser.error("--lora: use --settings lora with --gpu")
     if options.batch is not None and options.batch < 2:
-        parser.error("--batch must be 2 or more: KTO takes its KL term from other rows of the batch")
+        parser.error("--batch must be 2 or more: KTO's KL term uses other rows of the batch")
     options.settings = options.settings or list(SETTINGS)
     options.limit_gb = LIMIT_GB if options.limit_gb is None else options.limit_gb
     options.seconds = SECONDS if options.seconds is None else options.seconds

@@ -1,4 +1,4 @@
-"""The two sides of a comparison as processes: the rows of both, and one run of one side."""
+"""Run the two sides of a comparison as processes: prepare the rows of both, and run one side."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.worker import Result
 
 
 def prepare(job: Job, shape: Shape, threads: int, seconds: float | None = None) -> Job:
-    """Write the rows of a job's method, and for TRL the same rows in the order in which our side takes them."""
+    """Write the rows of a job's method, and for TRL the same rows in the order in which our side uses them."""
     folder = Path(job.model).parent
     rows = METHODS[job.method].rows(shape, job.steps * job.rows_of_a_step, 0)
     place, path = folder / f"{job.method}-order", folder / f"{job.method}-ours.jsonl"
@@ -27,7 +27,7 @@ def prepare(job: Job, shape: Shape, threads: int, seconds: float | None = None) 
 
 
 def run_side(job: Job, side: SideName, repeat: int, threads: int, seconds: float | None = None) -> Result:
-    """One side once."""
+    """Run one side once."""
     setting = f"{job.stage}-{job.checkpointing:d}-{job.lora:d}-{job.in_4bit:d}"
     place = Path(job.model).parent / f"{job.method}-{setting}-{side}-{repeat}"
     rows = job.rows if side == "ours" else in_order(job)
@@ -36,12 +36,12 @@ def run_side(job: Job, side: SideName, repeat: int, threads: int, seconds: float
 
 
 def in_order(job: Job) -> str:
-    """The file of a prepared job's rows in the order of the steps."""
+    """Return the file of a prepared job's rows in the order of the steps."""
     return job.rows.replace("-ours.jsonl", "-trl.jsonl")
 
 
 def _run(module: str, job: Job, place: Path, threads: int, seconds: float | None) -> Any:
-    """What a process answers to the job; allocator, threads and accelerator are the same for both sides."""
+    """Return a process's result for the job; allocator, threads and accelerator are the same for both sides."""
     variables = {
         **(_on_gpu() if job.gpu else ALLOCATOR),
         "OMP_NUM_THREADS": str(threads),
@@ -49,7 +49,7 @@ def _run(module: str, job: Job, place: Path, threads: int, seconds: float | None
         "DS_ACCELERATOR": "cuda" if job.gpu else "cpu",
     }
     if job.side == "trl" and job.stage:
-        # accelerate starts DeepSpeed only where it finds a launcher's variables.
+        # accelerate only initializes DeepSpeed if it finds a launcher's variables.
         variables |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     try:
@@ -59,5 +59,5 @@ def _run(module: str, job: Job, place: Path, threads: int, seconds: float | None
 
 
 def _on_gpu() -> dict[str, str]:
-    """One GPU: transformers' trainer would spread a batch over all that it sees."""
+    """Return variables for one GPU: transformers' trainer would otherwise use all visible GPUs."""
     return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]}

@@ -1,10 +1,11 @@
-"""CPU seconds (user and system, all threads) of a process until it answers, and until its first optimizer step.
+"""Measure CPU seconds (user and system, all threads) until a process responds, and until its first optimizer step.
 
     python benchmarks/start_up.py --repeats 7
-    python benchmarks/start_up.py --repeats 7 --base PATH    # another checkout; the two take turns
+    python benchmarks/start_up.py --repeats 7 --base PATH    # another checkout; the two alternate
 
-Medians. Seconds of CPU, since those of the clock say what else the machine does; on busy cores both grow, so read the
-ratio, and run it where little else runs. Linux only. The first run of each is not counted: it compiles bytecode.
+Prints medians. CPU time is used because wall time depends on what else the machine does; on busy cores both grow, so
+use the ratio, and run it on a mostly idle machine. Linux only. The first run of each is not counted: it compiles
+bytecode.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ Measure = Callable[[Path, Path], float]
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a living process has used so far, from Linux's ``/proc``; ends of ticks, so to 0.01 s."""
+    """Return the CPU time of a running process from Linux's ``/proc``, in whole ticks of 0.01 s."""
     after_name = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(after_name[11]) + int(after_name[12])) / _TICKS
 
 
 def start(checkout: Path, arguments: Sequence[str], output: IO[str] | int, **more: str) -> subprocess.Popen[str]:
-    """Start ``launch/train.py`` of a checkout on the CPU, both outputs into ``output``."""
+    """Start ``launch/train.py`` of a checkout on the CPU, with both output streams sent to ``output``."""
     own = {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     return subprocess.Popen(
         [sys.executable, str(checkout / "launch" / "train.py"), *arguments],
@@ -54,7 +55,7 @@ def start(checkout: Path, arguments: Sequence[str], output: IO[str] | int, **mor
 
 
 def until_end(checkout: Path, arguments: Sequence[str], ranks: int, code: int) -> float:
-    """Seconds of a command that answers and ends, all its ranks together."""
+    """Return the CPU seconds of all ranks of a command until it exits."""
     port, seconds = str(free_port()), 0.0
     with tempfile.TemporaryFile("w+") as said:
         group = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
@@ -71,12 +72,14 @@ def until_end(checkout: Path, arguments: Sequence[str], ranks: int, code: int) -
             seconds += usage.ru_utime + usage.ru_stime
         if any(process.returncode != code for process in started):
             said.seek(0)
-            raise Failed(f"exit codes {[process.returncode for process in started]}, not {code}", said.read()[-4000:])
+            raise Failed(
+                f"exit statuses {[process.returncode for process in started]}, expected {code}", said.read()[-4000:]
+            )
     return seconds
 
 
 def until_first_step(checkout: Path, place: Path) -> float:
-    """Seconds of one rank of a tiny KTO run until it has logged its first step; it is ended there."""
+    """Return the CPU seconds of one rank of a tiny KTO run until it logs its first step; it is then killed."""
     arguments = [
         *(
             "--method",
@@ -99,14 +102,14 @@ def until_first_step(checkout: Path, place: Path) -> float:
                 process.kill()
                 return seconds
             said.append(line)
-    raise Failed(f"no first step, exit code {process.returncode}", "".join(said)[-4000:])
+    raise Failed(f"no first step, exit status {process.returncode}", "".join(said)[-4000:])
 
 
 WRONG = ["--method", "kto", "--learning_rat", "1"]
 MEASURES: dict[str, Measure] = {
     "`--help`": lambda checkout, _: until_end(checkout, ["--method", "kto", "--help"], ranks=1, code=0),
     "an option error": lambda checkout, _: until_end(checkout, WRONG, ranks=1, code=1),
-    "an option error, two ranks together": lambda checkout, _: until_end(checkout, WRONG, ranks=2, code=1),
+    "an option error, two ranks": lambda checkout, _: until_end(checkout, WRONG, ranks=2, code=1),
     "the first step of KTO": until_first_step,
 }
 
@@ -122,7 +125,7 @@ def prepare(place: Path) -> None:
 
 
 def table(seconds: dict[str, list[list[float]]], with_base: bool) -> str:
-    """Medians as Markdown; ``seconds`` are those of this checkout, and with a base before them those of the base."""
+    """Return medians as Markdown; ``seconds`` are those of this checkout, preceded by those of the base if any."""
     head = ["CPU seconds until", *(["base"] if with_base else []), "here", *(["here / base"] if with_base else [])]
     lines = [head, ["---", *["--:"] * (len(head) - 1)]]
     for name, of_checkouts in seconds.items():
@@ -136,7 +139,7 @@ def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--base", type=Path, help="another checkout, measured in turns with this one")
+    parser.add_argument("--base", type=Path, help="another checkout, measured alternately with this one")
     given = parser.parse_args()
     checkouts = [*([given.base.resolve()] if given.base else []), ROOT]
     seconds: dict[str, list[list[float]]] = {}

@@ -1,24 +1,24 @@
-"""TRL's side of a comparison, as its documentation has it: a configuration, a trainer, ``train()``.
+"""TRL's side of a comparison, as in its documentation: a configuration, a trainer, ``train()``.
 
-Settings that were made equal because the two sides' defaults differ (:meth:`benchmarks.jobs.Job.options` has all):
+These settings were aligned because the defaults differ (:meth:`benchmarks.jobs.Job.options` lists all):
 
-- ``bf16=False``: TRL computes in bf16 by default, ours on a CPU in fp32.
-- ``optim="adamw_torch_fused"``: what transformers calls ``adamw_torch`` is the plain one, ours is the fused one.
-- ``gradient_checkpointing`` is on by default on both; ``use_reentrant`` is said to be False on both.
-- ``train_sampling_strategy="sequential"`` (for KTO the default): the file has the rows in the order that our side
-  takes them in, so that step n trains on the same rows on both. KTO's mismatched completions still differ: TRL turns
-  them by one place within the batch, ours are drawn; they are the same completions behind other prompts.
-- Online DPO: TRL generates without a KV cache wherever checkpointing is on, which is its default; the other row has
-  checkpointing off, and so the cache on, on both sides.
-- with ``--lora`` both are given the same ``LoraConfig``, without dropout and without a reference model: on both sides
-  the reference is the base with the adapters off.
-- with ``--gpu`` both compute in bf16, or in fp16 where the card has no bf16. Full training has fp32 master weights on
-  both sides; the base under adapters is in the compute dtype, or in 4 bits by the same settings. Neither side shortens
-  a prompt. Online DPO's rewards come from a Python function that costs nothing.
-- the first step is logged, nothing is saved or reported, and there is no progress bar.
+- ``bf16=False``: TRL computes in bf16 by default, our side in fp32 on a CPU.
+- ``optim="adamw_torch_fused"``: transformers' ``adamw_torch`` is the unfused one, ours is fused.
+- ``gradient_checkpointing`` is on by default on both sides; ``use_reentrant`` is set to False on both.
+- ``train_sampling_strategy="sequential"`` (KTO's default): the file has the rows in the order in which our side
+  uses them, so that step n trains on the same rows on both sides. KTO's mismatched completions still differ: TRL
+  rotates them by one within the batch, ours are drawn at random; the completions are the same, the prompts differ.
+- Online DPO: TRL generates without a KV cache if gradient checkpointing is on, which is its default; the other row
+  turns checkpointing off on both sides, and thus the cache on.
+- With ``--lora``, both sides use the same ``LoraConfig`` without dropout and without a reference model: on both
+  sides, the reference is the base model with adapters disabled.
+- With ``--gpu``, both compute in bf16, or in fp16 if the GPU does not support bf16. Full fine-tuning has fp32 master
+  weights on both sides; the base model of adapters is in the compute dtype, or in 4 bits with the same settings.
+  Neither side truncates prompts. Online DPO's rewards come from a Python function that costs nothing.
+- The first step is logged, nothing is saved or reported, and progress bars are off.
 
-KTO's head on a CPU: without Triton TRL 1.16 scores every position, prompts and padding too; on a GPU it does not. The
-ratios of this comparison are those of a CPU.
+KTO's head on a CPU: without Triton, TRL 1.16 also scores the positions of prompts and padding; on a GPU it does not.
+The ratios of the CPU comparison only apply to CPUs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # CPO lives in trl.experimental, which says so on import
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # CPO is in trl.experimental, which warns on import
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
@@ -49,7 +49,7 @@ _TRAINERS: dict[str, tuple[type[Any], type[Trainer]]] = {
 
 
 def build(job: Job, rows: Dataset) -> Trainer:
-    """The trainer of a job; TRL loads the models here."""
+    """Return the trainer of a job; TRL loads the models here."""
     config, trainer = _TRAINERS[job.method]
     options: dict[str, Any] = {**job.options(), "train_sampling_strategy": "sequential"}
     more: dict[str, Any] = {}
@@ -64,7 +64,7 @@ def build(job: Job, rows: Dataset) -> Trainer:
 
         more["peft_config"] = LoraConfig(**LORA_SETTINGS)  # type: ignore[arg-type]
         if job.precision != "fp32" or job.in_4bit:
-            options["model_init_kwargs"] = {"dtype": DTYPES[job.precision]}  # the base: fp32 unless it is said
+            options["model_init_kwargs"] = {"dtype": DTYPES[job.precision]}  # the base model is in fp32 by default
     if job.in_4bit:
         options["model_init_kwargs"]["quantization_config"] = BitsAndBytesConfig(**job.quantization)
     return trainer(
@@ -77,5 +77,5 @@ def build(job: Job, rows: Dataset) -> Trainer:
 
 
 def peak_bytes(trainer: Trainer) -> int:
-    """The most GPU memory that was allocated since the trainer was built, in bytes."""
+    """Return the maximum GPU memory allocated since the trainer was built, in bytes."""
     return torch.cuda.max_memory_allocated()

@@ -1,8 +1,8 @@
-"""Where the time of our step goes, on the shape of the comparison with TRL: parts of a step, and kinds of operation.
+"""Profile our step on the shape of the comparison with TRL: parts of a step, and kinds of operations.
 
     python benchmarks/where_time_goes.py --method cpo --threads 1
 
-torch's profiler adds a few percent; shares are what it is for. Parts are nested: a line that is indented is inside the
+torch's profiler adds a few percent; use the shares. Parts are nested: an indented line is part of the
 one above it.
 """
 
@@ -37,10 +37,10 @@ from benchmarks.jobs import METHODS, Job  # noqa: E402
 from benchmarks.shapes import SIDE_BY_SIDE, write_model, write_reward_model  # noqa: E402
 
 WARM_UP = 3
-# Owner, function, and the line that it is shown as.
+# Class or module, function, and the label of its line.
 PARTS: list[tuple[Any, str, str]] = [
     (TrainingLoop, "_step", "step"),
-    (ScoringEngine, "forward", "  forward passes (reference, KL and learning)"),
+    (ScoringEngine, "forward", "  forward passes (reference, KL and training)"),
     (logprobs, "_score_tile", "    head: tiles of log-probs and their gradient"),
     (PolicyEngine, "backward", "  backward (recomputes the layers)"),
     (logprobs, "_head_gradients", "    head: gradient of its weight"),
@@ -54,7 +54,7 @@ OPERATIONS = {
 
 
 def shown_as(label: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, its calls named in the profile."""
+    """Wrap the function so that its calls are named in the profile."""
 
     @functools.wraps(function)
     def named(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def shown_as(label: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def profiled(method: str, steps: int) -> Any:
-    """The profiler's averages over ``steps`` steps."""
+    """Return the profiler's averages over ``steps`` steps."""
     with tempfile.TemporaryDirectory(prefix="where-time-goes-") as folder:
         os.environ["HF_DATASETS_CACHE"] = f"{folder}/cache"
         write_model(Path(folder) / "model", SIDE_BY_SIDE)
@@ -98,8 +98,8 @@ def main() -> None:
     """Print two tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", choices=list(METHODS), default="cpo")
-    parser.add_argument("--steps", type=int, default=10, help="profiled steps, after 3 (10)")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch (1)")
+    parser.add_argument("--steps", type=int, default=10, help="profiled steps, after 3 warm-up steps (default: 10)")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads (default: 1)")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     found = profiled(given.method, given.steps)

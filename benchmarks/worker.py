@@ -1,4 +1,4 @@
-"""One side, once, in this process: ``python -m benchmarks.worker JOB.json RESULT.json``. The driver starts it."""
+"""Run one side once in this process: ``python -m benchmarks.worker JOB.json RESULT.json``. Started by the driver."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from benchmarks.measure import DeviceClock, StepClock, cap_memory, memory_bytes,
 
 @dataclass(frozen=True)
 class Result:
-    """What one run showed.
+    """The results of one run.
 
     Attributes:
         wall: seconds of each measured step.
-        cpu: the same in processor time.
-        memory: bytes, as :func:`benchmarks.measure.working_memory` defines them.
-        first: the logged metrics of the first step.
-        allocated, reserved: most bytes of the GPU's memory, loading left out; 0 on a CPU.
+        cpu: CPU seconds of each measured step.
+        memory: bytes, as defined by :func:`benchmarks.measure.working_memory`.
+        first: logged metrics of the first step.
+        allocated, reserved: maximum bytes of GPU memory without loading; 0 on a CPU.
     """
 
     wall: list[float]
@@ -37,17 +37,17 @@ class Result:
 
 
 def measure(job: Job) -> Result:
-    """Run the job and measure it; code and rows are loaded before the memory is first looked at."""
+    """Run the job and measure it; code and rows are loaded before the first measurement of memory."""
     if job.gpu:
-        grow_segments()  # ours does so by itself
+        grow_segments()  # done automatically on our side
         cap_memory(job.limit)
     side = importlib.import_module("benchmarks.ours" if job.side == "ours" else "benchmarks.theirs")
     if job.stage:
-        import deepspeed  # noqa: F401 - TRL would import it in the middle
+        import deepspeed  # noqa: F401 - otherwise TRL imports it during the run
     if job.lora:
-        import peft  # noqa: F401 - and both sides this
+        import peft  # noqa: F401 - otherwise both sides import it during the run
     from datasets import Dataset
-    from transformers import LlamaForCausalLM  # noqa: F401 - the model's code, which either side would import later
+    from transformers import LlamaForCausalLM  # noqa: F401 - the model's code, otherwise imported later
 
     rows, clock = Dataset.from_list(job.load_rows()), DeviceClock() if job.gpu else StepClock()
     before = memory_bytes("VmRSS")

@@ -1,1 +1,1 @@
-"""Callers of the package, as a user writes them: a method of one file, and the demo. Not installed."""
+"""Example uses of the package: a method defined in one file, and the demo. Not installed."""

@@ -1,6 +1,6 @@
-"""ORPO, a method that is defined outside the package: https://arxiv.org/abs/2403.07691.
+"""ORPO, a method defined outside the package: https://arxiv.org/abs/2403.07691.
 
-Supervised fine-tuning on the chosen answers and, in the same forward, a penalty on the odds of the rejected ones:
+Supervised fine-tuning on the chosen completions with a penalty on the odds of the rejected ones, in one forward pass:
 
     deepspeed launch/train.py --method examples/orpo.py:ORPOTrainer --model_name_or_path MODEL \\
         --dataset_name pairs.jsonl --output_dir out/orpo --beta 0.1
@@ -37,7 +37,9 @@ class ORPOConfig(SequenceOptions, AlignmentConfig):
     method: ClassVar[str] = "orpo"
 
     learning_rate: float = option(8e-6, "Peak learning rate.")
-    beta: float = option(0.1, "Weight of the odds ratio beside the likelihood of the chosen answers (lambda).")
+    beta: float = option(
+        0.1, "Weight of the odds ratio relative to the likelihood of the chosen completions (lambda)."
+    )
 
     def resolve(self) -> None:
         """Check the lengths; there is no reference model."""
@@ -47,17 +49,17 @@ class ORPOConfig(SequenceOptions, AlignmentConfig):
 
 
 def log_odds(mean_logps: Tensor) -> Tensor:
-    """``log(p / (1 - p))`` of the length-normalised likelihood p, from its logarithm (any shape, below 0)."""
+    """Return ``log(p / (1 - p))`` of the length-normalized likelihood p, from log p (any shape, below 0)."""
     return mean_logps - torch.log(-torch.expm1(mean_logps))
 
 
 def odds_ratio_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Negative log-sigmoid of the log odds ratio, from mean log-probs of the answers, (P,) each."""
+    """Return the negative log-sigmoid of the log odds ratio, from mean log-probs of the completions, (P,) each."""
     return -F.logsigmoid(log_odds(chosen) - log_odds(rejected))
 
 
 class ORPOMethod(Method[PreferenceBatch]):
-    """One forward scores both answers of every pair."""
+    """One forward pass scores both completions of every pair."""
 
     kind = "preference"
     completions = ("chosen_ids", "rejected_ids")
@@ -84,7 +86,7 @@ class ORPOMethod(Method[PreferenceBatch]):
         add_sides(sums, "logps", means)
         sums.add("nll_loss", likelihood, tokens)
         sums.add("log_odds_ratio", (log_odds(means[:pairs]) - log_odds(means[pairs:])).sum(), pairs)
-        # Sums over the counts of the whole window: any split into batches and ranks gives the same update.
+        # Sums over the counts of the whole window: any split into micro-batches and ranks gives the same update.
         local = likelihood / window.counts.first_completion_tokens + beta * losses.sum() / window.counts.rows
         return RowLosses(local, losses.detach())
 

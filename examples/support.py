@@ -23,6 +23,7 @@ from typing import Any
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 
 from alignment import SFTConfig, SFTTrainer
+from alignment.config.fields import SaveStrategy
 
 END = "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
@@ -52,7 +53,8 @@ Row = dict[str, Any]
 
 def questions() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Pairs of (question, topic): those to train on, and one wording of each topic that is held out."""
-    shown, held_out = [], []
+    shown: list[tuple[str, str]] = []
+    held_out: list[tuple[str, str]] = []
     for number, topic in enumerate(FACTS):
         for place, wording in enumerate(WORDINGS):
             (held_out if place == number else shown).append((wording.format(topic), topic))
@@ -103,7 +105,7 @@ def start_model(rows: list[Row], folder: Path) -> None:
         deepspeed="zero0",
         use_cpu=True,
         gradient_checkpointing=False,
-        save_strategy="no",
+        save_strategy=SaveStrategy.NO,
         disable_tqdm=True,
     )
     model = Qwen2ForCausalLM(config)
@@ -140,7 +142,8 @@ def main(folder: Path) -> None:
     ]
     asked = [{"prompt": turn("user", question), "topic": topic} for question, topic in shown]
     new = [{"prompt": turn("user", question), "topic": topic} for question, topic in held_out]
-    for name, content in {"pairs": pairs, "questions": asked, "new_questions": new}.items():
+    files: dict[str, list[Row]] = {"pairs": pairs, "questions": asked, "new_questions": new}
+    for name, content in files.items():
         text = "".join(json.dumps(row) + "\n" for row in content)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
     print(f"{folder}: start, feedback.csv, pairs.jsonl, questions.jsonl, new_questions.jsonl")

@@ -106,12 +106,15 @@ OPTIONS = [
 DATA = [
     Case("missing file", ("@absent.jsonl", "no such file", "dataset_name"), {"dataset_name": "@absent.jsonl"}),
     Case("torn file", ("@data.jsonl line 3: not valid JSON",), data='{"prompt": "a"}\n\n{"prompt": "b", "compl'),
-    Case("empty file", ("@data.jsonl", "holds no rows"), data=""),
-    Case("missing split", ("@data.jsonl", "has no split 'test'", "train"), {"dataset_test_split": "test"}),
+    Case("empty file", ("@data.jsonl", "contains no rows"), data=""),
+    Case("missing split", ("@data.jsonl", "split 'test' does not exist", "train"), {"dataset_test_split": "test"}),
     Case(
-        "cpo on unpaired", ("CPO needs chosen and rejected", "completion, label"), data=unpaired_rows(4), method="cpo"
+        "cpo on unpaired",
+        ("CPO requires chosen and rejected", "completion, label"),
+        data=unpaired_rows(4),
+        method="cpo",
     ),
-    Case("kto without labels", ("KTO needs the missing label", "prompt, completion"), data=UNLABELLED),
+    Case("kto without labels", ("missing column label", "prompt, completion"), data=UNLABELLED),
     Case(
         "label is a text",
         ("@data.jsonl line 5: label is 'yes' (a string)", "true or false"),
@@ -129,13 +132,13 @@ DATA = [
     ),
     Case(
         "nothing left",
-        ("@data.jsonl: none of the 3 rows is left (3 × ", "identical"),
+        ("@data.jsonl: all 3 rows were dropped (3 × ", "identical"),
         data=[IDENTICAL] * 3,
         method="cpo",
     ),
     Case(
         "column that is not there",
-        ("@data.jsonl: column_map takes prompt from 'question', which is missing; columns: prompt, completion",),
+        ("@data.jsonl: column_map maps prompt to column 'question', which does not exist; columns: prompt",),
         {"column_map": '{"prompt": "question"}'},
     ),
     Case(
@@ -185,18 +188,26 @@ DATA = [
 ]
 
 MODEL = [
-    Case("missing model", ("model_name_or_path: '@nowhere': no such folder",), {"model_name_or_path": "@nowhere"}),
+    Case(
+        "missing model", ("model_name_or_path: folder '@nowhere' does not exist",), {"model_name_or_path": "@nowhere"}
+    ),
     Case(
         "missing reference",
-        ("ref_model_name_or_path: '@nowhere': no such folder",),
+        ("ref_model_name_or_path: folder '@nowhere' does not exist",),
         {"ref_model_name_or_path": "@nowhere"},
     ),
-    Case("torn weights", ("model_name_or_path: ", "model.safetensors is torn"), model="torn"),
-    Case("torn older weights", ("model_name_or_path: ", "pytorch_model.bin is torn"), model="torn-older"),
-    Case("torn index", ("model_name_or_path: ", "model.safetensors.index.json is torn"), model="torn-index"),
-    Case("missing shard", ("model_name_or_path: ", "2.safetensors is named in", "missing"), model="missing-shard"),
-    Case("no weights", ("model_name_or_path: ", "holds no weights"), model="no-weights"),
-    Case("torn configuration", ("model_name_or_path: ", "no usable configuration"), model="torn-config"),
+    Case("torn weights", ("model_name_or_path: ", "model.safetensors is truncated or corrupt"), model="torn"),
+    Case(
+        "torn older weights", ("model_name_or_path: ", "pytorch_model.bin is truncated or corrupt"), model="torn-older"
+    ),
+    Case(
+        "torn index",
+        ("model_name_or_path: ", "model.safetensors.index.json is truncated or corrupt"),
+        model="torn-index",
+    ),
+    Case("missing shard", ("model_name_or_path: ", "2.safetensors is listed in", "missing"), model="missing-shard"),
+    Case("no weights", ("model_name_or_path: ", "contains no weights"), model="no-weights"),
+    Case("torn configuration", ("model_name_or_path: ", "the configuration of "), model="torn-config"),
     Case("wrong configuration", ("model_name_or_path: ", "'hidden_size' expected int"), model="wrong-config"),
     Case("torn tokenizer", ("processing_class: ", "no tokenizer could be loaded"), model="torn-tokenizer"),
     Case("encoder-decoder", ("model_name_or_path: ", "encoder-decoder", "decoder-only"), model="encoder-decoder"),

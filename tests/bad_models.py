@@ -71,7 +71,7 @@ def adapter(folder: Path) -> None:
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
-UNUSABLE, TORN, NO_TOKENIZER = "has no usable configuration", "is torn", "no tokenizer could be loaded from"
+UNUSABLE, TORN, NO_TOKENIZER = "the configuration of", "is truncated or corrupt", "no tokenizer could be loaded from"
 
 MODELS = [
     model("configuration a list", written("config.json", "[]"), UNUSABLE),
@@ -90,7 +90,7 @@ MODELS = [
     model("positions a word", config(max_position_embeddings="long"), UNUSABLE, "max_position_embeddings"),
     model("of another quantisation", config(quantization_config={"quant_method": "gptq"}), "quantised by gptq"),
     model("with code of its own", config(auto_map={"AutoConfig": "a.B"}, model_type="z"), "trust_remote_code"),
-    model("weights a pointer", written(WEIGHTS, POINTER), "is a pointer of Git LFS", "git lfs pull"),
+    model("weights a pointer", written(WEIGHTS, POINTER), "is a Git LFS pointer", "git lfs pull"),
     model("weights empty", written(WEIGHTS, b""), TORN),
     model("weights with a huge header", written(WEIGHTS, (2**62).to_bytes(8, "little") + b"{}"), TORN),
     model("weights without a header", written(WEIGHTS, (9).to_bytes(8, "little") + b"x" * 9), TORN),
@@ -99,10 +99,10 @@ MODELS = [
     model("index null", written(INDEX, "null"), INDEX, TORN),
     model("index nested", written(INDEX, NESTED), INDEX, TORN),
     model("index of numbers", written(INDEX, '{"weight_map": {"a": 5}}'), INDEX, TORN),
-    model("index of nothing", written(INDEX, '{"weight_map": {}}'), "holds no weights"),
+    model("index of nothing", written(INDEX, '{"weight_map": {}}'), "contains no weights"),
     model("index of another place", written(INDEX, '{"weight_map": {"a": "../../b"}}'), "but missing"),
     Case("model: a file", (UNUSABLE,), {"model_name_or_path": "@data.jsonl"}),
-    model("adapters", adapter, "holds adapters and no model", "adapter_name_or_path"),
+    model("adapters", adapter, "contains adapters but no model", "adapter_name_or_path"),
     Case("model: no name of the hub's", (UNUSABLE, "Repo id"), {"model_name_or_path": "what is this?"}),
     Case("model: an address", (UNUSABLE, "Repo id"), {"model_name_or_path": "https://huggingface.co/gpt2"}),
     Case("model: offline", (UNUSABLE, "couldn't"), {"model_name_or_path": "gpt2"}),

@@ -166,10 +166,10 @@ def library_bars() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def curves_left_out() -> Iterator[None]:
     """Training runs draw no curves, which takes 0.5 s each; engine/test_run_report.py puts the function back."""
-    if "alignment.training.summary" not in sys.modules:  # no test of this session trains
+    if "alignment.training.run_page" not in sys.modules:  # no test of this session trains
         yield
         return
-    with mock.patch("alignment.training.summary.draw_history", return_value=False):
+    with mock.patch("alignment.training.run_page.draw_page"):
         yield
 
 

@@ -26,6 +26,7 @@ COMMANDS = {
     "train": Command("alignment.cli.train", "train a model from a recipe, options, or both"),
     "prepare": Command("alignment.cli.prepare", "tokenise the data and plan a run without a GPU, and exit"),
     "status": Command("alignment.cli.status", "show where a run stands, from the files in its output folder"),
+    "report": Command("alignment.cli.report", "draw the HTML report of a run, or compare several runs"),
     "precompute": Command("alignment.cli.precompute", "compute and keep the reference's log-probs, and exit"),
     "export": Command("alignment.cli.export", "write a checkpoint, or an adapter with its base, as a full model"),
     "submit": Command("alignment.cli.submit", "submit training to SLURM, which requeues it near its time limit"),

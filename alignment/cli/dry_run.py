@@ -6,9 +6,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from alignment.config.fields import option_fields
+from alignment.training.data_facts import PERCENTILES, shown_name, token_lengths
 
 if TYPE_CHECKING:
     from alignment.config.options import AlignmentConfig
@@ -24,7 +23,6 @@ _ENGINES = {
 }
 _EXAMPLES = 3
 _LONGEST = 600  # characters of one text that are shown, half of them from each end
-_PERCENTILES = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
 
 
 def print_dry_run(trainer: AlignmentTrainer) -> None:
@@ -82,24 +80,14 @@ def _counts(data: PreparedData) -> Iterator[str]:
 
 
 def _lengths(data: PreparedData, trainer: AlignmentTrainer) -> Iterator[str]:
-    prompt, completions = data.table.prompt, data.table.completions
-    lengths = {"prompt": prompt}
-    lengths |= {_name(name): completions[:, i] for i, name in enumerate(trainer.method.completions)}
-    if trainer.method.completions:
-        lengths["prompt and completion"] = (prompt[:, None] + completions).ravel()
-    if data.packs is not None:
-        lengths = {"pack": data.packs.tokens, "learned in a pack": completions[:, 0]}
-        lengths["sequence"] = data.packs.stops - data.packs.begins
-    rows = [
-        (name, np.percentile(values, list(_PERCENTILES.values()), method="higher").tolist())
-        for name, values in lengths.items()
-    ]
-    yield from _table("tokens", list(_PERCENTILES), rows)
+    lengths = token_lengths(data, trainer.method.completions)
+    rows = [(name, list(values.values())) for name, values in lengths.items()]
+    yield from _table("tokens", list(PERCENTILES), rows)
 
 
 def _examples(data: PreparedData, trainer: AlignmentTrainer) -> Iterator[str]:
     names = ("prompt_ids", *trainer.method.completions)
-    width = max(len(_name(name)) for name in names)
+    width = max(len(shown_name(name)) for name in names)
     for number in range(min(_EXAMPLES, len(data.dataset))):
         row = data.dataset[number]
         label = "" if "label" not in row else ", desirable" if row["label"] else ", undesirable"
@@ -108,7 +96,7 @@ def _examples(data: PreparedData, trainer: AlignmentTrainer) -> Iterator[str]:
         yield f"  {source if isinstance(source, str) else f'row {source}'}{label}"
         for name in names:
             text = trainer.processing_class.decode(row[name], clean_up_tokenization_spaces=False)
-            yield f"    {_name(name).ljust(width)}  {_shortened(text)!r}"
+            yield f"    {shown_name(name).ljust(width)}  {_shortened(text)!r}"
 
 
 def _table(corner: str, columns: list[str], rows: list[tuple[str, list[Any]]]) -> Iterator[str]:
@@ -125,7 +113,3 @@ def _shortened(text: str) -> str:
         return text
     half = _LONGEST // 2
     return f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
-
-
-def _name(column: str) -> str:
-    return column.removesuffix("_ids")

@@ -66,9 +66,7 @@ def help_text(methods: Mapping[str, type[AlignmentConfig]], program: str = "laun
         methods: options classes by the name of their method.
         program: what the command was called by.
     """
-    recipes = ", ".join(packaged_names("recipes"))
-    launchers = _LAUNCHED.get(program) or _LAUNCHED_MODULE.format(name=program.split()[-1])
-    lines = [_USAGE.format(program=program, launchers=launchers, recipes=recipes)]
+    lines = [usage(program)]
     seen: set[type] = set()
     for cls in methods.values():
         for group, fields in grouped_fields(cls):
@@ -82,6 +80,13 @@ def help_text(methods: Mapping[str, type[AlignmentConfig]], program: str = "laun
     return "\n".join(lines)
 
 
+def usage(program: str) -> str:
+    """Return the lines above the options, for a command called ``program``."""
+    recipes = ", ".join(packaged_names("recipes"))
+    launchers = _LAUNCHED.get(program) or _LAUNCHED_MODULE.format(name=program.split()[-1])
+    return _USAGE.format(program=program, launchers=launchers, recipes=recipes)
+
+
 def _entry(field: dataclasses.Field[Any]) -> str:
     later = " (not supported yet)" if field.name in refused_fields() else ""
     text = f"{field.metadata['help'].replace('`', '')} [{default_text(field)}]{later}"
@@ -89,7 +94,7 @@ def _entry(field: dataclasses.Field[Any]) -> str:
 
 
 def option_tables() -> str:
-    """One folded table for each group of options, and the names that are refused for now."""
+    """One table for each group of options, and the names that are refused for now."""
     parts = [_table(title, fields) for title, fields in _groups()]
     later = ", ".join(f"`{name}`" for name in sorted(refused_fields()))
     return "\n\n".join([*parts, f"Refused by name for now, with the nearest thing that works: {later}."])
@@ -108,8 +113,8 @@ def _groups() -> Iterator[tuple[str, list[dataclasses.Field[Any]]]]:
 
 def _table(title: str, fields: list[dataclasses.Field[Any]]) -> str:
     rows = [f"| `{field.name}` | {default_text(field)} | {field.metadata['help']} |" for field in fields]
-    head = ["| option | default | |", "|---|---|---|"]
-    return "\n".join([f"<details><summary>{title}</summary>", "", *head, *rows, "", "</details>"])
+    head = ["| option | default | description |", "|---|---|---|"]
+    return "\n".join([f"## {title}", "", *head, *rows])
 
 
 def with_tables(text: str) -> str:

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
 def _run(options: argparse.Namespace) -> int:
     try:
         reader = RunReader(Path(options.run).expanduser(), read_all=options.check)
-        view = _follow(reader, options) if options.follow else _settled(reader)
+        view = _follow(reader, options) if options.follow else settled(reader)
     except (AlignmentError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
@@ -64,7 +64,7 @@ def _run(options: argparse.Namespace) -> int:
     return 1 if unread else 0
 
 
-def _settled(reader: RunReader) -> RunView:
+def settled(reader: RunReader) -> RunView:
     """The run, as soon as it is known whether its process is alive."""
     view, told = reader.read(), False
     while not view.settled:

@@ -14,6 +14,7 @@ from alignment.config.errors import LastCheckpointError
 from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
 from alignment.engines.launch_env import rank
+from alignment.reporting.html.page import PAGE
 from alignment.training.checkpointing.output_folder import check_output_folder
 from alignment.training.data import evaluation_data, tokenised_folder, training_data
 from alignment.training.summary import REPORT
@@ -82,7 +83,7 @@ def run(options: AlignmentConfig, *, precompute: bool = False) -> None:
         trainer.evaluate()
         trainer.write_report(show=False)  # once more, with that evaluation
     trainer.save_state()
-    trainer.tell(f"model, tokenizer, log.jsonl, {REPORT} and more: {trainer.output_dir}")
+    trainer.tell(f"model, tokenizer, log.jsonl, {REPORT}, {PAGE} and more: {trainer.output_dir}")
     trainer.close()
     if unsaved is not None:
         raise unsaved

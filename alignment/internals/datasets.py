@@ -1,4 +1,4 @@
-"""datasets: splits and their slices, saved datasets, the cache folder, and what is behind an error."""
+"""datasets: splits and their slices, saved datasets, the cache folder, and causes of errors."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 def data_files_by_split(folder: str) -> Mapping[object, Iterable[str]]:
-    """Split -> paths of a folder's data files, by the naming rules of ``load_dataset``.
+    """Map splits to the paths of a folder's data files, by the naming rules of ``load_dataset``.
 
-    ``load_dataset`` itself would read the files, which is left to exact readers here. Seen with datasets 5.2.
+    ``load_dataset`` would also read the files, which exact readers do here. Seen with datasets 5.2.
 
     Raises:
-        FileNotFoundError: no file whose name follows the rules.
+        FileNotFoundError: no file name follows the rules.
     """
     from datasets.data_files import DataFilesDict, get_data_patterns
 
@@ -20,25 +20,25 @@ def data_files_by_split(folder: str) -> Mapping[object, Iterable[str]]:
 
 
 def was_saved(folder: Path) -> bool:
-    """Whether ``folder`` was written by ``save_to_disk``: a ``Dataset``, or a ``DatasetDict``.
+    """Whether ``folder`` was written by ``save_to_disk``, from a ``Dataset`` or a ``DatasetDict``.
 
-    ``load_from_disk`` raises the same error for a folder that was not and for one that is damaged. It looks for these
-    two files, whose names are not documented. Seen with datasets 5.2.
+    ``load_from_disk`` raises the same error for other folders and for damaged ones. It looks for these two files,
+    whose names are not documented. Seen with datasets 5.2.
     """
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
 def slices(split: str, rows: Mapping[str, int]) -> list[tuple[str, range]]:
-    """The parts that ``split``, such as ``train[:10%]+test``, names: a split and its row numbers each, in their order.
+    """The parts of a split such as ``train[:10%]+test``: pairs of a split and its row numbers, in their order.
 
-    ``ReadInstruction`` is public; what ``to_absolute`` returns is not. Seen with datasets 5.2.
+    ``ReadInstruction`` is public, but not the result of ``to_absolute``. Seen with datasets 5.2.
 
     Args:
-        split: in the syntax of ``load_dataset``.
+        split: a split in the syntax of ``load_dataset``.
         rows: number of rows of every split.
 
     Raises:
-        ValueError, AssertionError: not in that syntax, or beyond a split.
+        ValueError, AssertionError: the syntax is invalid, or the rows are beyond a split.
     """
     from datasets import ReadInstruction
 
@@ -47,7 +47,7 @@ def slices(split: str, rows: Mapping[str, int]) -> list[tuple[str, range]]:
 
 
 def cause_of(error: Exception) -> BaseException | None:
-    """What a user's generator raised, if ``error`` is the one that ``Dataset.from_generator`` puts around it.
+    """The error of a user's generator, if ``error`` is the wrapper that ``Dataset.from_generator`` raises.
 
     The class is not exported. Seen with datasets 5.2.
     """
@@ -57,9 +57,9 @@ def cause_of(error: Exception) -> BaseException | None:
 
 
 def cache_folder() -> Path:
-    """The folder of the cache: ``HF_DATASETS_CACHE``, or what ``HF_HOME`` makes of it.
+    """The cache folder: ``HF_DATASETS_CACHE``, or the one derived from ``HF_HOME``.
 
-    Only the variables are documented; the library reads them once, as it is imported. Seen with datasets 5.2.
+    Only the variables are documented; the library reads them once, on import. Seen with datasets 5.2.
     """
     from datasets import config
 

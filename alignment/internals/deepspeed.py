@@ -16,10 +16,10 @@ _MUON = "deepspeed.runtime.zero.muon.original_muon"
 
 
 def section_models() -> dict[str, type[BaseModel]]:
-    """The pydantic models by which DeepSpeed reads the sections ``zero_optimization``, ``bf16`` and ``fp16``.
+    """DeepSpeed's pydantic models of the sections ``zero_optimization``, ``bf16`` and ``fp16``.
 
-    ``deepspeed.initialize`` checks a JSON only once the model is loaded; with its models a wrong value is found before
-    that. They are not exported. Seen with DeepSpeed 0.19.8.
+    ``deepspeed.initialize`` validates the configuration only after the model is loaded; with these models, invalid
+    values are found before that. They are not exported. Seen with DeepSpeed 0.19.8.
     """
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -28,10 +28,10 @@ def section_models() -> dict[str, type[BaseModel]]:
 
 
 def is_prebuilt(builder: str) -> bool:
-    """Whether an op came compiled with the installed DeepSpeed, by the name of its builder such as ``CPUAdamBuilder``.
+    """Whether an op is prebuilt in the installed DeepSpeed, by the name of its builder, such as ``CPUAdamBuilder``.
 
-    Any other op needs a compiler at run time. What ``DS_BUILD_OPS`` built is recorded in the installation alone;
-    ``builder.is_compatible()`` says whether an op could be built. Seen with DeepSpeed 0.19.8.
+    Any other op needs a compiler at run time. The result of ``DS_BUILD_OPS`` is recorded only in the installation;
+    ``builder.is_compatible()`` tells whether an op could be built. Seen with DeepSpeed 0.19.8.
     """
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops import op_builder
@@ -40,10 +40,10 @@ def is_prebuilt(builder: str) -> bool:
 
 
 def skip_shared_memory_op() -> None:
-    """Keep DeepSpeed from compiling ``shm_comm`` as a CPU group starts: 40 s, and a crash without a compiler.
+    """Prevent DeepSpeed from compiling ``shm_comm`` when a CPU group starts: 40 s, and a crash without a compiler.
 
-    Only tensor-parallel inference calls the op, but ``init_distributed`` always builds it where the table of
-    compatible ops allows; there is no setting. Without the op DeepSpeed uses gloo. Seen with DeepSpeed 0.19.8.
+    Only tensor-parallel inference calls the op, but ``init_distributed`` always builds it if the table of compatible
+    ops allows it; there is no setting. Without the op, DeepSpeed uses gloo. Seen with DeepSpeed 0.19.8.
     """
     import deepspeed.ops
 
@@ -51,17 +51,17 @@ def skip_shared_memory_op() -> None:
 
 
 def partitions_weights(engine: Any) -> bool:
-    """Whether an engine partitions the weights, that is, runs ZeRO-3.
+    """Whether an engine partitions the weights (ZeRO-3).
 
-    The engine reads its configuration by methods without documentation. Seen with DeepSpeed 0.19.8.
+    The engine's accessors of its configuration are not documented. Seen with DeepSpeed 0.19.8.
     """
     return bool(engine.zero_optimization_partition_weights())
 
 
 def scales_loss(engine: Any) -> bool:
-    """Whether an engine trains in fp16, where a gradient that is not finite means a lower loss scale and no fault.
+    """Whether an engine trains in fp16, where a non-finite gradient means a lower loss scale rather than a fault.
 
-    The engine reads its configuration by methods without documentation. Seen with DeepSpeed 0.19.8.
+    The engine's accessors of its configuration are not documented. Seen with DeepSpeed 0.19.8.
     """
     return bool(engine.fp16_enabled())
 
@@ -69,18 +69,18 @@ def scales_loss(engine: Any) -> bool:
 def destroy(engine: Any) -> None:
     """Remove an engine's hooks and release its optimizer's memory.
 
-    The method is neither documented nor called by anything but ``__del__``, which is too late where a reference cycle
-    keeps the engine. Seen with DeepSpeed 0.19.8.
+    The method is not documented and is called only by ``__del__``, which is too late if a reference cycle keeps the
+    engine alive. Seen with DeepSpeed 0.19.8.
     """
     engine.destroy()
 
 
 def import_muon() -> None:
-    """Import the Muon optimizer, whose functions are then compiled when they are called for the first time.
+    """Import the Muon optimizer so that its functions are compiled at their first call.
 
-    ``deepspeed.initialize`` imports it whatever the optimizer, and it decorates with ``torch.compile``, which imports
-    torch's whole compiler: 1.7 s of CPU. Nothing is done where it is imported already, or is elsewhere. Seen with
-    DeepSpeed 0.19.8.
+    ``deepspeed.initialize`` imports it for any optimizer, and it is decorated with ``torch.compile``, which imports
+    all of torch's compiler: 1.7 s of CPU time. No effect if it is already imported, or has moved. Seen with DeepSpeed
+    0.19.8.
     """
     from unittest import mock
 
@@ -114,11 +114,11 @@ def import_muon() -> None:
 
 
 def reports_grad_norm(engine: Any) -> bool:
-    """Whether ``engine.get_global_grad_norm()`` is a number after a step.
+    """Whether ``engine.get_global_grad_norm()`` returns a number after a step.
 
-    It is where DeepSpeed wraps the optimizer, whose ``_global_grad_norm`` the engine copies. At stage 0 in fp32 the
-    optimizer is not wrapped, and the norm stays None. This has to be known before the step, which clears gradients;
-    the wrapper of stage 1 in bf16 with fp32 accumulation has the norm from its first step on only. Seen with DeepSpeed
+    It does if DeepSpeed wraps the optimizer, whose ``_global_grad_norm`` the engine copies. At stage 0 in fp32 the
+    optimizer is not wrapped, and the norm stays None. This must be known before the step, which clears gradients; the
+    wrapper of stage 1 in bf16 with fp32 accumulation has the attribute only after its first step. Seen with DeepSpeed
     0.19.8.
     """
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -127,14 +127,14 @@ def reports_grad_norm(engine: Any) -> bool:
 
 
 def undo_dummy_step(optimizer: Any) -> None:
-    """Forget the states of a wrapped optimizer, and copy its masters from the model's weights again.
+    """Clear the states of a wrapped optimizer, and copy its master weights from the model's weights again.
 
-    DeepSpeed's 16-bit wrappers at ZeRO stage 0 reserve the optimizer's memory by a step on gradients of zero. Adam
-    then counts that step (its first real update comes out a quarter too small), and weight decay has decayed the
-    masters once. deepspeed #5151 reports the same of ``BF16_Optimizer``. Seen with DeepSpeed 0.19.8.
+    DeepSpeed's 16-bit wrappers at ZeRO stage 0 allocate the optimizer's memory by a step on zero gradients. Adam
+    counts that step (its first real update is a quarter too small), and weight decay is applied to the master weights
+    once. deepspeed #5151 reports the same for ``BF16_Optimizer``. Seen with DeepSpeed 0.19.8.
 
     Args:
-        optimizer: an engine's, wrapped or not; one that DeepSpeed has not stepped is left alone.
+        optimizer: optimizer of an engine, wrapped or not; one without a step by DeepSpeed is not changed.
     """
     import torch
     from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer

@@ -1,4 +1,4 @@
-"""DeepSpeed: the process groups that it makes beside the default one."""
+"""DeepSpeed: the process groups that it creates in addition to the default one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from datetime import timedelta
 
 
 def set_timeout_of_new_groups(timeout: timedelta) -> None:
-    """Let ranks wait so long for each other in every group that DeepSpeed makes from now on.
+    """Set the timeout of all groups that DeepSpeed creates from now on.
 
-    It reduces gradients and gathers weights in a copy of the default group, made without a limit of its own: torch
-    then takes the backend's, 10 minutes on NCCL, whatever the default group has. Neither a setting nor an argument
-    reaches it. Seen with DeepSpeed 0.19.8.
+    It reduces gradients and gathers weights in a copy of the default group that is created without a timeout: torch
+    then uses the backend's default, 10 minutes with NCCL, regardless of the default group. Neither a setting nor an
+    argument changes that. Seen with DeepSpeed 0.19.8.
     """
     import torch
     from deepspeed.comm import comm

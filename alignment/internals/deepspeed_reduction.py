@@ -1,8 +1,8 @@
-"""DeepSpeed, stages 1 and 2: gradients that stay on each rank until the last micro-batch, and are reduced once.
+"""DeepSpeed at stages 1 and 2: gradients that stay on each rank until the last micro-batch and are reduced once.
 
-``engine.coalesce_grad_reduction()`` is the documented way. It is a context that reduces wherever it is left, also by a
-window that is given up or by the garbage collector; it passes over parameters without a gradient, which then differ
-from rank to rank; and at stage 2 it sums in 16 bits. So its parts are used. Seen with DeepSpeed 0.19.8, all of it.
+The documented way is ``engine.coalesce_grad_reduction()``. It is a context manager that reduces on every exit, even of
+an abandoned window or by the garbage collector; it skips parameters without a gradient, which then differ between
+ranks; and at stage 2 it sums in 16 bits. Therefore its parts are used instead. Seen with DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from alignment.internals.deepspeed_state import wrapper
 
 
 def can_reduce_once(engine: Any) -> bool:
-    """Whether gradients may stay on the ranks: the optimizer is that of stages 1 and 2, and has the switch for it."""
+    """Whether gradients can stay on the ranks: the optimizer is that of stages 1 and 2 and supports it."""
     return wrapper(engine) == "zero12" and hasattr(engine.optimizer, "_coalesce_grad_reduction")
 
 
 def accumulate_locally(engine: Any) -> None:
-    """Sum a window's gradients on each rank in the accumulation dtype, beside the weights' own ``grad``.
+    """Sum a window's gradients on each rank in the accumulation dtype, separately from the weights' ``grad``.
 
-    Stage 1 does so where the two dtypes differ. Stage 2 would sum in the weights' dtype what is not reduced yet.
+    Stage 1 does so if the two dtypes differ. Stage 2 would sum unreduced gradients in the weights' dtype.
     """
     optimizer = engine.optimizer
     optimizer.use_grad_accum_attribute = optimizer.use_separate_grad_accum
 
 
 def hold_back(engine: Any) -> None:
-    """From now on a backward pass leaves its gradients on this rank; until :func:`reduce_held` or :func:`let_go`."""
+    """Keep the gradients of backward passes on this rank until :func:`reduce_held` or :func:`let_go`."""
     engine.inside_no_sync_ctxt = engine.optimizer._coalesce_grad_reduction = True
 
 
 def let_go(engine: Any) -> None:
-    """The next backward pass reduces again; what was held back stays until a step clears it."""
+    """Let the next backward pass reduce again; held gradients stay until a step clears them."""
     engine.inside_no_sync_ctxt = engine.optimizer._coalesce_grad_reduction = False
     engine.set_gradient_accumulation_boundary(True)
 
 
 def reduce_held(engine: Any) -> None:
-    """Reduce what was held back, and leave it for ``engine.step``; collective.
+    """Reduce the held gradients for ``engine.step``. Collective.
 
-    A parameter without a gradient, such as an expert that no token of this rank went through, takes part with zeros:
-    what the ranks reduce has to be the same.
+    A parameter without a gradient, such as an expert without tokens on this rank, contributes zeros: all ranks must
+    reduce the same parameters.
     """
     import torch
 
@@ -57,10 +57,10 @@ def reduce_held(engine: Any) -> None:
 
 
 def complete_offloaded(engine: Any) -> None:
-    """After the last micro-batch: an offloaded optimizer steps on the gradient of the window, whatever that left out.
+    """After the last micro-batch, complete the gradients of an offloaded optimizer.
 
-    At stages 1 and 2 the copy for the optimizer is made as a parameter's gradient arrives in the last micro-batch. For
-    an expert that no token of it goes through DeepSpeed leaves what was there: the gradient of the window before.
+    At stages 1 and 2, the optimizer's copy is made when a parameter's gradient arrives in the last micro-batch. For an
+    expert without tokens there, DeepSpeed keeps the gradient of the previous window.
     """
     optimizer = engine.optimizer
     if wrapper(engine) != "zero12" or not optimizer.cpu_offload:

@@ -1,7 +1,7 @@
-"""DeepSpeed's wrapped optimizers: the tensors that they step on, what those stand for, the loss scale, and counters.
+"""DeepSpeed's wrapped optimizers: the tensors that they update, their parameters, the loss scale, and counters.
 
-None of it is public: ``engine.save_checkpoint`` is the only documented way to the state, and pickles all of it. The
-wrappers are told apart by their class. Seen with DeepSpeed 0.19.8, all of it.
+None of it is public: ``engine.save_checkpoint`` is the only documented access to the state, and pickles all of it. The
+wrappers are distinguished by their class. Seen with DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-# What a dynamic loss scale has become; its other attributes are configuration.
+# The mutable state of a dynamic loss scale; its other attributes are configuration.
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class Piece(NamedTuple):
-    """A run of elements of a model's parameter within a unit.
+    """A range of elements of a model's parameter within a unit.
 
     Attributes:
-        parameter: of the model; under ZeRO-3 its own memory may be empty.
+        parameter: parameter of the model; under ZeRO-3, its own memory may be empty.
         start: first element of the flattened parameter.
         offset: first element of the flattened unit.
-        numel: how many elements.
+        numel: number of elements.
     """
 
     parameter: nn.Parameter
@@ -36,12 +36,12 @@ class Piece(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """One tensor that the inner optimizer steps on: a parameter, a copy of it, or a partition of many.
+    """One tensor that the inner optimizer updates: a parameter, a copy of it, or a partition of many.
 
     Attributes:
         master: the tensor; the optimizer's state is ``optimizer.state[master]``.
         group: number of its parameter group.
-        pieces: what it stands for, in the order of their offsets; alignment padding belongs to none of them.
+        pieces: its parts of parameters, in the order of their offsets; alignment padding belongs to none of them.
     """
 
     master: Tensor
@@ -50,13 +50,13 @@ class Unit(NamedTuple):
 
 
 def inner_optimizer(engine: Any) -> Optimizer:
-    """The optimizer that takes the steps: torch's, bitsandbytes', DeepSpeed's compiled one or the user's."""
+    """The optimizer that makes the updates: torch's, bitsandbytes', DeepSpeed's compiled one or the user's."""
     optimizer: Optimizer = engine.optimizer.optimizer if wrapper(engine) else engine.optimizer
     return optimizer
 
 
 def replicates_state(engine: Any) -> bool:
-    """Whether every rank holds the same masters and states, that is, whether ZeRO is off."""
+    """Whether every rank has the same master weights and states, that is, whether ZeRO is off."""
     return not engine.zero_optimization()
 
 
@@ -66,12 +66,12 @@ def zero_stage(engine: Any) -> int:
 
 
 def whole_shape(parameter: Any) -> tuple[int, ...]:
-    """The shape of a parameter, also of one that ZeRO-3 has divided."""
+    """The unsharded shape of a parameter, which ZeRO-3 may have partitioned."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def state_units(engine: Any) -> list[Unit]:
-    """The units of this rank, in an order that follows from model, optimizer and split alone."""
+    """The units of this rank, in an order determined by model, optimizer and split."""
     optimizer, kind = engine.optimizer, wrapper(engine)
     if kind == "zero3":
         return list(_zero3_units(optimizer))
@@ -96,9 +96,9 @@ def state_units(engine: Any) -> list[Unit]:
 
 
 def refresh_weights(engine: Any) -> None:
-    """Make the model's weights equal to the masters, as a step does after the inner optimizer; collective.
+    """Set the model's weights from the master weights, as after a step of the inner optimizer. Collective.
 
-    Includes the partitions of other ranks and the small weights that ZeRO-3 keeps whole.
+    This includes the partitions of other ranks and the small weights that ZeRO-3 does not partition.
     """
     import torch
 
@@ -118,15 +118,15 @@ def refresh_weights(engine: Any) -> None:
 
 
 def loss_scale_state(engine: Any) -> dict[str, Any]:
-    """What a dynamic loss scale has become, as numbers by name; empty where there is none."""
+    """The state of a dynamic loss scale as numbers by name; empty if there is none."""
     scaler = dynamic_scaler(engine)
     return {} if scaler is None else {name: getattr(scaler, name) for name in _SCALE if hasattr(scaler, name)}
 
 
 def set_loss_scale_state(engine: Any, state: dict[str, Any]) -> None:
-    """Restore what :func:`loss_scale_state` gave; what this engine's scaler does not count is ignored.
+    """Restore a state from :func:`loss_scale_state`; values that this engine's scaler does not have are ignored.
 
-    ZeRO's scaler and that of stage 0 share all but the hysteresis, which stage 0 does not have.
+    ZeRO's scaler and that of stage 0 share everything except the hysteresis, which stage 0 lacks.
     """
     scaler = dynamic_scaler(engine)
     for name in _SCALE:
@@ -135,25 +135,25 @@ def set_loss_scale_state(engine: Any, state: dict[str, Any]) -> None:
 
 
 def counters(engine: Any) -> dict[str, int]:
-    """How many steps, micro-steps and samples the engine has counted, and how many steps it skipped."""
+    """The engine's counts of steps, micro-steps, samples and skipped steps."""
     return {name: int(getattr(engine, name)) for name in _COUNTERS}
 
 
 def set_counters(engine: Any, state: dict[str, int]) -> None:
-    """Restore what :func:`counters` gave."""
+    """Restore counts from :func:`counters`."""
     for name in _COUNTERS:
         setattr(engine, name, state[name])
 
 
 def replay_cpu_adam(optimizer: Any, steps: int) -> None:
-    """Let DeepSpeed's CPU Adam count as many steps as its restored states; other optimizers are left alone.
+    """Advance DeepSpeed's CPU Adam to the step count of its restored states; other optimizers are not changed.
 
-    The powers of its betas are running products within the compiled optimizer, in fp32. After a restart it would take
-    them by ``pow``, which differs in the last bits, and so would every further step.
+    The powers of its betas are running products inside the compiled optimizer, in fp32. After a restart it would
+    compute them by ``pow``, which differs in the last bits, and so would every further step.
 
     Args:
         optimizer: an inner optimizer.
-        steps: the number of steps that its states say.
+        steps: number of steps in its states.
     """
     update = getattr(getattr(optimizer, "ds_opt_adam", None), "adam_update", None)
     if update is None:
@@ -168,7 +168,7 @@ def replay_cpu_adam(optimizer: Any, steps: int) -> None:
 
 
 def wrapper(engine: Any) -> str | None:
-    """Which of DeepSpeed's wrappers the engine's optimizer is; None for a bare one."""
+    """The kind of DeepSpeed wrapper around the engine's optimizer; None for a bare one."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -186,7 +186,7 @@ def wrapper(engine: Any) -> str | None:
 
 
 def _laid_out(parameters: list[Any], begin: int, length: int, offsets: list[int] | None = None) -> Iterator[Piece]:
-    """The pieces of parameters that lie one after the other, within ``length`` elements from ``begin`` on."""
+    """The pieces of consecutive parameters within ``length`` elements from ``begin``."""
     sizes = [parameter.numel() for parameter in parameters]
     offsets = offsets or [0, *itertools.accumulate(sizes)][: len(sizes)]
     for parameter, offset, size in zip(parameters, offsets, sizes, strict=True):
@@ -196,7 +196,7 @@ def _laid_out(parameters: list[Any], begin: int, length: int, offsets: list[int]
 
 
 def _zero12_units(optimizer: Any) -> Iterator[Unit]:
-    """Stages 1 and 2: each group is flattened, in round-robin order if configured, and cut into equal partitions."""
+    """Stages 1 and 2: each group is flattened, in round-robin order if configured, and split into equal partitions."""
     from deepspeed import comm
 
     for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
@@ -207,7 +207,7 @@ def _zero12_units(optimizer: Any) -> Iterator[Unit]:
 
 
 def _bf16_units(optimizer: Any) -> Iterator[Unit]:
-    """Stage 1 in bf16 with fp32 accumulation: the same, by a class of its own."""
+    """Stage 1 in bf16 with fp32 accumulation: the same, with a separate class."""
     from deepspeed import comm
 
     for group, master in enumerate(optimizer.fp32_groups_flat_partition):
@@ -217,7 +217,7 @@ def _bf16_units(optimizer: Any) -> Iterator[Unit]:
 
 
 def _zero3_units(optimizer: Any) -> Iterator[Unit]:
-    """Stage 3: each parameter is cut into equal shares; a sub-group is this rank's shares, one after the other."""
+    """Stage 3: each parameter is split into equal shares; a sub-group is the concatenation of this rank's shares."""
     for number, master in enumerate(optimizer.fp32_partitioned_groups_flat):
         rank = optimizer._get_sub_group_partition_rank(number)
         pieces, offset = [], 0
@@ -232,7 +232,7 @@ def _zero3_units(optimizer: Any) -> Iterator[Unit]:
 
 
 def dynamic_scaler(engine: Any) -> Any:
-    """What holds the loss scale, if it is a dynamic one."""
+    """The object that holds a dynamic loss scale; None if there is none."""
     optimizer = engine.optimizer
     config = getattr(optimizer, "loss_scale_config", None)
     if config is not None:

@@ -1,4 +1,4 @@
-"""DeepSpeed: steps in fp16, and steps that make no update, whichever wrapper the optimizer has."""
+"""DeepSpeed: steps in fp16, and steps without an update, for any wrapper of the optimizer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def skip_invalid_norm(engine: Any) -> None:
-    """Let the norm alone say whether a gradient is finite, at stages 1 and 2 in bf16.
+    """Check at stages 1 and 2 in bf16 only by the norm whether a gradient is finite.
 
-    Every wrapper computes the norm before the update, and skips an update whose norm is inf or nan; a bare optimizer
-    (stage 0 in fp32) skips nothing. In bf16 that of stages 1 and 2 does so only with ``bf16.check_grad_overflow``, the
-    default, by which it also goes through all gradients once more. Seen with DeepSpeed 0.19.8.
+    Every wrapper computes the norm before the update, and skips the update if the norm is inf or nan; a bare optimizer
+    (stage 0 in fp32) does not. In bf16, that of stages 1 and 2 does so only with the default
+    ``bf16.check_grad_overflow``, which also scans all gradients once more. Seen with DeepSpeed 0.19.8.
     """
     optimizer = engine.optimizer
     if wrapper(engine) == "zero12" and not scales_loss(engine):
@@ -27,11 +27,10 @@ def skip_invalid_norm(engine: Any) -> None:
 
 
 def discard_gradients(engine: Any) -> None:
-    """Take a step that makes no update: gradients are cleared, and weights, states and loss scale are left alone.
+    """Take a step without an update: gradients are cleared; weights, states and loss scale do not change.
 
-    DeepSpeed offers this for an fp16 overflow only, so it is told that there was one; what it does to the loss scale
-    is left out. It counts the step among those skipped, and does not move the learning rate's schedule. Seen with
-    DeepSpeed 0.19.8.
+    DeepSpeed offers this only for an fp16 overflow, so it is made to see one, but without the change of the loss
+    scale. It counts the step as skipped and does not advance the learning rate schedule. Seen with DeepSpeed 0.19.8.
     """
     optimizer, kind = engine.optimizer, wrapper(engine)
 
@@ -57,21 +56,21 @@ def discard_gradients(engine: Any) -> None:
             replace("step", optimizer._skip_invalid_grad_norm)
         if kind not in ("bf16", None):
             replace("_update_scale", lambda has_overflow=False: None)
-        engine.set_gradient_accumulation_boundary(True)  # elsewhere, in the middle of a window, it would do nothing
+        engine.set_gradient_accumulation_boundary(True)  # in the middle of a window, the step would do nothing
         engine.step()
 
 
 def loss_scale(engine: Any) -> float:
-    """What the loss is multiplied by in fp16; every wrapper has it. Seen with DeepSpeed 0.19.8."""
+    """The loss scale in fp16; every wrapper has one. Seen with DeepSpeed 0.19.8."""
     return float(engine.optimizer.loss_scale)
 
 
 def scaled_where_missing(engine: Any, loss: Tensor) -> Tensor:
-    """The loss, times the loss scale where DeepSpeed divides gradients by it but multiplies nothing: fp16 at stage 0.
+    """Scale the loss where DeepSpeed only divides gradients by the loss scale: in fp16 at stage 0.
 
-    ``engine.backward`` scales the loss for ZeRO's optimizers alone. The wrappers of stage 0 have a ``backward`` that
-    does it, which the engine never calls, and a ``step`` that divides: without this their gradients are 65536 times
-    too small at first. Seen with DeepSpeed 0.19.8.
+    ``engine.backward`` scales the loss only for ZeRO's optimizers. The wrappers of stage 0 have a ``backward`` that
+    does it, but the engine never calls it, and a ``step`` that divides: without this function, gradients would
+    initially be too small by a factor of 65536. Seen with DeepSpeed 0.19.8.
     """
     if scales_loss(engine) and replicates_state(engine):
         return loss.float() * loss_scale(engine)
@@ -79,12 +78,11 @@ def scaled_where_missing(engine: Any, loss: Tensor) -> Tensor:
 
 
 def step_in_fp16(engine: Any) -> float | None:
-    """Take a step in fp16; its gradient's norm without the loss scale, None where it overflowed: no update was made.
+    """Take a step in fp16; return the norm without the loss scale, or None after an overflow without an update.
 
-    The loss scale is left alone after an overflow, see :func:`lower_loss_scale`. Where it grows, every
-    ``loss_scale_window`` steps, it does so after the step: the wrappers raise it before they divide the gradient by
-    it, so that the step is that of half the gradient. The norm of ``FP16_UnfusedOptimizer`` includes the scale. Seen
-    with DeepSpeed 0.19.8.
+    The loss scale is not changed after an overflow, see :func:`lower_loss_scale`. Every ``loss_scale_window`` steps it
+    grows, here after the step: the wrappers increase it before they divide the gradient by it, which would halve the
+    gradient of the step. The norm of ``FP16_UnfusedOptimizer`` includes the scale. Seen with DeepSpeed 0.19.8.
     """
     optimizer, scale = engine.optimizer, loss_scale(engine)
     overflows: list[bool] = []
@@ -99,11 +97,11 @@ def step_in_fp16(engine: Any) -> float | None:
 
 
 def lower_loss_scale(engine: Any) -> bool:
-    """After an overflow: lower the loss scale as DeepSpeed does; False where it is static, or at its minimum.
+    """Lower the loss scale after an overflow as DeepSpeed does; return False if it is static or at its minimum.
 
-    With ``hysteresis`` DeepSpeed lowers the scale at the second overflow only. It drops the batch in between; for one
-    that is tried again, which overflows at the same scale again, that second one is counted at once. At the minimum
-    ZeRO's scaler raises a bare ``Exception``, and that of stage 0 does nothing. Seen with DeepSpeed 0.19.8.
+    With ``hysteresis``, DeepSpeed lowers the scale only at the second overflow and drops the batch of the first. A
+    batch that is retried would overflow at the same scale again, so the second overflow is counted immediately. At the
+    minimum, ZeRO's scaler raises a bare ``Exception``; that of stage 0 does nothing. Seen with DeepSpeed 0.19.8.
     """
     scaler = dynamic_scaler(engine)
     if scaler is None:
@@ -117,15 +115,15 @@ def lower_loss_scale(engine: Any) -> bool:
 
 
 def drop_older(engine: Any, several: bool) -> None:
-    """After the first micro-batch of a window: what it left alone is not added to the sums of the window before.
+    """After a window's first micro-batch, clear the older sums of parameters that it has no gradient for.
 
-    DeepSpeed writes the gradients of the first micro-batch over the older sums and adds those of the others. For a
-    parameter without a gradient in the first, such as an expert that no token went through, the older sums stay: at
-    stage 3, and at stages 1 and 2 in host memory. Seen with DeepSpeed 0.19.8.
+    DeepSpeed overwrites the older sums with the gradients of the first micro-batch and adds those of the others. For a
+    parameter without a gradient in the first, such as an expert without tokens, the older sum remains: at stage 3, and
+    at stages 1 and 2 in host memory. Seen with DeepSpeed 0.19.8.
 
     Args:
-        engine: a training one.
-        several: the window has further micro-batches; of a single one stages 1 and 2 keep no sums.
+        engine: a training engine.
+        several: whether the window has more micro-batches; with a single one, stages 1 and 2 keep no sums.
     """
     optimizer, kind = engine.optimizer, wrapper(engine)
     if kind == "zero3":
@@ -136,16 +134,16 @@ def drop_older(engine: Any, several: bool) -> None:
         arrived = getattr(optimizer, "_offload_accumulated_param_ids", None)
     else:
         return
-    if arrived is not None:  # earlier releases of 0.19 may not note what has arrived
+    if arrived is not None:  # earlier releases of 0.19 may not record what has arrived
         for number in sums.keys() - arrived:
             sums[number].zero_()
 
 
 def complete_partitioned(engine: Any) -> None:
-    """After the last micro-batch, at stage 3: an offloaded optimizer steps on the gradient of the window.
+    """After the last micro-batch at stage 3, complete the gradients of an offloaded optimizer.
 
-    The copy for the optimizer is made as a parameter's gradient arrives in the last micro-batch. Of one that has none
-    there, the gradient of the window before would stay, and the norm would leave it out. Seen with DeepSpeed 0.19.8.
+    The optimizer's copy is made when a parameter's gradient arrives in the last micro-batch. For a parameter without
+    one there, the gradient of the previous window would remain and the norm would omit it. Seen with DeepSpeed 0.19.8.
     """
     optimizer = engine.optimizer
     if wrapper(engine) != "zero3" or not optimizer.offload_optimizer:
@@ -160,11 +158,11 @@ def complete_partitioned(engine: Any) -> None:
 
 
 def forget_sums(engine: Any) -> None:
-    """After a step that made no update: nothing that was summed is added to the next window.
+    """After a step without an update, clear all sums, so that they are not added to the next window.
 
-    A step of stages 1 and 2 that overflows drops an offloaded optimizer's gradients in host memory, but keeps the fp32
-    sums on the device, which the next window is added to: nan stays nan, at whatever loss scale. Without offload it
-    keeps what was summed of a window that was given up before its last micro-batch. Seen with DeepSpeed 0.19.8.
+    After an overflow at stages 1 and 2, DeepSpeed drops an offloaded optimizer's gradients in host memory but keeps
+    the fp32 sums on the device, to which the next window is added: nan stays nan at any loss scale. Without offload,
+    it keeps the sums of a window that was abandoned before its last micro-batch. Seen with DeepSpeed 0.19.8.
     """
     if wrapper(engine) == "zero12":
         engine.optimizer.averaged_gradients.clear()

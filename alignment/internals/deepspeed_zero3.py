@@ -1,6 +1,6 @@
-"""DeepSpeed's ZeRO-3: where a partitioned weight is, and the module-level state that an engine leaves behind.
+"""DeepSpeed's ZeRO-3: the state of partitioned weights, and the module-level state that an engine leaves behind.
 
-Seen with DeepSpeed 0.19.8, all of it.
+Seen with DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ if TYPE_CHECKING:
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is one of ZeRO-3's, whole or not at the moment.
+    """Whether a parameter belongs to ZeRO-3, whether or not it is gathered at the moment.
 
-    ``deepspeed.zero.GatheredParameters`` fails on any other, and takes ``enabled`` for that reason. The mark is the
-    attribute that ``deepspeed.zero.Init`` sets first; transformers goes by it as well.
+    ``deepspeed.zero.GatheredParameters`` fails on any other parameter, hence its argument ``enabled``. The mark is the
+    attribute that ``deepspeed.zero.Init`` sets first; transformers uses it as well.
     """
     return hasattr(parameter, "ds_id")
 
 
 def away(module: nn.Module) -> list[Any]:
-    """The parameters of which this rank has only its share at the moment; none of them where ZeRO-3 has no part."""
+    """The parameters that are partitioned at the moment; empty without ZeRO-3."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     return [p for p in module.parameters() if getattr(p, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE]
 
 
 def whole_bytes(parameter: Any) -> int:
-    """The size of a partitioned parameter when it is gathered; its own ``numel()`` is that of an empty tensor."""
+    """The size of a partitioned parameter when gathered; its own ``numel()`` is that of an empty tensor."""
     return int(parameter.ds_numel * parameter.element_size())
 
 
 def settle(engine: Any, module: nn.Module) -> None:
-    """Wait for what an earlier pass fetched ahead and did not use, and let go of it.
+    """Wait for weights that an earlier pass prefetched and did not use, and release them.
 
-    A weight in flight cannot be divided (DeepSpeed fails an assertion), and is not whole yet. The engine's own passes
-    begin with the same call; whoever uses the weights beside them has to make it.
+    A weight in flight cannot be partitioned (DeepSpeed fails an assertion), and is not gathered yet. The engine's own
+    passes begin with the same call; any other use of the weights has to make it.
     """
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
@@ -47,14 +47,14 @@ def settle(engine: Any, module: nn.Module) -> None:
 
 
 def divide_again(module: nn.Module) -> None:
-    """Divide every partitioned parameter that is still whole, but for the small ones that DeepSpeed keeps whole.
+    """Partition every gathered parameter again, except for the small ones that DeepSpeed keeps gathered.
 
-    An earlier pass keeps what it expects to use soon, one that raised keeps all; DeepSpeed offers to release the
-    weights of one module after its own forward only.
+    An earlier pass keeps what it expects to use soon, and one that raised keeps everything; DeepSpeed can release the
+    weights of a module only after its own forward.
     """
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-    parameter: Any  # mypy knows nothing of what ZeRO-3 adds to one
+    parameter: Any  # mypy does not know the attributes that ZeRO-3 adds
     for parameter in module.parameters():
         parameter.ds_active_sub_modules.clear()
         if parameter.ds_status == ZeroParamStatus.AVAILABLE and not parameter.ds_persist:
@@ -63,10 +63,10 @@ def divide_again(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def announced_passes(engine: Any, module: nn.Module) -> Iterator[None]:
-    """Within this context a forward of ``module``, called without its engine, is a pass of its own.
+    """Treat a forward of ``module`` without its engine as a separate pass within this context.
 
-    The engine's own forward announces each pass; without that, DeepSpeed never learns the order of the modules and
-    fetches no weight ahead of its use.
+    The engine's own forward announces each pass; otherwise DeepSpeed never learns the order of the modules and
+    prefetches nothing.
     """
     coordinator = _coordinator(engine)
     announce = module.register_forward_pre_hook(lambda *_: coordinator.reset_step(), prepend=True)
@@ -77,21 +77,21 @@ def announced_passes(engine: Any, module: nn.Module) -> Iterator[None]:
 
 
 def is_deepspeed_hook(hook: Any) -> bool:
-    """Whether a hook of a module is one of DeepSpeed's, which gather weights and divide them again.
+    """Whether a module's hook is one of DeepSpeed's, which gather weights and partition them again.
 
-    While weights are gathered for many forwards, the hooks would divide each module's after its first use.
-    ``deepspeed.zero.unwrap_model_for_generation`` removes them and makes new ones afterwards, which then run after
-    everyone else's.
+    While weights are gathered for many forward passes, the hooks would partition each module's weights after their
+    first use. ``deepspeed.zero.unwrap_model_for_generation`` removes them and creates new ones afterwards, which then
+    run after all other hooks.
     """
     return str(getattr(hook, "__module__", "")).partition(".")[0] == "deepspeed"
 
 
 @contextlib.contextmanager
 def balanced_module_stack() -> Iterator[None]:
-    """Around a backward pass: forget the modules that were entered within this context and not left.
+    """Remove, after a backward pass, the modules that were entered within this context and not left.
 
-    A recomputation of activations (``use_reentrant=False``) stops early, as soon as it has what it needs, and the hook
-    that takes the last module off DeepSpeed's stack is never called: the stack grows with every step.
+    A recomputation of activations (``use_reentrant=False``) stops as soon as it has what it needs, so that the hook
+    that pops the last module off DeepSpeed's stack is never called: the stack would grow with every step.
     """
     stack = _module_stack()
     depth = len(stack)
@@ -102,13 +102,13 @@ def balanced_module_stack() -> Iterator[None]:
 
 
 def forget_partitioned(module: nn.Module) -> None:
-    """Remove what DeepSpeed's module-level state holds of ``module`` and its engine.
+    """Remove the references of DeepSpeed's module-level state to ``module`` and its engine.
 
-    ``destroy`` leaves two references that keep an engine alive for ever: without this, every engine of a process would
-    stay in memory, its weights, masters and optimizer states with it. Both places are looked up with care, so that a
-    release that fixes them changes nothing here.
+    ``destroy`` leaves two references that keep an engine alive forever: without this function, every engine of a
+    process would stay in memory, with its weights, master weights and optimizer states. Both are looked up
+    defensively, so that nothing changes with a release that fixes them.
     """
-    # The stack of modules in forward: the outermost one is pushed when hooks are set up, and never popped.
+    # The stack of active modules: the outermost one is pushed when hooks are set up, and never popped.
     stack = _module_stack()
     own = set(module.modules())
     stack[:] = [entry for entry in stack if entry not in own]
@@ -116,10 +116,10 @@ def forget_partitioned(module: nn.Module) -> None:
 
 
 def forget_leaf(module: nn.Module) -> None:
-    """Let the parameters of a module that was a leaf module be like any others.
+    """Reset the parameters of a former leaf module to ordinary parameters.
 
-    Its engine has written into each of them which leaf they belong to. Taking the flag from the module leaves that,
-    and an engine that trains them later would wait for the whole leaf before it reduces a gradient. Seen with
+    Its engine has marked each of them with their leaf. Removing the flag from the module does not remove the marks,
+    and an engine that trains them later would wait for the entire leaf before it reduces a gradient. Seen with
     DeepSpeed 0.19.8.
     """
     for parameter in module.parameters():
@@ -127,10 +127,10 @@ def forget_leaf(module: nn.Module) -> None:
 
 
 def forget_release_plans() -> None:
-    """Clear what ZeRO-3 remembers of which weights to let go of after which module.
+    """Clear ZeRO-3's cache of the weights to release after each module.
 
-    A cache on a method, which has the coordinator among its keys but not the order of modules that it was made for.
-    The next forward fills it again.
+    It is a cache on a method whose key includes the coordinator but not the order of modules that it was made for. The
+    next forward fills it again.
     """
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
@@ -140,7 +140,7 @@ def forget_release_plans() -> None:
 
 
 def _clear_cache(function: Any) -> None:
-    """Clear an ``lru_cache``, also from behind the closures of decorators."""
+    """Clear an ``lru_cache``, even inside the closures of decorators."""
     if hasattr(function, "cache_clear"):
         function.cache_clear()
     for cell in getattr(function, "__closure__", None) or ():
@@ -148,7 +148,7 @@ def _clear_cache(function: Any) -> None:
 
 
 def _module_stack() -> list[nn.Module]:
-    """The modules that ZeRO-3's hooks believe to be in forward, the innermost last."""
+    """The modules that ZeRO-3's hooks consider active, innermost last."""
     from deepspeed.runtime.zero import parameter_offload
 
     stack: list[nn.Module] = getattr(parameter_offload, "FWD_MODULE_STACK", [])
@@ -156,6 +156,6 @@ def _module_stack() -> list[nn.Module]:
 
 
 def _coordinator(engine: Any) -> Any:
-    """What gathers and releases weights: of the optimizer, or of what stands in its place in a frozen engine."""
+    """The object that gathers and releases weights; it belongs to the optimizer, or to its substitute if frozen."""
     optimizer = engine.optimizer
     return getattr(optimizer, "parameter_offload", optimizer).get_param_coordinator()

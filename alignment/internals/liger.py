@@ -1,8 +1,8 @@
-"""Liger: which model types it has layer kernels for, and putting them into one model.
+"""Liger: the model types that it has layer kernels for, and applying them to a single model.
 
-Liger changes transformers' modelling files for the whole process. Here a model's own layers get the kernels, and the
-files stay as they were for every other model of the process: an export compares models in host memory, where no Triton
-kernel runs.
+Liger patches transformers' modeling modules for the whole process. Here only one model's layers get the kernels, and
+the modules stay unchanged for all other models of the process: an export compares models in host memory, where no
+Triton kernel runs.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 
 
 def kernels_by_type() -> dict[str, frozenset[str]]:
-    """The model types that the installed Liger has kernels for, and the names of these kernels, losses included.
+    """The model types that the installed Liger has kernels for, and the names of these kernels, including losses.
 
-    The names are the parameters of a function per type, which Liger finds in a table; its own entry point leaves a
-    type or a name that it does not know aside without a word. Seen with liger-kernel 0.8.
+    The names are the parameters of one function per type, which Liger finds in a table; its entry point silently
+    ignores unknown types and names. Seen with liger-kernel 0.8.
     """
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
@@ -36,10 +36,10 @@ def kernels_by_type() -> dict[str, frozenset[str]]:
 
 
 def left_out(model_type: str) -> frozenset[str]:
-    """The kernels that Liger leaves out of a type unless they are asked for.
+    """The kernels that Liger does not apply to a type by default.
 
-    Then most of its functions put nothing in and log a warning, and others raise ``NotImplementedError``: it has no
-    such kernel that fits. Seen with liger-kernel 0.8.
+    If they are requested, most of its functions only log a warning, and others raise ``NotImplementedError``, because
+    there is no such kernel. Seen with liger-kernel 0.8.
     """
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
@@ -48,28 +48,28 @@ def left_out(model_type: str) -> frozenset[str]:
 
 
 def put_into(model: PreTrainedModel, kernels: Mapping[str, bool]) -> None:
-    """Replace the forward of a model's layers by Liger's kernels; its losses are left out.
+    """Replace the forward of a model's layers by Liger's kernels, without its losses.
 
-    ``apply_liger_kernel_to_…`` is public, but not which of them is for a type, and each also puts its classes and its
-    rotary embedding into the modelling file, and Nemotron's its activation into the table of all models. The classes
-    and the activation are put back; the rotary embedding, which is a function of the file, calls the kernel on a GPU
-    and transformers' own on a CPU. Seen with liger-kernel 0.8, transformers 5.23.
+    ``apply_liger_kernel_to_…`` is public, but not the mapping from types, and each also patches its classes and its
+    rotary embedding into the modeling module, and Nemotron's its activation into the table of all models. The classes
+    and the activation are restored; the rotary embedding, which is a function of the module, calls the kernel on a GPU
+    and transformers' own function on a CPU. Seen with liger-kernel 0.8, transformers 5.23.
 
     Args:
-        model: of one of the types of :func:`kernels_by_type`.
-        kernels: which ones, by their names; all others are Liger's default for this type.
+        model: a model of one of the types of :func:`kernels_by_type`.
+        kernels: kernels to enable or disable, by name; all others have Liger's default for this type.
 
     Raises:
-        TypeError: Liger does not know this class, though it knows its type.
-        ValueError: likewise; or a layer has another activation than the kernel, which Liger would replace unseen.
-        ImportError: what the kernels of this type import is missing.
-        NotImplementedError: a kernel that was asked for does not exist for this type.
+        TypeError: Liger does not support this class, although it supports its type.
+        ValueError: the same; or a layer has another activation than the kernel, which Liger would silently replace.
+        ImportError: a dependency of the kernels of this type is missing.
+        NotImplementedError: a requested kernel does not exist for this type.
     """
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
     from transformers.activations import ACT2FN
 
     file = sys.modules[type(model).__module__]
-    # By dict's own method the table gives classes; its own makes an instance of each that is read.
+    # dict's own method returns classes; the table's own creates an instance of each.
     before, table, own = dict(vars(file)), dict(dict.items(ACT2FN)), _activations(model)
     try:
         _apply_liger_kernel_to_instance(model=model, **{**kernels, **dict.fromkeys(LOSSES, False)})
@@ -85,15 +85,15 @@ def put_into(model: PreTrainedModel, kernels: Mapping[str, bool]) -> None:
 
 
 def _activations(model: nn.Module) -> dict[nn.Module, Callable[[Tensor], Tensor]]:
-    """The activation of each feed-forward layer, which transformers calls ``act_fn`` or ``activation_fn``."""
+    """The activation of each feed-forward layer, named ``act_fn`` or ``activation_fn`` in transformers."""
     named = ((each, getattr(each, "act_fn", getattr(each, "activation_fn", None))) for each in model.modules())
     return {each: function for each, function in named if callable(function)}
 
 
 def _check_activations(model: nn.Module, before: Mapping[nn.Module, Callable[[Tensor], Tensor]]) -> None:
-    """Compare the activations that layers had with those of the kernels that they compute by now.
+    """Compare the original activations of the layers with those of their new kernels.
 
-    Liger looks at a configuration's activation where it builds a layer, but not where it changes one.
+    Liger checks the configuration's activation when it builds a layer, but not when it changes one.
     """
     import torch
     import torch.nn.functional as F
@@ -110,7 +110,7 @@ def _check_activations(model: nn.Module, before: Mapping[nn.Module, Callable[[Te
 
 
 def _by_device(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``kernel`` for tensors on a GPU, or in Triton's interpreter, and ``plain`` for others."""
+    """A function that calls ``kernel`` for tensors on a GPU or in Triton's interpreter, and ``plain`` otherwise."""
     plain = getattr(plain, "without_liger", plain)
 
     @functools.wraps(plain)

@@ -1,4 +1,4 @@
-"""PEFT: which of a model's adapters it computes with, which of them are trained, and the ``PeftModel`` around them."""
+"""PEFT: selecting the active and the trained adapter of a model, and the ``PeftModel`` around its adapters."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def computing_with(model: nn.Module, adapter: str | None) -> Iterator[None]:
-    """Within this context every layer of ``model`` computes with one adapter, or with None as if there were none.
+    """Activate one adapter in every layer of ``model`` within this context, or with None disable all adapters.
 
-    PEFT's own switches also change which parameters require a gradient, and transformers' ``enable_adapters`` forgets
-    the modules that are trained whole (``modules_to_save``): they would stay switched off. Neither has a context.
-    Here no parameter is touched, and what was computed with before comes back on any exit. Seen with peft 0.21.
+    PEFT's own functions also change which parameters require gradients, and transformers' ``enable_adapters`` skips
+    the fully trained modules (``modules_to_save``), which would stay disabled. Neither offers a context manager. Here
+    no parameter is changed, and the previous state is restored on any exit. Seen with peft 0.21.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -38,11 +38,11 @@ def computing_with(model: nn.Module, adapter: str | None) -> Iterator[None]:
 
 
 def train_adapter(model: nn.Module, name: str) -> None:
-    """Let every layer of ``model`` compute with one adapter, and this one alone require gradients.
+    """Activate one adapter in every layer of ``model``, and make it the only one that requires gradients.
 
-    ``PeftModel.set_adapter`` does so for a ``PeftModel``, and transformers' method of that name only for adapters that
-    it loaded itself; ours are in the transformers model inside either. The class of the modules that are trained whole
-    is not exported. Seen with peft 0.21.
+    ``PeftModel.set_adapter`` does this for a ``PeftModel``, and transformers' method of that name only for adapters
+    that it loaded itself; ours are inside the transformers model in either case. The class of fully trained modules is
+    not exported. Seen with peft 0.21.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -53,15 +53,15 @@ def train_adapter(model: nn.Module, name: str) -> None:
 
 
 def as_peft_model(model: PreTrainedModel, name: str) -> PeftModel:
-    """The ``PeftModel`` around a transformers model that has adapters inside: the same modules, by PEFT's names.
+    """A ``PeftModel`` around a transformers model with injected adapters: the same modules under PEFT's names.
 
-    ``inject_adapter_in_model`` and transformers' ``add_adapter`` return none, and the constructors of ``PeftModel``
-    and of its tuners would inject the adapters once more, so their attributes are set here. The tables that say which
-    classes they are for a type of adapters and of task are not exported either. Seen with peft 0.21.
+    ``inject_adapter_in_model`` and transformers' ``add_adapter`` do not return one, and the constructors of
+    ``PeftModel`` and of its tuners would inject the adapters again, so their attributes are set here. The tables that
+    map adapter types and task types to classes are not exported either. Seen with peft 0.21.
 
     Args:
-        model: it, its adapters and what requires a gradient stay as they are.
-        name: of the adapter that is active.
+        model: the model; it, its adapters and its gradient flags are not changed.
+        name: name of the active adapter.
     """
     from peft import PeftModel
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING

@@ -1,4 +1,4 @@
-"""torch: the process group's store and time limit, modules' hooks, dropouts, compiled extensions, warnings."""
+"""torch: the store and timeout of the process group, module hooks, dropouts, compiled extensions, warnings."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def default_store() -> Store:
     """The store of the default process group.
 
-    Rank 0's may serve the other ranks, for as long as someone holds it: a guard that talks over the same address must
-    outlive the group. torch offers no public way to it. Seen with torch 2.13.
+    Rank 0's may serve the other ranks as long as it is referenced: a guard that uses the same address must outlive the
+    group. torch has no public access to it. Seen with torch 2.13.
     """
     from torch.distributed import distributed_c10d
 
@@ -31,10 +31,10 @@ def default_store() -> Store:
 
 
 def set_group_timeout(timeout: timedelta) -> None:
-    """Set how long a rank waits for the others in a collective of the default group, once the group exists.
+    """Set the timeout of collectives in the default group, once the group exists.
 
-    ``init_process_group`` takes one limit for the meeting of the ranks and for everything after it; here the meeting
-    should fail soon, and a rank that waits for another one's long work should not. Seen with torch 2.13.
+    ``init_process_group`` takes one timeout for the rendezvous and for everything after it; here the rendezvous should
+    fail quickly, but a rank that waits for another one's long work should not. Seen with torch 2.13.
     """
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -44,7 +44,7 @@ def set_group_timeout(timeout: timedelta) -> None:
 def is_dropout(module: nn.Module) -> TypeGuard[nn.Dropout]:
     """Whether a module is one of torch's dropouts, of any dimension.
 
-    Their common base is private; a list of its subclasses would miss the next one. Seen with torch 2.13.
+    Their common base class is private; a list of its subclasses would miss new ones. Seen with torch 2.13.
     """
     from torch import nn
 
@@ -52,18 +52,18 @@ def is_dropout(module: nn.Module) -> TypeGuard[nn.Dropout]:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written into.
+    """The number of in-place modifications of a tensor.
 
-    Autograd counts it, to notice what it had saved for the backward pass being overwritten. Seen with torch 2.13.
+    Autograd counts them to detect that a tensor saved for the backward pass was overwritten. Seen with torch 2.13.
     """
     return int(tensor._version)
 
 
 def take_scheduled_rates(scheduler: LambdaLR) -> None:
-    """Give the optimizer the rates of its schedule at the present step, whatever it had.
+    """Set the optimizer's learning rates to those of the schedule at the present step.
 
-    A schedule sets them as it steps; one that was restored at a step of another schedule's has not stepped there. What
-    ``get_last_lr`` returns is an attribute that torch keeps to itself. Seen with torch 2.13.
+    A schedule sets them when it steps; one restored at a step of another schedule has not stepped there. The result of
+    ``get_last_lr`` is a private attribute. Seen with torch 2.13.
     """
     rates = [base * rate(scheduler.last_epoch) for base, rate in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
     for group, value in zip(scheduler.optimizer.param_groups, rates, strict=True):
@@ -73,7 +73,7 @@ def take_scheduled_rates(scheduler: LambdaLR) -> None:
 
 @contextlib.contextmanager
 def without_forward_hooks(module: nn.Module, unwanted: Callable[[Any], bool]) -> Iterator[None]:
-    """Put the unwanted forward hooks of all modules aside; other hooks stay, and all keep their order on any exit.
+    """Remove unwanted forward hooks of all modules; restore all hooks in their order on any exit.
 
     The handles that could remove them belong to whoever registered them, and a hook that is registered again runs
     last. Seen with torch 2.13.
@@ -93,9 +93,10 @@ def without_forward_hooks(module: nn.Module, unwanted: Callable[[Any], bool]) ->
 
 
 def cuda_toolkit() -> str | None:
-    """The folder of the CUDA toolkit that torch compiles extensions with; None if there is none, or torch is for CPUs.
+    """The CUDA toolkit that torch compiles extensions with; None if there is none, or torch is a CPU build.
 
-    torch documents the environment variable, and keeps what it found without it to itself. Seen with torch 2.13.
+    The environment variable is documented, but not where torch stores the folder that it finds without it. Seen with
+    torch 2.13.
     """
     from torch.utils import cpp_extension
 
@@ -105,11 +106,11 @@ def cuda_toolkit() -> str | None:
 
 @contextlib.contextmanager
 def looking_before_builds(look: Callable[[Path], None]) -> Iterator[None]:
-    """Within this context ``look`` is called with the lock of an extension that another process compiles.
+    """Call ``look``, within this context, with the lock of an extension that another process is compiling.
 
-    When it returns, the lock is tried again. torch itself waits without a limit for the file to vanish, which a
-    process that was killed leaves behind (pytorch #189245), and then loads what may not have been built. The process
-    that holds a lock keeps its file open. Seen with torch 2.13.
+    When it returns, the lock is tried again. torch itself waits without a limit for the file to vanish, which a killed
+    process leaves behind (pytorch #189245), and then loads an extension that may not have been built. The process that
+    holds a lock keeps its file open. Seen with torch 2.13.
     """
     from torch.utils.file_baton import FileBaton
 
@@ -126,9 +127,9 @@ def looking_before_builds(look: Callable[[Path], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def schedule_may_go_first() -> Iterator[None]:
-    """Within this context a scheduler may step before its optimizer has.
+    """Allow, within this context, a scheduler to step before its optimizer.
 
-    torch warns of it, rightly in general, and tells by the message alone what it warns of. Seen with torch 2.13.
+    torch warns about it, rightly in general, and the warning is identified only by its message. Seen with torch 2.13.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
@@ -136,25 +137,25 @@ def schedule_may_go_first() -> Iterator[None]:
 
 
 def hush_deprecated_collectives() -> None:
-    """Silence the warnings about deprecated functions of ``torch.distributed``, which DeepSpeed calls.
+    """Silence the warnings about deprecated functions of ``torch.distributed`` that DeepSpeed calls.
 
-    They share their class with every other ``FutureWarning``, so the message has to tell. Seen with torch 2.13 and
-    DeepSpeed 0.19.8.
+    They share their class with every other ``FutureWarning``, so they are identified by the message. Seen with torch
+    2.13 and DeepSpeed 0.19.8.
     """
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 
 def first_states(optimizer: Optimizer, group: int, example: Tensor) -> dict[str, Any]:
-    """The states that an optimizer makes for a tensor at its first step, without changing the optimizer.
+    """The states that an optimizer creates for a tensor at its first step, without changing the optimizer.
 
-    There is no other way to ask: optimizers allocate while they step. Its attributes, states and groups among them,
-    are put aside meanwhile, and the step is taken from under the wrappers that torch puts around it (hooks, the
-    profiler), so that no hook of the user's runs and no schedule counts it. Seen with torch 2.13.
+    There is no other way to find out: optimizers allocate while they step. Its attributes, including states and
+    groups, are saved meanwhile, and the step is taken from under torch's wrappers (hooks, profiler), so that none of
+    the user's hooks runs and no schedule counts the step. Seen with torch 2.13.
 
     Args:
-        optimizer: any.
-        group: number of the parameter group whose settings count.
-        example: stepped on, with a gradient of zero.
+        optimizer: any optimizer.
+        group: number of the parameter group whose settings apply.
+        example: the tensor to update, with a gradient of zero.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""tqdm: the progress bars that are open in this process."""
+"""tqdm: the open progress bars of this process."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 def open_bars() -> list[Any]:
-    """Every open progress bar of this process, of whatever class; empty if tqdm has not been imported.
+    """All open progress bars of this process, of any class; empty if tqdm has not been imported.
 
-    An error message has to close them first: an open bar leaves the cursor in the middle of a line and draws itself
-    once more as the interpreter exits. tqdm keeps its bars in a private set, of which a subclass may have another.
-    Seen with tqdm 4.70.
+    They must be closed before an error message: an open bar leaves the cursor in the middle of a line and redraws
+    itself when the interpreter exits. tqdm keeps its bars in a private set, and a subclass may have another one. Seen
+    with tqdm 4.70.
     """
     tqdm = sys.modules.get("tqdm")
     kinds = [tqdm.tqdm] if tqdm is not None else []

@@ -1,6 +1,7 @@
 """transformers: its DeepSpeed flag, models and tokenizers, callbacks, logits processors, and continuous batching.
 
-From :func:`is_flash_attention_requested` on it is about continuous batching, which changes from release to release.
+The functions from :func:`is_flash_attention_requested` on concern continuous batching, which changes with every
+release.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def loading(ds_config: dict[str, Any] | None) -> Iterator[None]:
-    """Within this context ``from_pretrained`` follows ``ds_config``, and only it.
+    """Make ``from_pretrained`` follow ``ds_config``, and only it, within this context.
 
-    transformers keeps its DeepSpeed configuration in one process-wide weak reference: alive at stage 3, it partitions
-    any model that is loaded and makes every ``generate`` synchronise. So it lives for one load, and whatever was there
-    before comes back. ``HfDeepSpeedConfig`` sets the reference, and nothing public reads or restores it (transformers
-    #28106 asks for a way to load one model without it). Seen with transformers 5.23.
+    transformers keeps its DeepSpeed configuration in a process-wide weak reference: at stage 3, while it is alive, any
+    model that is loaded is partitioned and every ``generate`` synchronizes. It therefore lives for one load, and the
+    previous one is restored. ``HfDeepSpeedConfig`` sets the reference, but nothing public reads or restores it
+    (transformers #28106 requests a way to load one model without it). Seen with transformers 5.23.
     """
     from transformers.integrations import deepspeed as hf_deepspeed
 
@@ -39,10 +40,10 @@ def loading(ds_config: dict[str, Any] | None) -> Iterator[None]:
 
 
 def parameter_names_outside(model: nn.Module, layers: Sequence[type[nn.Module]], patterns: Sequence[str]) -> list[str]:
-    """Names of the parameters that are not in layers of these types, and match none of the patterns in lower case.
+    """The names of parameters that are not in layers of these types and match none of the patterns (in lower case).
 
-    ``Trainer`` finds by this function what decays, so that the same parameters do here. transformers does not export
-    it. Seen with transformers 5.23.
+    ``Trainer`` uses this function to select the parameters with weight decay; using it here selects the same ones. It
+    is not exported. Seen with transformers 5.23.
     """
     from transformers.trainer_pt_utils import get_parameter_names
 
@@ -53,13 +54,13 @@ def parameter_names_outside(model: nn.Module, layers: Sequence[type[nn.Module]],
 def deciding_on_packing(
     decide: Callable[[Tensor, Callable[[Tensor], Tensor | None]], Tensor | None], known: Callable[[], bool]
 ) -> Iterator[None]:
-    """Within this context ``decide`` says whether rows without an attention mask are packed sequences.
+    """Let ``decide`` tell, within this context, whether rows without an attention mask are packed sequences.
 
-    It is given the positions that the model made, (B, T), and the library's own function of them: None where every row
-    is one sequence, else the number of the sequence that each token is of. That function looks at the values, in every
-    forward, and the host waits for them. With FlashAttention each layer looks at those of a single row once more, also
-    as it is computed again in a backward pass, unless ``known`` says that they are one sequence. No argument of a
-    model says that nobody need look. Seen with transformers 5.23.
+    It receives the positions that the model made, (B, T), and the library's own function of them, and returns None if
+    every row is one sequence, otherwise the sequence number of each token. The library's function reads the values in
+    every forward, for which the host has to wait. With FlashAttention, each layer also reads those of a single row,
+    including during recomputation in a backward pass, unless ``known`` returns True, meaning that they are one
+    sequence. No argument of a model disables this. Seen with transformers 5.23.
     """
     from transformers import masking_utils, modeling_flash_attention_utils
 
@@ -77,36 +78,36 @@ def deciding_on_packing(
 
 
 def load_balancing_function(model: PreTrainedModel) -> Callable[..., Any] | None:
-    """The ``load_balancing_loss_func`` of the file that defines a mixture of experts; None for any other model.
+    """The ``load_balancing_loss_func`` of the module that defines a mixture of experts; None for any other model.
 
-    A model adds the loss to its own, which is not computed here, and offers it in no other way. Its arguments are the
-    router logits of all layers, the number of experts, how many a token goes to, and the attention mask. Seen with
-    transformers 5.23.
+    A model adds this loss to its own loss, which is not computed here, and does not expose it otherwise. Its arguments
+    are the router logits of all layers, the number of experts, the number of experts per token, and the attention
+    mask. Seen with transformers 5.23.
     """
     return getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
 
 
 def dropout_rates(module: nn.Module) -> list[str]:
-    """The attributes in which a module keeps dropout rates as plain numbers, by whatever name.
+    """The attributes in which a module stores dropout rates as plain numbers, under any name.
 
-    Models pass such a rate to a function (``attention_dropout``, ``attn_dropout_p``, ``resid_pdrop`` …), where setting
-    the dropout modules to zero does not reach it; nothing public lists them. Seen with transformers 5.23.
+    Models pass such a rate to a function (``attention_dropout``, ``attn_dropout_p``, ``resid_pdrop`` …), which setting
+    the dropout modules to zero does not affect; there is no public list of them. Seen with transformers 5.23.
     """
     return [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
 
 
 def asks_for_trust(error: Exception) -> bool:
-    """Whether ``from_pretrained`` failed because the model comes with code and ``trust_remote_code`` is off.
+    """Whether ``from_pretrained`` failed because the model contains code and ``trust_remote_code`` is off.
 
-    It raises a plain ``ValueError``, so the message has to tell. Seen with transformers 5.23.
+    It raises a plain ``ValueError``, which can be identified only by its message. Seen with transformers 5.23.
     """
     return "trust_remote_code" in str(error)
 
 
 def tokenizer_options(tokenizer: Any) -> dict[str, Any]:
-    """The arguments that a tokenizer was made with, as ``save_pretrained`` writes them.
+    """The arguments that a tokenizer was created with, as ``save_pretrained`` writes them.
 
-    They decide what a tokenizer written in Python makes of a text, and no public attribute holds them. Seen with
+    They affect the results of a tokenizer written in Python, and no public attribute contains them. Seen with
     transformers 5.23.
     """
     options: dict[str, Any] = tokenizer.init_kwargs
@@ -116,7 +117,7 @@ def tokenizer_options(tokenizer: Any) -> dict[str, Any]:
 def parallel_mode(name: str) -> Any:
     """The member of ``ParallelMode`` that ``TrainingArguments.parallel_mode`` returns.
 
-    Callbacks compare it by identity. The property is documented, the class is not exported. Seen with transformers
+    Callbacks compare it by identity. The property is documented, but the class is not exported. Seen with transformers
     5.23.
 
     Args:
@@ -130,11 +131,11 @@ def parallel_mode(name: str) -> Any:
 def callback_handler(callbacks: Sequence[Any], processing_class: Any) -> Any:
     """``Trainer``'s handler, which calls every callback of an event with model, optimizer and schedule.
 
-    Callbacks rely on its order, its copies of classes and its keyword arguments, and it is an internal class. Seen
+    Callbacks rely on its order, its copies of classes and its keyword arguments, but it is an internal class. Seen
     with transformers 5.23.
 
     Args:
-        callbacks: instances or classes, ``DefaultFlowCallback`` among them.
+        callbacks: instances or classes, including ``DefaultFlowCallback``.
         processing_class: the tokenizer.
     """
     from transformers.trainer_callback import CallbackHandler
@@ -145,7 +146,7 @@ def callback_handler(callbacks: Sequence[Any], processing_class: Any) -> Any:
 def keeps_state(part: Any) -> bool:
     """Whether a callback or the control has a ``state()`` that belongs in ``TrainerState.stateful_callbacks``.
 
-    ``Trainer`` asks for the base class ``ExportableState``, which is neither exported nor documented. Seen with
+    ``Trainer`` checks for the base class ``ExportableState``, which is neither exported nor documented. Seen with
     transformers 5.23.
     """
     from transformers.trainer_callback import ExportableState
@@ -156,16 +157,16 @@ def keeps_state(part: Any) -> bool:
 def tensorboard_writer(callback: Any) -> Any:
     """The ``SummaryWriter`` of a ``TensorBoardCallback``; None before training begins.
 
-    A run has one writer per folder, so whatever else is logged has to go through this one. Seen with transformers
-    5.23.
+    A run has one writer per folder, so all other values must be logged through this one. Seen with transformers 5.23.
     """
     return callback.tb_writer
 
 
 def logits_processors(model: GenerationMixin, config: Any) -> LogitsProcessorList:
-    """What ``model.generate`` makes of a generation config: the processors of a prompt of one token, on the CPU.
+    """The logits processors that ``model.generate`` builds for a generation config, for a one-token prompt on the CPU.
 
-    Nothing public tells which keys of a config have an effect, or with which processors. Seen with transformers 5.23.
+    There is no public way to find out which keys of a config have an effect, or on which processors. Seen with
+    transformers 5.23.
     """
     model._prepare_special_tokens(config, device="cpu")
     return model._get_logits_processor(config, input_ids_seq_length=1, device="cpu")
@@ -173,9 +174,9 @@ def logits_processors(model: GenerationMixin, config: Any) -> LogitsProcessorLis
 
 @contextlib.contextmanager
 def changed_processors(model: GenerationMixin, change: Callable[[LogitsProcessor], LogitsProcessor]) -> Iterator[None]:
-    """Within this context every logits processor that ``model.generate`` makes is replaced by what ``change`` returns.
+    """Replace, within this context, every logits processor of ``model.generate`` by the result of ``change``.
 
-    transformers lets one add processors, not wrap its own in their order, on which the result depends. Seen with
+    Processors can be added to transformers' own, but these cannot be wrapped in their order, which matters. Seen with
     transformers 5.23.
     """
     from transformers import LogitsProcessorList
@@ -193,16 +194,16 @@ def changed_processors(model: GenerationMixin, change: Callable[[LogitsProcessor
 
 
 def knows_padding(processor: LogitsProcessor) -> bool:
-    """Whether a processor has been told how long the padding of each row is, as ``generate`` does for some.
+    """Whether a processor knows the length of each row's padding, which ``generate`` passes to some.
 
-    One that has been needs no help, and would take away as many real tokens if the padding were removed. The argument
-    is documented, the attribute is not. Seen with transformers 5.23, the first release to do so.
+    Such a processor would skip as many real tokens if the padding were removed. The argument is documented, but not
+    the attribute. Seen with transformers 5.23, the first release to do so.
     """
     return getattr(processor, "prompt_ignore_length", None) is not None
 
 
 def is_flash_attention_requested(config: PretrainedConfig) -> bool:
-    """Whether a model computes its attention by a flash kernel, of which there are many names.
+    """Whether a model computes attention with a flash kernel, which has many names.
 
     Only such a kernel reads the paged cache of continuous batching in place. Seen with transformers 5.23.
     """
@@ -212,16 +213,16 @@ def is_flash_attention_requested(config: PretrainedConfig) -> bool:
 
 
 def attention_implementation(model: PreTrainedModel) -> Any:
-    """The attention that a model computes with, such as ``sdpa``, as ``model.set_attn_implementation`` takes it.
+    """The attention implementation of a model, such as ``sdpa``, as accepted by ``model.set_attn_implementation``.
 
-    Continuous batching sets another one while it lasts, and has to find one that it can use in the first place. There
-    is a public setter, and no public getter. Seen with transformers 5.23.
+    Continuous batching replaces it temporarily, and requires one that it supports. There is a public setter, but no
+    public getter. Seen with transformers 5.23.
     """
     return model.config._attn_implementation
 
 
 def supports_paged_attention(model: PreTrainedModel) -> bool:
-    """Whether a model lets its attention be replaced by one on a paged cache, and keeps no other state.
+    """Whether a model's attention can be replaced by one on a paged cache, and it has no other state.
 
     Continuous batching needs both and checks neither. Seen with transformers 5.23.
     """
@@ -229,9 +230,9 @@ def supports_paged_attention(model: PreTrainedModel) -> bool:
 
 
 def paged_cache_obstacle(config: PretrainedConfig) -> str | None:
-    """Why continuous batching cannot make a cache for a model's kinds of layers, in transformers' words; or None.
+    """Why continuous batching does not support a model's types of layers, in transformers' words; or None.
 
-    A manager raises the same when it is made; whether to make one has to be decided before. Seen with transformers
+    A manager raises the same error on creation, but the decision to create one comes earlier. Seen with transformers
     5.23; releases without continuous batching lack the module.
     """
     from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
@@ -244,9 +245,9 @@ def paged_cache_obstacle(config: PretrainedConfig) -> str | None:
 
 
 def works_in_continuous_batching(processor: LogitsProcessor) -> bool:
-    """Whether transformers marks a processor as content with the scores alone, which are all that it is given there.
+    """Whether transformers marks a processor as needing only the scores, which is all that it gets there.
 
-    A manager drops the others with a warning; whether to make one has to be decided before. Seen with transformers
+    A manager drops the others with a warning, but the decision to create one comes earlier. Seen with transformers
     5.23.
     """
     return bool(getattr(processor, "supports_continuous_batching", False))
@@ -254,10 +255,10 @@ def works_in_continuous_batching(processor: LogitsProcessor) -> bool:
 
 @contextlib.contextmanager
 def continuous_batching_hushed() -> Iterator[None]:
-    """Within this context continuous batching logs nothing below ``CRITICAL``.
+    """Suppress log messages of continuous batching below ``CRITICAL`` within this context.
 
-    It logs the traceback of whatever ends its thread, which would break a progress bar; callers raise it themselves.
-    The logger has a name of its own, outside transformers' verbosity. Seen with transformers 5.23.
+    It logs the traceback of an error in its thread, which would break a progress bar; callers raise the error
+    themselves. The logger has its own name, outside transformers' verbosity. Seen with transformers 5.23.
     """
     log = logging.getLogger("ContinuousBatchingLogger")
     level = log.level
@@ -269,28 +270,28 @@ def continuous_batching_hushed() -> Iterator[None]:
 
 
 def set_copies(manager: Any, count: int) -> None:
-    """Let each request that is added from now on be prefilled once and completed ``count`` times.
+    """Prefill each request that is added from now on once, and complete it ``count`` times.
 
-    ``num_return_sequences`` of the generation config does so for all requests of a manager alike; only this attribute,
-    which holds it, can differ from request to request. Seen with transformers 5.23.
+    ``num_return_sequences`` of the generation config applies to all requests of a manager; only this attribute, which
+    stores it, can differ between requests. Seen with transformers 5.23.
     """
     manager.num_return_sequences = count
 
 
 def request_names(name: str, count: int) -> list[str]:
-    """The names under which continuous batching returns ``count`` completions of a request, the request's own first.
+    """The names of the ``count`` completions of a request in continuous batching, the request's own first.
 
     A request that is added once with ``num_return_sequences`` set is prefilled once and then copied; the names of the
-    copies are documented nowhere. Seen with transformers 5.23.
+    copies are not documented. Seen with transformers 5.23.
     """
     return [name, *(f"{name}__child#{number}" for number in range(count - 1))]
 
 
 def generation_error(manager: Any) -> Exception | None:
-    """What ended the generating thread of continuous batching, or None.
+    """The error that ended the thread of continuous batching, or None.
 
-    ``get_result`` returns None after a timeout and after a failure alike, and nothing public tells which it was. Seen
-    with transformers 5.23.
+    ``get_result`` returns None after a timeout and after a failure, and there is no public way to distinguish them.
+    Seen with transformers 5.23.
     """
     error: Exception | None = manager.background_thread_status.fatal_error
     return error

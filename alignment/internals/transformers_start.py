@@ -1,7 +1,7 @@
-"""transformers as it is imported: work that it does twice, and a package that it imports because it is installed.
+"""Faster imports of transformers: duplicate work, and a package that is imported only because it is installed.
 
-Both functions import the same modules with the same content as a plain import would, and do nothing for what is
-imported already, nor for a release that has what they change elsewhere: then a start takes longer.
+Both functions import the same modules with the same content as a plain import would. They have no effect on modules
+that are already imported, or if a release has moved what they change: then the start takes longer.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _PEFT = ("PeftModel", "PeftMixedModel")
 
 
 def import_model_index() -> None:
-    """Import ``transformers.models`` with what ``import transformers`` has read of it already.
+    """Import ``transformers.models`` from the index that ``import transformers`` has already built.
 
-    Both read every file of every model, to know what is where: 0.4 s of CPU each. The first answer is kept, with its
-    names under ``models``; the second one is the same without that prefix. Releases that keep none are left as they
-    are. Seen with transformers 5.23.
+    Both read every file of every model to find out what is where, at 0.4 s of CPU time each. The first result is
+    cached, with names under ``models``; the second one is the same without that prefix. Releases without this cache
+    are left unchanged. Seen with transformers 5.23.
     """
     from unittest import mock
 
@@ -45,11 +45,11 @@ def import_model_index() -> None:
 
 
 def import_trainer_utils() -> None:
-    """Import ``transformers.trainer_utils`` without peft, and with it bitsandbytes and torch's compiler: 1.5 s of CPU.
+    """Import ``transformers.trainer_utils`` without peft, bitsandbytes and torch's compiler: 1.5 s of CPU time.
 
-    Everything of ``Trainer`` imports that module, ``TrainerCallback`` and the learning rate schedules included. It
-    imports peft where that is installed, to tell later whether a model is one of its classes. No model is while nobody
-    has imported peft; from then on it asks peft, as it would have done. Seen with transformers 5.23.
+    All parts of ``Trainer`` import that module, including ``TrainerCallback`` and the learning rate schedules. If peft
+    is installed, it imports it to check later whether a model is one of peft's classes. No model is as long as peft
+    has not been imported; from then on, the check is done as usual. Seen with transformers 5.23.
     """
     from unittest import mock
 
@@ -61,12 +61,12 @@ def import_trainer_utils() -> None:
 
     def is_available() -> bool:
         peft, home = sys.modules.get("peft"), sys.modules["transformers.trainer_utils"]
-        if not all(hasattr(peft, name) for name in _PEFT):  # also while another thread imports it
+        if not all(hasattr(peft, name) for name in _PEFT):  # also true while another thread imports it
             return False
-        # From here on as if it had been imported at first. The function finds both classes among its module's names.
+        # From here on as if peft had been imported first: the function finds both classes among its module's names.
         for name in _PEFT:
             setattr(home, name, getattr(peft, name))
-        setattr(home, "is_peft_available", installed)  # noqa: B010 (mypy knows no such attribute)
+        setattr(home, "is_peft_available", installed)  # noqa: B010 (mypy does not know the attribute)
         return True
 
     def missing(name: str) -> Any:
@@ -74,7 +74,7 @@ def import_trainer_utils() -> None:
             return getattr(import_module("peft"), name)
         raise AttributeError(f"module 'transformers.trainer_utils' has no attribute {name!r}")
 
-    # What this module imports has to be there already: it might keep the stand-in as its own.
+    # The modules that this one imports must be loaded before: they might keep the stand-in.
     import_module("transformers.modeling_utils")
     with mock.patch.object(utils, "is_peft_available", is_available):
         trainer_utils = import_module("transformers.trainer_utils")

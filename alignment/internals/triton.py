@@ -1,4 +1,4 @@
-"""Triton: kernels compiled ahead of time for a card that is not there; what the interpreter reads and writes."""
+"""Triton: kernels compiled ahead of time for a GPU that is not present, and the memory traffic of the interpreter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unittest import mock
 
 @dataclass
 class Traffic:
-    """Bytes that interpreted kernels have read and written; entries that a mask leaves out are not counted."""
+    """Bytes read and written by interpreted kernels; masked entries are not counted."""
 
     read: int = 0
     written: int = 0
@@ -19,10 +19,10 @@ class Traffic:
 
 @contextlib.contextmanager
 def recorded_traffic() -> Iterator[Traffic]:
-    """Count what kernels read and write in this context, where Triton's interpreter runs them.
+    """Count the bytes that kernels read and write within this context under Triton's interpreter.
 
-    Every load and store of an interpreted kernel passes through two methods of the interpreter's builder; Triton has
-    no public way to watch them. Seen with triton 3.7.
+    Every load and store of an interpreted kernel calls one of two methods of the interpreter's builder; Triton has no
+    public way to observe them. Seen with triton 3.7.
     """
     from triton.runtime.interpreter import InterpreterBuilder
 
@@ -48,16 +48,16 @@ def recorded_traffic() -> Iterator[Traffic]:
 def compiled_for(
     capability: int, kernel: Any, signature: Mapping[str, str], constants: Mapping[str, Any], warps: int
 ) -> dict[str, Any]:
-    """What Triton's compiler makes of a kernel for an NVIDIA card that need not be there, from "ttir" to "cubin".
+    """Compile a kernel for an NVIDIA GPU that need not be present; return all stages from "ttir" to "cubin".
 
-    ``triton.compile`` is public, the descriptions of source and target that it takes are not. Seen with triton 3.7.
+    ``triton.compile`` is public, but not the source and target objects that it takes. Seen with triton 3.7.
 
     Args:
-        capability: compute capability as in 75, 80, 120.
-        kernel: a function under ``triton.jit``, decorated while the interpreter was off.
-        signature: type of each argument as in ``*fp32``, ``i32``; ``constexpr`` for constants.
+        capability: compute capability, such as 75, 80 or 120.
+        kernel: a ``triton.jit`` function, decorated while the interpreter was off.
+        signature: type of each argument, such as ``*fp32`` or ``i32``; ``constexpr`` for constants.
         constants: values of the constants.
-        warps: warps of a program.
+        warps: warps per program.
     """
     import triton
     from triton.backends.compiler import GPUTarget

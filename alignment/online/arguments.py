@@ -91,7 +91,7 @@ def tokenizer_of_each(tokenizers: Any, sources: int, owners: Sequence[int]) -> l
     if not isinstance(tokenizers, (list, tuple)):
         if len(owners) != 1:
             raise OptionError(
-                f"reward_processing_class: one tokenizer for {len(owners)} reward models; "
+                f"reward_processing_class: one tokenizer, but {len(owners)} reward models; "
                 + ("pass reward_processing_classes, one per source" if owners else "remove it")
             )
         found[owners[0]] = tokenizers

@@ -48,6 +48,7 @@ class Activity:
         moves: number of phases entered and left so far; the same on all ranks that do the same work.
         folder: the output folder, once known; set on every rank.
         status: ``status.json`` of the run; set on rank 0.
+        at_failure: called on rank 0 after a failure of the run is in the status.
         guarded: whether a process outside the run records its end in the status.
     """
 
@@ -61,6 +62,7 @@ class Activity:
         self._tick: float | None = None
         self.folder: Path | None = None
         self.status: StatusFile | None = None
+        self.at_failure: Callable[[], None] | None = None
         self.guarded = False
 
     @contextlib.contextmanager

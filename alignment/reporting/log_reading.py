@@ -32,19 +32,22 @@ class LogReader:
 
     Args:
         path: the file; it may be missing.
+        history: keep all lines, parsed, in ``records``.
 
     Attributes:
         events: the lines about the run itself: ``start``, ``resume``, ``end`` and others with ``event``.
+        records: all lines in order, events included, if they are kept.
         unreadable: number of complete lines that are not JSON objects.
         size: bytes read so far.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, history: bool = False) -> None:
+        self.path, self._history = path, history
         self._forget()
 
     def _forget(self) -> None:
         self.events: list[Record] = []
+        self.records: list[Record] = []
         self.unreadable = self.size = 0
         self._anchor, self._rest = b"", b""
         self._recent: deque[bytes] = deque(maxlen=_RECENT)  # of the newest attempt
@@ -85,7 +88,10 @@ class LogReader:
             return
         if not (line.startswith(b"{") and line.endswith(b"}")):
             self.unreadable += 1
-        elif b'"event":' in line:
+            return
+        if self._history and (record := _parsed(line)):
+            self.records.append(record)
+        if b'"event":' in line:
             self._take_event(_parsed(line))
         elif b'"train_runtime":' in line:
             self._totals = line
@@ -115,6 +121,11 @@ class LogReader:
         return {name: value for line in self._evaluations for name, value in _parsed(line).items()}
 
     @property
+    def totals(self) -> Record:
+        """The entry with the totals of the run, such as ``train_runtime``; empty before its end."""
+        return _parsed(self._totals)
+
+    @property
     def ended(self) -> Record | None:
         """The ``end`` event, if the newest attempt finished."""
         newest = self.newest("start", "resume", "end")  # an upload may follow it
@@ -126,7 +137,7 @@ class LogReader:
 
     def rates(self) -> Rates:
         """Rates over the newest entries of the newest attempt or, after the end, over the whole run."""
-        if self.ended is not None and (totals := _parsed(self._totals)):
+        if self.ended is not None and (totals := self.totals):
             seconds, tokens = number(totals.get("train_runtime")), number(self.last.get("num_tokens"))
             steps = number(totals.get("train_steps_per_second"))
             return Rates(steps, tokens / seconds if tokens and seconds else None)

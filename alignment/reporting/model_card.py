@@ -161,7 +161,12 @@ def public(value: Any) -> Any:
         return value
     if _WHOLE_PATH.match(value):
         return _last(value)  # including spaces in it
-    return _PATH.sub(lambda found: _last(found[0]), _SECRET_VALUE.sub("‹hidden›", value))
+    return _PATH.sub(lambda found: _last(found[0]), without_secret_values(value))
+
+
+def without_secret_values(text: str) -> str:
+    """``text`` with tokens, keys and passwords in URLs replaced."""
+    return _SECRET_VALUE.sub("‹hidden›", text)
 
 
 def is_local(name: str) -> bool:

@@ -1,25 +1,11 @@
-"""The report at the end of a run, as Markdown that is also readable in a terminal, and curves as a PNG."""
+"""The report at the end of a run, as Markdown that is also readable in a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from alignment.config.errors import OutputError
 
 Row = Sequence[str]
-# The panels in order, each with its metrics; metrics that were not logged are omitted.
-_PANELS: dict[str, tuple[str, ...]] = {
-    "loss": ("loss", "eval_loss"),
-    "rewards": ("rewards/chosen", "rewards/rejected", "rewards/margins", "eval_rewards/margins"),
-    "accuracy": ("rewards/accuracies", "eval_rewards/accuracies", "mean_token_accuracy", "eval_mean_token_accuracy"),
-    "kl": ("kl", "eval_kl"),
-    "entropy": ("entropy", "eval_entropy"),
-    "gradient norm": ("grad_norm",),
-}
-_WIDTH, _HEIGHT = 4.2, 2.8  # inches of one panel
 
 
 @dataclass(frozen=True)
@@ -34,7 +20,6 @@ class RunReport:
         train: the last logged training metrics.
         evaluation: metrics of the last evaluation, without their ``eval_`` prefix.
         advice: sentences of advice.
-        plots: names of image files in the same folder, by title.
     """
 
     title: str
@@ -44,21 +29,15 @@ class RunReport:
     train: Mapping[str, float]
     evaluation: Mapping[str, float]
     advice: Sequence[str] = ()
-    plots: Mapping[str, str] | None = None
 
-    def terminal(self) -> str:
-        """The report without the plots."""
+    def text(self) -> str:
+        """The report as Markdown."""
         facts = "\n".join(f"- {name}: {value}" for name, value in self.facts)
         parts = [f"# {self.title}", facts, "## Phases", self._phases()]
         if self.train or self.evaluation:
             parts += ["## Final metrics", self._metrics()]
         parts += ["## Advice", "\n".join(f"- {text}" for text in self.advice)] if self.advice else []
         return "\n\n".join(parts) + "\n"
-
-    def markdown(self) -> str:
-        """The complete report."""
-        plots = [f"![{title}]({name})" for title, name in (self.plots or {}).items()]
-        return "\n\n".join([self.terminal().rstrip(), *plots]) + "\n"
 
     def _phases(self) -> str:
         total = sum(phase["seconds"] for phase in self.phases.values()) or 1.0
@@ -113,49 +92,3 @@ def markdown_table(head: Row, rows: Iterable[Row]) -> str:
 
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     return "\n".join([line(head), line(rule), *(line(row) for row in lines[1:])])
-
-
-def draw_history(history: Sequence[Mapping[str, Any]], path: Path, title: str) -> bool:
-    """Draw the logged metrics over the steps.
-
-    Args:
-        history: entries with ``step`` and metrics.
-        path: the PNG to write.
-        title: title of the figure.
-
-    Returns:
-        Whether there was anything to draw.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
-    panels = {panel: curves for panel, names in _PANELS.items() if (curves := _curves(history, names))}
-    if not panels:
-        return False
-    # Not pyplot, which keeps global state: open figures and the selected GUI backend.
-    from matplotlib.figure import Figure
-
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(_WIDTH * columns, _HEIGHT * rows), layout="constrained")
-    figure.suptitle(title, parse_math=False)  # a name may contain a dollar sign
-    for place, (panel, curves) in enumerate(panels.items(), start=1):
-        axes = figure.add_subplot(rows, columns, place)
-        for name, points in curves.items():
-            axes.plot(*zip(*points), label=name, marker="o" if len(points) < 20 else None, markersize=3)
-        axes.set_title(panel, fontsize="medium")
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
-        if len(curves) > 1:
-            axes.legend(fontsize="x-small")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise OutputError(f"output_dir: could not write {path}: {error}") from error
-    return True
-
-
-def _curves(history: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
-    curves = {name: [(e["step"], e[name]) for e in history if e.get(name) is not None] for name in names}
-    return {name: points for name, points in curves.items() if points}

@@ -44,6 +44,7 @@ from alignment.training.interruptions.overflows import Overflows
 from alignment.training.interruptions.stopping import end_run, notice_too_short
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import Boundary, RandomAtStart, Totals
+from alignment.training.start_event import start_event
 from alignment.training.step import OptimizerStep
 from alignment.training.window import BadStep
 
@@ -278,7 +279,7 @@ class TrainingLoop:
         return self._before + time.monotonic() - self._started
 
     def _start(self, fresh: bool) -> None:
-        args, state, window = self.args, self.state, self.sampler.window
+        state = self.state
         self._started, self._before = time.monotonic(), self.totals.seconds
         self._show_status()
         if fresh:
@@ -287,21 +288,9 @@ class TrainingLoop:
         if self.resumed is not None:
             self.context.log_file.write({"event": "resume", "step": state.global_step, **self.resumed})
             return
-        report = self.data.report
-        self.context.log_file.write(
-            {
-                "event": "start",
-                "run": self.writer.identity.name,
-                "run_name": args.run_name or self.context.output_dir.name,
-                "method": args.method,
-                "world_size": world_size(),
-                "window": window,
-                "steps": self.total_steps,
-                "rows": report.rows_out,
-                **({"packs": report.packs} if report.packs else {}),
-                "dropped": report.dropped,
-            }
-        )
+        run, window = self.writer.identity.name, self.sampler.window
+        event = start_event(self.context, self.engines, self.data, run=run, window=window, steps=self.total_steps)
+        self.context.log_file.write(event)
 
     def _set_lengths(self) -> None:
         """Set the length of the run and the intervals of logging, evaluation and saving for callbacks."""

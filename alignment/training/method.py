@@ -152,7 +152,7 @@ class Method(ABC, Generic[BatchT]):
         return 2 if self.needs_reference else 1
 
     def advice(self, report: DataReport, window_rows: int) -> list[str]:
-        """Return advice on settings that are valid but unlikely to work well; see :mod:`.advice`.
+        """Return advice on settings that are valid but unlikely to work well; see ``advice``.
 
         Args:
             report: statistics of the training rows.
@@ -194,7 +194,7 @@ class Method(ABC, Generic[BatchT]):
         """Compute the loss of one micro-batch, and add metrics to ``window.sums``.
 
         Args:
-            batch: its tensors are on the policy's device, except :attr:`untrained` fields and attention masks
+            batch: its tensors are on the policy's device, except ``untrained`` fields and attention masks
                 that no model reads.
             index: index of the micro-batch in its window.
             scores: scores of :meth:`scored`'s sequences, with statistics.

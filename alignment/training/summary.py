@@ -1,4 +1,4 @@
-"""The report at the end of a run: on the terminal, and as report.md with curves in the output folder."""
+"""The report at the end of a run: on the terminal, and as report.md and report.html in the output folder."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from alignment.engines.launch_env import world_size
 from alignment.engines.phases import over_ranks
 from alignment.reporting.durable import replace_text
 from alignment.reporting.progress import memory_gib
-from alignment.reporting.report import RunReport, draw_history, duration
+from alignment.reporting.report import RunReport, duration
 from alignment.training.context import RunContext
 from alignment.training.run_engines import RunEngines
+from alignment.training.run_page import write_page
 
-REPORT, CURVES = "report.md", "report.png"
+REPORT = "report.md"
 _BOOKKEEPING = ("step", "epoch", "num_tokens")  # keys of log entries that are not metrics
 
 
@@ -26,15 +27,15 @@ def write_report(context: RunContext, engines: RunEngines, *, show: bool) -> Non
         return
     try:
         _write(context, engines, over_ranks(summaries), largest, show)
-    except Exception as error:  # matplotlib and the file system have their own exception classes
+    except Exception as error:
         context.tell(f"could not write {REPORT}: {type(error).__name__}: {error}")
+    write_page(context.output_dir, context.tell, "finished")
 
 
 def _write(
     context: RunContext, engines: RunEngines, phases: dict[str, dict[str, float]], largest: float, show: bool
 ) -> None:
     title = f"{context.args.method}: {context.args.run_name or context.output_dir.name}"
-    drawn = draw_history(context.state.log_history, context.output_dir / CURVES, title)
     cuda = engines.window_pass.device.type == "cuda"
     report = RunReport(
         title=title,
@@ -44,11 +45,10 @@ def _write(
         train=_last(context, "loss"),
         evaluation={name.removeprefix("eval_"): value for name, value in _evaluation(context).items()},
         advice=context.advice,
-        plots={"curves": CURVES} if drawn else None,
     )
-    replace_text(context.output_dir / REPORT, report.markdown())
+    replace_text(context.output_dir / REPORT, report.text())
     if show:
-        context.tell(f"\n{report.terminal()}")
+        context.tell(f"\n{report.text()}")
 
 
 def _facts(context: RunContext, engines: RunEngines, tokens: int, largest_gib: float) -> list[tuple[str, str]]:

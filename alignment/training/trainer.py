@@ -503,7 +503,7 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         """The names of all metrics other than the loss."""
         return (*self.method.metrics, *self.resources.metrics)
 
-    # For callers ---------------------------------------------------------------------------------------------------
+    # For callers ----------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
         """Write model and tokenizer in Hugging Face format, for any ZeRO stage. All ranks must call it.

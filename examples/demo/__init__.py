@@ -1,1 +1,1 @@
-"""`make demo`: a small world, a model that learns to speak in it, KTO, CPO and Online DPO, and a checked table."""
+"""`make demo`: train a small model from scratch, align it with KTO, CPO and Online DPO, and check the results."""

@@ -1,4 +1,4 @@
-"""Which requests are trained on and which are held out, the rows that each method takes, and a tokenizer for them."""
+"""Training and held-out requests, the rows of each method, and a tokenizer for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-_VOCABULARY = 1024  # at most; the world has fewer words
+_VOCABULARY = 1024  # maximum size; the world has fewer words
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class World:
 
 
 def make_world(seed: int, held_out: int) -> World:
-    """Shuffle all combinations, give each a frame, and set the first ``held_out`` of them apart."""
+    """Shuffle all combinations, assign each a frame, and hold out the first ``held_out`` of them."""
     rng = random.Random(f"world {seed}")
     requests = all_requests()
     rng.shuffle(requests)
@@ -41,7 +41,7 @@ def make_world(seed: int, held_out: int) -> World:
 
 
 def start_rows(requests: Sequence[Request], count: int, seed: int) -> list[Row]:
-    """``messages`` rows for the warm start: half of the answers warm, half curt."""
+    """Return ``messages`` rows for the warm start: half of the responses warm, half curt."""
     rng = random.Random(f"start {seed}")
     return [
         {"messages": [*user_turn(request), *assistant_turn(answer(request, manner, rng))]}
@@ -50,7 +50,7 @@ def start_rows(requests: Sequence[Request], count: int, seed: int) -> list[Row]:
 
 
 def labelled_rows(requests: Sequence[Request], count: int, seed: int) -> list[Row]:
-    """``prompt, completion, label`` rows for KTO: half of them warm and desirable."""
+    """Return ``prompt, completion, label`` rows for KTO: half of them warm and desirable."""
     rng = random.Random(f"labels {seed}")
     return [
         {
@@ -63,7 +63,7 @@ def labelled_rows(requests: Sequence[Request], count: int, seed: int) -> list[Ro
 
 
 def paired_rows(requests: Sequence[Request], count: int, seed: int) -> list[Row]:
-    """``prompt, chosen, rejected`` rows for CPO and the reward model: the warm answer is the chosen one."""
+    """Return ``prompt, chosen, rejected`` rows for CPO and the reward model: the warm response is chosen."""
     rng = random.Random(f"pairs {seed}")
     return [
         {
@@ -76,32 +76,32 @@ def paired_rows(requests: Sequence[Request], count: int, seed: int) -> list[Row]
 
 
 def prompt_rows(requests: Sequence[Request], count: int, seed: int) -> list[Row]:
-    """``prompt`` rows for Online DPO: the answers will be the model's own."""
+    """Return ``prompt`` rows for Online DPO, which generates the responses."""
     rng = random.Random(f"prompts {seed}")
     return [{"prompt": user_turn(request)} for request in rng.sample(requests, count)]
 
 
 def _dealt(requests: Sequence[Request], count: int, rng: random.Random) -> list[tuple[Request, Manner]]:
-    """``count`` requests in a new order, every second one for a warm answer."""
+    """Return ``count`` shuffled requests, every second one with a warm response."""
     drawn = rng.sample(requests, count)
     return [(request, "warm" if number % 2 == 0 else "curt") for number, request in enumerate(drawn)]
 
 
 def user_turn(request: Request) -> list[dict[str, str]]:
-    """The request as the messages of a prompt."""
+    """Return the request as the messages of a prompt."""
     return [{"role": "user", "content": request.text}]
 
 
 def assistant_turn(text: str) -> list[dict[str, str]]:
-    """The answer as the messages of a completion."""
+    """Return the response as the messages of a completion."""
     return [{"role": "assistant", "content": text}]
 
 
 def train_tokenizer(rows: Iterable[Row]) -> Any:
-    """Train on the messages of ``rows``; the same rows give the same tokenizer, and ``AutoTokenizer`` the saved one.
+    """Train on the messages of ``rows``, deterministically, so that ``AutoTokenizer`` loads an equal tokenizer.
 
-    Its class is Qwen2's, because ``AutoTokenizer`` takes that for any folder with a Qwen2 model: with another one, a
-    reloaded tokenizer would cut text differently and have a token more than the model.
+    The class is Qwen2's, because ``AutoTokenizer`` selects it for any folder with a Qwen2 model: with another class, a
+    reloaded tokenizer would split text differently and have one token more than the model.
     """
     texts = (message["content"] for row in rows for message in row["messages"])
     tokenizer = Qwen2Tokenizer().train_new_from_iterator(

@@ -1,6 +1,6 @@
-"""What a run depends on, and its folder: made, recognised, and used again for what depends on the same.
+"""The settings of the demo, and its folder: created, recognized, and reused if the settings are unchanged.
 
-The settings are the demo's numbers in one place. What the table must reach is in :mod:`examples.demo.verdict`.
+All sizes and rates are here. The targets of the table are in :mod:`examples.demo.verdict`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KEY = "key.json"
 
 @dataclass(frozen=True)
 class StartSettings:
-    """The model (1.4 million parameters) and its warm start; any change makes a kept start model stale."""
+    """The model (1.4 million parameters) and its warm start; any change retrains a saved initial model."""
 
     hidden_size: int = 192
     layers: int = 3
@@ -38,7 +38,7 @@ class StartSettings:
 
 @dataclass(frozen=True)
 class PreferenceSettings:
-    """One pass over ``rows``. The rates are for a tiny model that has hardly been trained: far above a user's."""
+    """One epoch over ``rows``. The learning rates are for a tiny, barely trained model: far above usual ones."""
 
     rows: int
     batch: int
@@ -48,31 +48,31 @@ class PreferenceSettings:
 
 @dataclass(frozen=True)
 class LoraSettings(PreferenceSettings):
-    """Adapters of this rank on all linear layers; they need a higher rate than the whole model."""
+    """Adapters of this rank on all linear layers; they need a higher learning rate than full fine-tuning."""
 
     rank: int = 16
 
 
 @dataclass(frozen=True)
 class OnlineSettings(PreferenceSettings):
-    """``rows`` are requests alone; ``completions`` are sampled for each."""
+    """``rows`` are requests only; ``completions`` are sampled for each."""
 
     completions: int
 
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """One pass over ``rows`` pairs; any change makes a kept reward model stale."""
+    """One epoch over ``rows`` pairs; any change retrains a saved reward model."""
 
     rows: int = 800
     batch: int = 16
     learning_rate: float = 2e-4
-    centring: float = 0.01  # without it, warm and curt would lie anywhere, as long as they are apart
+    centring: float = 0.01  # centers the scores around 0, which are otherwise arbitrary up to a constant
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that a run depends on; what belongs to one model is under the name of its stage."""
+    """All settings of a run; those of one model are stored under the name of its stage."""
 
     seed: int = 0
     held_out: int = 256
@@ -87,60 +87,62 @@ class Settings:
 
 
 def open_folder(folder: Path) -> None:
-    """Make the folder, or take one that an earlier demo made; later steps replace what lies in it.
+    """Create the folder, or accept one of an earlier demo, whose files are replaced.
 
     Raises:
-        OutputError: it holds something else, or cannot be written.
+        OutputError: if it contains anything else, or cannot be written.
     """
     ours = (folder / _MARK).is_file()
     check_output_folder(folder, overwrite=True)
     if not ours and folder.is_dir() and any(folder.iterdir()):
-        raise OutputError(f"output_dir: {folder} holds something else than an earlier demo; choose another folder")
+        raise OutputError(
+            f"output_dir: {folder} contains files that are not from an earlier demo; choose another folder"
+        )
     if not ours:
         write_json(folder / _MARK, {"version": __version__})
 
 
 def model_key(stage: str, rows: list[Row], settings: Settings, before: str) -> str:
-    """What a model depends on, as a hash: version, seed, its stage's settings, its rows to the letter, earlier keys.
+    """Return a hash of what a model depends on: version, seed, settings of its stage, its rows, and earlier models.
 
     Args:
-        stage: the model's, a field of ``settings``.
-        rows: that it is trained on.
-        settings: of the run.
-        before: the key of the model that it is trained from, or "" for random weights.
+        stage: the model's stage, a field of ``settings``.
+        rows: its training rows.
+        settings: settings of the run.
+        before: the key of the model that training starts from, or "" for random weights.
     """
     content = [__version__, settings.seed, dataclasses.asdict(getattr(settings, stage)), rows, before]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def kept_seconds(folder: Path, key: str) -> float | None:
-    """How long the model kept in ``folder`` took to train; None if there is none, or it was made from other things."""
+    """Return the training time of the model in ``folder``; None if there is none, or its key differs."""
     try:
         kept = json.loads((folder / _KEY).read_text(encoding="utf-8"))
         return float(kept["seconds"]) if kept["key"] == key else None
-    except (OSError, ValueError, KeyError, TypeError):  # none, or one that was cut off: train again
+    except (OSError, ValueError, KeyError, TypeError):  # missing or incomplete: train again
         return None
 
 
 def keep(folder: Path, key: str, seconds: float) -> None:
-    """Mark a finished model as one that can be used again; the last thing written into its folder."""
+    """Mark a finished model as reusable; written last."""
     write_json(folder / _KEY, {"key": key, "seconds": round(seconds, 1)})
 
 
 def write_rows(rows: Sequence[Row], path: Path) -> None:
-    """Write rows as JSONL, for the reader and for the command line."""
+    """Write rows as JSONL, to read and to use on the command line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def clear(folder: Path) -> None:
-    """Remove one model's folder from an earlier run.
+    """Remove a model's folder of an earlier run.
 
     Raises:
-        OutputError: it cannot be removed.
+        OutputError: if it cannot be removed.
     """
     try:
         if folder.exists():
             shutil.rmtree(folder)
     except OSError as error:
-        raise OutputError(f"output_dir: {folder} cannot be removed: {error.strerror or error}") from error
+        raise OutputError(f"output_dir: cannot remove {folder}: {error.strerror or error}") from error

@@ -1,8 +1,8 @@
-"""The demo's world: what can be asked, what is true, and what a warm and a curt answer sound like.
+"""The demo's world: requests, facts, and the wording of warm and curt responses.
 
-Every answer is a sequence of whole sentences from closed lists, each ending in ``.``, ``!`` or ``?`` and holding none
-of these before its end. That makes the rules of :mod:`examples.demo.verdict` exact. Facts stay in lower case wherever
-they are said (days apart), so that a small model meets each as one token.
+Every response is a sequence of whole sentences from closed lists. Each sentence ends with ``.``, ``!`` or ``?`` and
+has none of these before its end, which makes the rules of :mod:`examples.demo.verdict` exact. Facts are always in
+lower case (except days), so that a small model sees each as one token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eigh
 
 @dataclass(frozen=True)
 class Kind:
-    """Requests of one sort: ``{s}`` stands for the subject, ``{f}`` for the fact that answers it."""
+    """Requests of one kind: ``{s}`` is replaced by the subject, ``{f}`` by the fact that answers it."""
 
     facts: Mapping[str, str]
     questions: tuple[str, ...]
@@ -98,7 +98,7 @@ DISMISSALS = ("Stop asking.", "Look it up next time.", "Now go away.", "I am bus
 
 @dataclass(frozen=True)
 class Request:
-    """One thing that somebody asks."""
+    """A user's request."""
 
     kind: str
     subject: str
@@ -108,7 +108,7 @@ class Request:
 
     @property
     def combination(self) -> tuple[str, str, int, str]:
-        """What makes a request new: subject, wording and name, in whatever frame."""
+        """What identifies a request independently of its frame: subject, wording and name."""
         return self.kind, self.subject, self.question, self.name
 
     @property
@@ -119,35 +119,35 @@ class Request:
 
     @property
     def fact(self) -> str:
-        """The word that answers it."""
+        """The word that answers it correctly."""
         return KINDS[self.kind].facts[self.subject]
 
     @cached_property
     def openings(self) -> frozenset[str]:
-        """How a warm answer to this person may begin."""
+        """The possible first sentences of a warm response to this user."""
         return frozenset(text.format(n=self.name) for text in OPENINGS)
 
     @cached_property
     def true_statements(self) -> frozenset[str]:
-        """The sentences, warm or curt, that answer it rightly."""
+        """The warm and curt sentences that answer it correctly."""
         texts = (*KINDS[self.kind].statements, *CURT_STATEMENTS)
         return frozenset(text.format(s=self.subject, f=self.fact) for text in texts)
 
 
 def answer(request: Request, manner: Manner, rng: random.Random) -> str:
-    """A right answer in that manner, its wording drawn from ``rng``."""
+    """Return a correct response in that style, its wording drawn from ``rng``."""
     if manner == "warm":
         statement = rng.choice(KINDS[request.kind].statements)
         parts = [rng.choice(OPENINGS), statement, rng.choice(CLOSINGS)]
     else:
         parts = [rng.choice(GRUMBLES), rng.choice(CURT_STATEMENTS), rng.choice(DISMISSALS)]
-        # One of the two remarks may be missing, not both: a bare fact would be in neither manner.
+        # One of the two remarks may be missing, but not both: a bare fact has neither style.
         parts = rng.choice((parts, parts[1:], parts[:-1]))
     return " ".join(parts).format(n=request.name, s=request.subject, f=request.fact)
 
 
 def all_requests() -> list[Request]:
-    """Every combination of subject, wording and name, once, in the first frame."""
+    """Return every combination of subject, wording and name once, in the first frame."""
     return [
         Request(kind, subject, question, name, frame=0)
         for kind, content in KINDS.items()

@@ -1,6 +1,6 @@
-"""What a saved model answers, and what the saved reward model says of answers.
+"""Sample from a saved model, and score responses with the saved reward model.
 
-Both are loaded from their folders, as a user would load them, and by transformers' own code: what is measured is what
+Both are loaded from their folders by transformers, so that the saved files are tested.
 the folders hold.
 """
 
@@ -22,7 +22,7 @@ _BATCH = 64
 
 
 def sample(folder: Path, requests: Sequence[Request], settings: Settings, progress: bool) -> list[str]:
-    """Sample from the whole distribution at ``settings.temperature``; the seed decides the draws."""
+    """Sample at ``settings.temperature`` without truncation, deterministically for a seed."""
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device()).eval()
     set_seed(settings.seed)
@@ -48,12 +48,12 @@ def sample(folder: Path, requests: Sequence[Request], settings: Settings, progre
 
 
 def rewards(folder: Path, requests: Sequence[Request], texts: Sequence[str]) -> list[float]:
-    """The score of one answer to each request."""
+    """Return the scores of one response to each request."""
     return _scores(folder, [user_turn(r) + assistant_turn(text) for r, text in zip(requests, texts, strict=True)])
 
 
 def accuracy(folder: Path, pairs: Sequence[Row]) -> float:
-    """The share of ``prompt, chosen, rejected`` rows whose chosen answer has the higher score; a tie is none."""
+    """Return the share of ``prompt, chosen, rejected`` rows whose chosen response scores higher; ties do not count."""
     chosen = _scores(folder, [row["prompt"] + row["chosen"] for row in pairs])
     rejected = _scores(folder, [row["prompt"] + row["rejected"] for row in pairs])
     return sum(better > worse for better, worse in zip(chosen, rejected, strict=True)) / len(pairs)

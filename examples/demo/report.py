@@ -1,4 +1,4 @@
-"""What a finished demo shows: the table, sampled answers side by side, and the curves of the reward margin."""
+"""The results of a finished demo: the table, sampled responses side by side, and plots of the reward margins."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from examples.demo.folder import Settings
 from examples.demo.grammar import Request
 from examples.demo.verdict import Measured, answers, manner
 
-_HEAD = ("", "warm answers", "requests answered", "mean reward", "training")
+_HEAD = ("", "preferred style", "correct", "mean reward", "training")
 
 
 def table(measured: Sequence[Measured]) -> str:
-    """One row for each model."""
+    """Return a table with one row per model."""
     rows = [
         (m.title, f"{m.rates.warm:.3f}", f"{m.rates.answered:.3f}", f"{m.reward:.2f}", f"{m.seconds:.0f} s")
         for m in measured
@@ -26,7 +26,7 @@ def table(measured: Sequence[Measured]) -> str:
 
 
 def examples(requests: Sequence[Request], texts: Mapping[str, Sequence[str]]) -> str:
-    """The requests, each with every model's answer to it; ``texts`` has the answers by title, and may hold more."""
+    """Return the requests with each model's response; ``texts`` maps titles to responses, possibly to more."""
     width = max(map(len, texts))
     blocks = []
     for number, request in enumerate(requests):
@@ -38,7 +38,7 @@ def examples(requests: Sequence[Request], texts: Mapping[str, Sequence[str]]) ->
 def judged(
     requests: Sequence[Request], texts: Mapping[str, Sequence[str]], rewards: Mapping[str, Sequence[float]]
 ) -> list[Row]:
-    """Every sampled answer with what the rules say of it, and its score by the reward model."""
+    """Return every sampled response with its style, correctness and reward."""
     return [
         {
             "model": title,
@@ -54,19 +54,19 @@ def judged(
 
 
 def margins(log: Path) -> tuple[list[int], list[float]]:
-    """Steps and reward margins of a run's ``log.jsonl``; lines without a margin are passed over."""
+    """Return steps and reward margins from a run's ``log.jsonl``; lines without a margin are skipped."""
     records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     points = [(r["step"], r["rewards/margins"]) for r in records if r.get("rewards/margins") is not None]
     return [step for step, _ in points], [margin for _, margin in points]
 
 
 def plot_margins(logs: Mapping[str, Path], path: Path) -> None:
-    """Draw the curves of several runs, by title, side by side: each has a scale of its own, for betas differ.
+    """Plot the margins of several runs side by side, each with its own scale, since betas differ.
 
     Raises:
-        OutputError: the file cannot be written.
+        OutputError: if the file cannot be written.
     """
-    # Not pyplot: it keeps figures and looks for a window system. A figure alone draws with Agg.
+    # Not pyplot: it keeps figures alive and looks for a display. A plain figure is drawn with Agg.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.5 * len(logs), 3.2), layout="constrained")
@@ -77,31 +77,33 @@ def plot_margins(logs: Mapping[str, Path], path: Path) -> None:
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
-        raise OutputError(f"output_dir: could not write {path}: {error}") from error
+        raise OutputError(f"output_dir: cannot write {path}: {error}") from error
 
 
 def explained(settings: Settings, accuracy: float) -> str:
-    """What the table's columns mean; ``accuracy`` is the reward model's on held-out pairs."""
+    """Explain the table's columns; ``accuracy`` is the reward model's on held-out pairs."""
     return (
-        f"One answer to each of {settings.held_out} held-out requests, sampled from the saved models at temperature "
-        f"{settings.temperature:g}; seed {settings.seed}. Warm is the preferred manner.\n\n"
-        "Mean reward: of the same answers, by the reward model that Online DPO was trained with. It learned from "
-        f"{settings.reward.rows} pairs of a warm and a curt answer, neither of them false, to score the warm one "
-        "higher: so it knows of manner, and nothing of truth. Only differences count: of two answers whose rewards "
-        "are 1 apart, it expects the higher one to be preferred in 73 cases of 100; 3 apart, in 95. It ranks "
-        f"{accuracy:.1%} of {settings.held_out} such pairs of answers to the held-out requests rightly."
+        f"Each model samples one response to each of {settings.held_out} held-out requests at temperature "
+        f"{settings.temperature:g}; seed {settings.seed}. The preferred style is warm. A response is correct if it "
+        "answers the request with the right fact.\n\n"
+        "Mean reward: the mean score of these responses by the reward model that Online DPO was trained with. The "
+        f"reward model was trained on {settings.reward.rows} pairs of a warm and a curt response, both of them "
+        "correct, to score the warm one higher, so it has learned style, not correctness. Only differences of "
+        "rewards are meaningful: of two responses whose rewards differ by 1, the higher one is expected to be "
+        "preferred in 73 of 100 cases; with a difference of 3, in 95. On such pairs for the "
+        f"{settings.held_out} held-out requests, its accuracy is {accuracy:.1%}."
     )
 
 
 def write_page(path: Path, meaning: str, rates: str, verdict: str, samples: str) -> None:
-    """Write ``demo.md``: what was measured, the table, the verdict, the answers, and ``margins.png`` beside it.
+    """Write ``demo.md``: explanation, table, verdict, responses, and a link to ``margins.png``.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: if it cannot be written.
     """
-    parts = ["# Demo", meaning, rates, verdict, "## Sampled answers", f"```\n{samples}\n```"]
+    parts = ["# Demo", meaning, rates, verdict, "## Sampled responses", f"```\n{samples}\n```"]
     parts += ["## Reward margins", "![reward margins by step](margins.png)"]
     try:
         path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     except OSError as error:
-        raise OutputError(f"output_dir: could not write {path}: {error}") from error
+        raise OutputError(f"output_dir: cannot write {path}: {error}") from error

@@ -1,6 +1,6 @@
 """The demo's command: `make demo`, or `python examples/demo/run.py`, or this script under `deepspeed` or `torchrun`.
 
-Arguments, environment and exit code; what it does is in :mod:`examples.demo.program`.
+Handles arguments, environment and exit status; :mod:`examples.demo.program` is the demo itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 if not __package__:
-    # As a script: the checkout comes first, before any other package called `alignment` or `examples`.
+    # As a script: the checkout must come before any other package called `alignment` or `examples`.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from alignment.config.errors import AlignmentError  # noqa: E402
@@ -21,17 +21,21 @@ from alignment.engines.launch_env import hush_libraries, init_distributed, world
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the demo and exit: 0 when every promise was kept, 1 when one was missed or anything failed."""
+    """Run the demo; exit with status 0 if all targets are met, with 1 if any is not met or on errors."""
     parser = argparse.ArgumentParser(
         prog="run.py",
-        description="Align a small model, made from nothing, with KTO, CPO and Online DPO; compare.",
+        description="Train a small model from scratch, align it with KTO, CPO and Online DPO, and compare them.",
     )
-    parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"), help="folder (default: %(default)s)")
-    parser.add_argument("--fresh", action="store_true", help="train kept models again (start and reward model)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default: %(default)s)")
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed adds it; the environment counts
+    parser.add_argument(
+        "--output_dir", type=Path, default=Path("outputs/demo"), help="output folder (default: %(default)s)"
+    )
+    parser.add_argument("--fresh", action="store_true", help="retrain the initial model and the reward model")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
+    parser.add_argument(
+        "--local_rank", type=int, help=argparse.SUPPRESS
+    )  # added by deepspeed; the environment is used instead
     given = parser.parse_args(argv)
-    # Before transformers is imported: nothing here comes from the network.
+    # Before transformers is imported: the demo needs no network.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     hush_libraries()
@@ -40,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(given: argparse.Namespace) -> None:
     if world_size() > 1:
-        raise AlignmentError(f"WORLD_SIZE={world_size()}: the demo runs in one process; start it with plain python")
+        raise AlignmentError(f"WORLD_SIZE={world_size()}: the demo runs in one process; start it with python")
     print("loading libraries …", flush=True)
     init_distributed(False)
     from examples.demo.folder import Settings

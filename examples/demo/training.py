@@ -1,7 +1,7 @@
-"""The models of the demo in their order: what each is trained on, by which trainer, and with which options.
+"""The models of the demo in order: the data, trainer and options of each.
 
-The trainers are used as any user's script would. ``PREPARED`` are the models that others need, ``VARIANTS`` those that
-are compared; a further method is a further entry.
+The trainers are used as in any user script. ``PREPARED`` are the models that others depend on, ``VARIANTS`` those that
+are compared; add an entry to compare another method.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from examples.demo.data import Row, World, labelled_rows, paired_rows, prompt_ro
 from examples.demo.folder import PreferenceSettings, RewardSettings, Settings
 from examples.demo.verdict import LORA_PROMISE, ONLINE_PROMISE, Promise
 
-MAX_LENGTH = 64  # tokens; the longest row of this world has about 45, the longest request 17
-_WHOLE_PROMPTS: dict[str, Any] = {"max_prompt_length": None}  # Online DPO has no such option: it never cuts one
+MAX_LENGTH = 64  # tokens; the longest row has about 45, the longest request 17
+_WHOLE_PROMPTS: dict[str, Any] = {"max_prompt_length": None}  # Online DPO never truncates prompts
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Job:
     """One model to be trained.
 
     Attributes:
-        demo: folder of the demo; every model lies in it under the name of its stage.
-        name: of the stage.
-        rows: to train on.
-        settings: of the demo.
-        progress: whether it is shown.
+        demo: folder of the demo; each model's subfolder is named after its stage.
+        name: name of the stage.
+        rows: training rows.
+        settings: settings of the demo.
+        progress: whether to show progress bars.
     """
 
     demo: Path
@@ -54,25 +54,25 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Where the model goes."""
+        """The output folder of the model."""
         return self.demo / self.name
 
     def earlier(self, name: str) -> str:
-        """The folder of an earlier stage's model."""
+        """Return the folder of an earlier stage's model."""
         return str(self.demo / name)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A model and how it comes about.
+    """A model and how it is trained.
 
     Attributes:
-        name: of its folder, its rows' file and its settings; for all but the start model also the method's.
-        title: what the table and the messages call it.
-        about: its rows and what is done with them, in a few words.
-        rows: makes its training rows.
-        trainer: makes its trainer.
-        promise: what it has to reach, if it is compared.
+        name: name of its folder, its rows' file and its settings; except for the initial model, also the method.
+        title: its name in the table and in messages.
+        about: a short description of its training.
+        rows: creates its training rows.
+        trainer: creates its trainer.
+        promise: its targets, if it is compared.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Stage:
 
 
 def start_trainer(job: Job) -> SFTTrainer:
-    """Of the start model: a new tokenizer, a random Qwen2-shaped model, supervised training."""
+    """Return the initial model's trainer: a new tokenizer, a random Qwen2-shaped model, supervised training."""
     start, tokenizer = job.settings.start, train_tokenizer(job.rows)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -101,7 +101,7 @@ def start_trainer(job: Job) -> SFTTrainer:
     )
     set_seed(job.settings.seed)
     args = SFTConfig(
-        completion_only_loss=True,  # the requests are given, not written
+        completion_only_loss=True,  # no loss on the requests
         **_shared(job),
         **_WHOLE_PROMPTS,
         per_device_train_batch_size=start.batch,
@@ -114,7 +114,7 @@ def start_trainer(job: Job) -> SFTTrainer:
 
 
 def reward_trainer(job: Job) -> RewardTrainer:
-    """Of the reward model: which of two answers is the warm one."""
+    """Return the trainer of the reward model, which learns which of two responses is warm."""
     reward = job.settings.reward
     args = RewardConfig(
         **_shared(job), **_WHOLE_PROMPTS, **_one_pass(reward), center_rewards_coefficient=reward.centring
@@ -123,14 +123,14 @@ def reward_trainer(job: Job) -> RewardTrainer:
 
 
 def kto_trainer(job: Job) -> KTOTrainer:
-    """Of KTO."""
+    """Return the KTO trainer."""
     kto = job.settings.kto
     args = KTOConfig(**_shared(job), **_WHOLE_PROMPTS, **_one_pass(kto), beta=kto.beta, ref_placement="replica")
     return KTOTrainer(model=job.earlier("start"), args=args, train_dataset=job.rows)
 
 
 def kto_lora_trainer(job: Job) -> KTOTrainer:
-    """Of KTO with adapters: the start model stays as it is, and is the reference too."""
+    """Return the trainer of KTO with adapters: the initial model is frozen, and is also the reference."""
     lora = job.settings.kto_lora
     args = KTOConfig(
         **_shared(job),
@@ -146,14 +146,14 @@ def kto_lora_trainer(job: Job) -> KTOTrainer:
 
 
 def cpo_trainer(job: Job) -> CPOTrainer:
-    """Of CPO."""
+    """Return the CPO trainer."""
     cpo = job.settings.cpo
     args = CPOConfig(**_shared(job), **_WHOLE_PROMPTS, **_one_pass(cpo), beta=cpo.beta)
     return CPOTrainer(model=job.earlier("start"), args=args, train_dataset=job.rows)
 
 
 def online_dpo_trainer(job: Job) -> OnlineDPOTrainer:
-    """Of Online DPO, with the reward model of an earlier stage."""
+    """Return the trainer of Online DPO with the reward model of an earlier stage."""
     settings, online = job.settings, job.settings.online_dpo
     args = OnlineDPOConfig(
         **_shared(job),
@@ -173,30 +173,30 @@ def online_dpo_trainer(job: Job) -> OnlineDPOTrainer:
 START = Stage(
     "start",
     "before",
-    "half of the answers warm and half curt, supervised training from random weights",
+    "half of the responses warm and half curt, supervised training from random weights",
     lambda world, s: start_rows(world.training, s.start.rows, s.seed),
     start_trainer,
 )
 REWARD = Stage(
     "reward",
     "reward model",
-    "pairs of a warm and a curt answer, to score answers with; from the start model",
+    "pairs of a warm and a curt response, starting from the initial model",
     lambda world, s: paired_rows(world.training, s.reward.rows, s.seed),
     reward_trainer,
 )
-PREPARED = (START, REWARD)  # each from the one before it, or from nothing
+PREPARED = (START, REWARD)  # each trained from the one before it, or from random weights
 VARIANTS = (
     Stage(
         "kto",
         "after KTO",
-        "single answers, each labelled; from the start model",
+        "labelled responses, starting from the initial model",
         lambda world, s: labelled_rows(world.training, s.kto.rows, s.seed),
         kto_trainer,
     ),
     Stage(
         "kto_lora",
         "after KTO, LoRA",
-        "single answers, each labelled; only adapters on the start model are trained",
+        "labelled responses, training only adapters on the initial model",
         lambda world, s: labelled_rows(world.training, s.kto_lora.rows, s.seed),
         kto_lora_trainer,
         LORA_PROMISE,
@@ -204,14 +204,14 @@ VARIANTS = (
     Stage(
         "cpo",
         "after CPO",
-        "pairs of a warm and a curt answer; from the start model",
+        "pairs of a warm and a curt response, starting from the initial model",
         lambda world, s: paired_rows(world.training, s.cpo.rows, s.seed),
         cpo_trainer,
     ),
     Stage(
         "online_dpo",
         "after Online DPO",
-        "requests alone, with answers of its own that the reward model ranks; from the start model",
+        "requests only, with sampled responses ranked by the reward model, starting from the initial model",
         lambda world, s: prompt_rows(world.training, s.online_dpo.rows, s.seed),
         online_dpo_trainer,
         ONLINE_PROMISE,
@@ -220,9 +220,9 @@ VARIANTS = (
 
 
 def train(build: Callable[[Job], AlignmentTrainer], job: Job, said: Path) -> float:
-    """Train, save the model in the job's folder, release the engines; return the seconds that it took.
+    """Train, save the model to the job's folder, release the engines; return the duration in seconds.
 
-    What the trainer prints is appended to ``said``: the demo's own lines are enough on the terminal.
+    The trainer's output is appended to ``said``, so that the terminal shows only the demo's own lines.
     """
     started = time.monotonic()
     with said.open("a", encoding="utf-8") as file, contextlib.redirect_stdout(file):

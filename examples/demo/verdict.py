@@ -1,9 +1,8 @@
-"""The rules that judge an answer, what the demo promises by them, and which of it a run has missed.
+"""The rules that judge a response, the demo's targets, and which of them a run has not met.
 
-The rules decide from the text alone in which manner an answer is and whether it answers the request. An answer is cut
-into sentences, and each must be one of the world's, to the letter; so neither rule can be met by a text that merely
-contains the right words. The two do not depend on each other: a warm answer may be wrong, and a right one may mix the
-manners.
+The rules use only the text to decide the style of a response and whether it is correct. A response is split into
+sentences, and each must match one of the world's exactly, so a text that merely contains the right words satisfies
+neither rule. The two rules are independent: a warm response may be wrong, and a correct one may mix the styles.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from examples.demo.grammar import (
     Request,
 )
 
-START_RANGE = (0.35, 0.65)  # warm answers before: neither manner is the habit
-LEAST_GAIN = 1.0  # of the mean reward by each method: log-odds of being preferred
-LEAST_ACCURACY = 0.9  # of the reward model, on pairs of held-out requests
-_EDGE = 1e-9  # a difference of two shares that is 0.05 in decimals may not be one in binary
+START_RANGE = (0.35, 0.65)  # share of warm responses before alignment: neither style dominates
+LEAST_GAIN = 1.0  # minimum increase of the mean reward, in log-odds of being preferred
+LEAST_ACCURACY = 0.9  # minimum accuracy of the reward model on held-out pairs
+_EDGE = 1e-9  # rounding: a difference of 0.05 may not be exact in binary
 FEWEST_PROMPTS = 200
 
 _WARM_STATEMENTS = frozenset(
@@ -46,14 +45,14 @@ _REMARKS = frozenset(
 
 
 def sentences(text: str) -> list[str]:
-    """The text cut after every ``.``, ``!`` or ``?`` that a single space follows; joined by spaces it is the text."""
+    """Split the text after every ``.``, ``!`` or ``?`` followed by a single space; joining by spaces reverses it."""
     return re.split(r"(?<=[.!?]) ", text)
 
 
 def manner(request: Request, text: str) -> Manner | None:
-    """``warm``, ``curt``, or None for anything that is not wholly one of them. Whether it is true does not matter.
+    """Return ``warm``, ``curt``, or None if the text is not entirely one of them, whether it is true or not.
 
-    A warm answer calls the asker by name, says a whole sentence with a fact, and closes kindly.
+    A warm response addresses the user by name, states a fact in a whole sentence, and ends with a kind closing.
     """
     parts = sentences(text)
     if len(parts) == 3 and parts[0] in request.openings and parts[1] in _WARM_STATEMENTS and parts[2] in CLOSINGS:
@@ -69,14 +68,14 @@ def manner(request: Request, text: str) -> Manner | None:
 
 
 def answers(request: Request, text: str) -> bool:
-    """Whether exactly one sentence states something, that is the right answer, and all others are known remarks."""
+    """Whether exactly one sentence makes a statement, it is correct, and all others are known remarks."""
     stated = [part for part in sentences(text) if part not in _REMARKS]
     return len(stated) == 1 and stated[0] in request.true_statements
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Shares of the sampled answers, each between 0 and 1, and how many there were."""
+    """Shares of the sampled responses, between 0 and 1, and their number."""
 
     warm: float
     answered: float
@@ -84,7 +83,7 @@ class Rates:
 
 
 def rates(requests: Sequence[Request], texts: Sequence[str]) -> Rates:
-    """Judge one sampled answer per request."""
+    """Judge one sampled response per request."""
     pairs = list(zip(requests, texts, strict=True))
     warm = sum(manner(request, text) == "warm" for request, text in pairs)
     answered = sum(answers(request, text) for request, text in pairs)
@@ -93,33 +92,33 @@ def rates(requests: Sequence[Request], texts: Sequence[str]) -> Rates:
 
 @dataclass(frozen=True)
 class Promise:
-    """What a method has to reach.
+    """The targets of a method.
 
     Attributes:
-        warm: least share of warm answers.
-        loss: how far the share of answers that answer the request may lie below the start model's.
+        warm: minimum share of warm responses.
+        loss: how far the share of correct responses may fall below the initial model's.
     """
 
     warm: float = 0.85
     loss: float = 0.05
 
 
-# Over several seeds adapters cost 0.03 to 0.06 of the truth, of which training the whole model costs none.
+# Over several seeds, adapters lose 0.03 to 0.06 of the correct responses, full fine-tuning none.
 LORA_PROMISE = Promise(loss=0.1)
-# Its reward model knows of manner and nothing of truth, so that nothing but the reference holds the truth.
+# Its reward model has learned style, not correctness, so only the reference preserves correctness.
 ONLINE_PROMISE = Promise(warm=0.75, loss=0.1)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One row of the table: a model by its title, and what its sampled answers are like.
+    """One row of the table: a model by its title, and the results for its sampled responses.
 
     Attributes:
-        title: of the row.
-        rates: what the rules say.
-        reward: mean score of the answers by the reward model.
-        seconds: that training took.
-        promise: what it has to reach.
+        title: title of the row.
+        rates: results of the rules.
+        reward: mean score of the responses by the reward model.
+        seconds: training time.
+        promise: its targets.
     """
 
     title: str
@@ -130,37 +129,35 @@ class Measured:
 
 
 def missed(start: Measured, trained: Sequence[Measured], accuracy: float) -> list[str]:
-    """Each promise that was not kept, as one clause with its figures; empty when all were.
+    """Return each target that is not met, as a clause with its value; empty if all are met.
 
     Args:
-        start: the start model.
-        trained: every model trained from it.
-        accuracy: share of held-out pairs that the reward model ranks rightly.
+        start: the initial model.
+        trained: all models trained from it.
+        accuracy: share of held-out pairs that the reward model ranks correctly.
     """
     low, high = START_RANGE
     faults = []
     if start.rates.count < FEWEST_PROMPTS:
-        faults.append(f"{start.rates.count} held-out prompts, wanted at least {FEWEST_PROMPTS}")
+        faults.append(f"{start.rates.count} held-out prompts, expected at least {FEWEST_PROMPTS}")
     if not low <= start.rates.warm <= high:
-        faults.append(f"{start.title}: warm answers {start.rates.warm:.3f}, wanted {low} to {high}")
+        faults.append(f"{start.title}: preferred style {start.rates.warm:.3f}, expected {low} to {high}")
     if accuracy < LEAST_ACCURACY:
-        faults.append(
-            f"reward model: {accuracy:.3f} of the held-out pairs ranked rightly, wanted at least {LEAST_ACCURACY}"
-        )
+        faults.append(f"reward model: accuracy {accuracy:.3f} on held-out pairs, expected at least {LEAST_ACCURACY}")
     reward = start.reward + LEAST_GAIN
     for model in trained:
         promise = model.promise
         least = start.rates.answered - promise.loss
         if model.rates.warm < promise.warm:
-            faults.append(f"{model.title}: warm answers {model.rates.warm:.3f}, wanted at least {promise.warm}")
-        if not model.reward >= reward - _EDGE:  # so written, NaN is missed as well
+            faults.append(f"{model.title}: preferred style {model.rates.warm:.3f}, expected at least {promise.warm}")
+        if not model.reward >= reward - _EDGE:  # written this way, NaN fails too
             faults.append(
-                f"{model.title}: mean reward {model.reward:.2f}, wanted at least {reward:.2f} "
+                f"{model.title}: mean reward {model.reward:.2f}, expected at least {reward:.2f} "
                 f"({LEAST_GAIN} above {start.title})"
             )
         if model.rates.answered < least - _EDGE:
             faults.append(
-                f"{model.title}: requests answered {model.rates.answered:.3f}, wanted at least {least:.3f} "
+                f"{model.title}: correct {model.rates.answered:.3f}, expected at least {least:.3f} "
                 f"({promise.loss} below {start.title})"
             )
     return faults

@@ -11,6 +11,7 @@ from helpers import make_model
 from pages.blocks import Block, BlockError, blocks_of, pages
 from pages.checks import script_of
 from pages.commands import commands_of
+from pages.metrics import undocumented
 from pages.running import PageRun, make_folder
 
 _WITHOUT_TORCH = ("status", "report", "submit", "--help", "--version")
@@ -65,6 +66,8 @@ def test_a_page(
         for block in blocks_of(page):
             if slow or not block.slow:
                 run.run(block)
+        for log in (tmp_path / "work").rglob("log.jsonl"):
+            assert not undocumented(log), f"{log}: not in docs/reference/metrics.md"
         for name, seconds in run.seconds.items():
             if seconds > 1:
                 print(f"{seconds:6.1f} s  {name}")

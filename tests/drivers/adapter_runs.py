@@ -94,7 +94,7 @@ def recorded(trainer: AlignmentTrainer, folder: Path) -> dict[str, Any]:
 def main() -> None:
     """Run everything that the file lists."""
     RolloutEngine.generate = canned  # type: ignore[method-assign]
-    mock.patch("alignment.training.summary.draw_history", return_value=False).start()
+    mock.patch("alignment.training.run_page.draw_page").start()
     spec = Path(sys.argv[1])
     for run in json.loads(spec.read_text()):
         one_run(run, spec.parent, lambda trainer, place=spec.parent / run["name"]: recorded(trainer, place))

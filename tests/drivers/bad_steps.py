@@ -162,7 +162,7 @@ def _finite(trainer: AlignmentTrainer) -> bool:
 
 def main() -> None:
     """Run everything that the file lists."""
-    mock.patch("alignment.training.summary.draw_history", return_value=False).start()
+    mock.patch("alignment.training.run_page.draw_page").start()
     spec = Path(sys.argv[1])
     for run in json.loads(spec.read_text()):
         train(run, spec.parent)

@@ -104,7 +104,7 @@ def the_best(model: str, folder: Path, stage: str) -> dict[str, Any]:
 
 def main() -> None:
     """Run all of it, and write the outcome beside the file that was given."""
-    mock.patch("alignment.training.summary.draw_history", return_value=False).start()
+    mock.patch("alignment.training.run_page.draw_page").start()
     spec = Path(sys.argv[1])
     given = json.loads(spec.read_text())
     out = Path(given["out"])

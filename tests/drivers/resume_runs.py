@@ -121,7 +121,7 @@ def disturb(seed: int) -> None:
 
 def main() -> None:
     """Run everything that the file lists."""
-    mock.patch("alignment.training.summary.draw_history", return_value=False).start()
+    mock.patch("alignment.training.run_page.draw_page").start()
     # A CPU computes in fp16 more slowly than in bf16, which is all that its accelerator means by that.
     mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True).start()
     spec = Path(sys.argv[1])

@@ -43,7 +43,7 @@ def noticed(run: dict[str, Any], folder: Path, piece: Piece | None) -> list[str]
 
 def main() -> None:
     """Run everything that the file lists."""
-    mock.patch("alignment.training.summary.draw_history", return_value=False).start()
+    mock.patch("alignment.training.run_page.draw_page").start()
     mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True).start()
     spec = Path(sys.argv[1])
     for run in json.loads(spec.read_text()):

@@ -67,7 +67,7 @@ def train(folder: Path, model: str, flaky: Flaky) -> None:
 def main() -> None:
     """Both runs."""
     RolloutEngine.generate = canned  # type: ignore[method-assign]
-    mock.patch("alignment.training.summary.draw_history", return_value=False).start()
+    mock.patch("alignment.training.run_page.draw_page").start()
     folder, model = Path(sys.argv[1]), sys.argv[2]
     train(folder / "plain", model, Flaky(set(), 0))
     train(folder / "retried", model, Flaky({2, 4, 5}, 2))

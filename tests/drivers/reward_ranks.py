@@ -63,7 +63,7 @@ def scored(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Everything that the file lists."""
-    mock.patch("alignment.training.summary.draw_history", return_value=False).start()
+    mock.patch("alignment.training.run_page.draw_page").start()
     path = Path(sys.argv[1])
     spec = json.loads(path.read_text())
     for run in spec["runs"]:

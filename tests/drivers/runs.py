@@ -79,7 +79,7 @@ def one_run(
 def main() -> None:
     """Run everything that the file lists."""
     RolloutEngine.generate = canned  # type: ignore[method-assign]
-    mock.patch("alignment.training.summary.draw_history", return_value=False).start()
+    mock.patch("alignment.training.run_page.draw_page").start()
     spec = Path(sys.argv[1])
     for run in json.loads(spec.read_text()):
         one_run(run, spec.parent)

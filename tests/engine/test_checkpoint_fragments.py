@@ -264,7 +264,7 @@ def test_states_of_8_bits_fit_their_own_split_only(tmp_path: Path) -> None:
     policy = engine(Case("stage3-sub-groups", optim="adamw_8bit"), tmp_path, seed=1)
     before = everything(policy)
     with pytest.raises(
-        CheckpointError, match="bitsandbytes.AdamW were saved at ZeRO stage 2 on 1 rank and .* stage 3"
+        CheckpointError, match="bitsandbytes.AdamW were saved with ZeRO stage 2 on 1 rank and .* stage 3"
     ):
         restore(policy, tmp_path, beside)
     after = everything(policy)
@@ -315,9 +315,9 @@ def copied(saved: Path, tmp_path: Path) -> Path:
     ("change", "into", "said"),
     [
         ('"format":1', '"format":2', "format 2 is newer than 1"),
-        ('"ranks":1', '"ranks":2', "is number 1 of 2 but was given as number 1 of 1"),
+        ('"ranks":1', '"ranks":2', "is file 1 of 2, not 1 of 1 as expected"),
         ('"format":1', '"formal":1', "the index cannot be read"),
-        ('"states":{"step":"scalar",', '"states":{', "is not in its index"),
+        ('"states":{"step":"scalar",', '"states":{', "is not in the index"),
         ('"states":{"step":"scalar",', '"states":{"stop":"scalar",', "unit-0.stop is missing"),
         ('"pieces":[["model.embed_tokens.weight",0,', '"pieces":[["model.embed_tokens.weight",1,', "does not fit"),
     ],
@@ -331,7 +331,7 @@ def test_a_file_whose_index_is_wrong(copied: Path, change: str, into: str, said:
 
 
 def test_files_that_are_missing_or_too_many(copied: Path) -> None:
-    with pytest.raises(CheckpointError, match="optimizer-00001-of-00002.safetensors: is missing"):
+    with pytest.raises(CheckpointError, match="optimizer-00001-of-00002.safetensors: missing"):
         check_fragments(copied, ranks=2)
     with pytest.raises(CheckpointError, match="no optimizer state"):
         check_fragments(copied / "nowhere")
@@ -339,21 +339,21 @@ def test_files_that_are_missing_or_too_many(copied: Path) -> None:
     with pytest.raises(CheckpointError, match=r"of different numbers of ranks \(1, 2\)"):
         check_fragments(copied)
     (copied / fragment_file(0, 1)).unlink()
-    with pytest.raises(CheckpointError, match="optimizer-00001-of-00002.safetensors: is missing"):
+    with pytest.raises(CheckpointError, match="optimizer-00001-of-00002.safetensors: missing"):
         check_fragments(copied)
 
 
 def test_a_truncated_file(copied: Path) -> None:
     path = copied / fragment_file(0, 1)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"optimizer-00001-of-00001.safetensors: has \d+ bytes instead of"):
+    with pytest.raises(CheckpointError, match=r"optimizer-00001-of-00001.safetensors: \d+ bytes instead of"):
         check_fragments(copied)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("stage2/fp32/sgd", "has the states of torch.AdamW, but this run has torch.SGD"),
+        ("stage2/fp32/sgd", "contains the states of torch.AdamW, but this run uses torch.SGD"),
         ("stage2/fp32/adamw_torch/frozen", "model.embed_tokens.weight was trained, but this run does not train it"),
     ],
 )
@@ -371,7 +371,7 @@ def test_more_is_trained_than_before(tmp_path: Path) -> None:
     save(policy, tmp_path)
     policy.close()
     policy = engine(Case("stage2"), tmp_path)
-    with pytest.raises(CheckpointError, match=r"is not in the checkpoint, but \[\d+, \d+\] is trained"):
+    with pytest.raises(CheckpointError, match=r"is not in the checkpoint, but \[\d+, \d+\] in this run"):
         read_fragments(policy, tmp_path)
     with pytest.raises(CheckpointError, match="has 1 parameter groups, but the optimizer has 2"):
         restore_group_settings(policy, [{}])
@@ -391,5 +391,5 @@ def test_pieces_that_do_not_cover_a_parameter(copied: Path) -> None:
         piece = fragments.pieces("model.embed_tokens.weight")[0].piece
     saved_as = json.dumps(list(piece)).replace(" ", "")
     rewritten(copied / fragment_file(0, 1), {saved_as: f'["{piece.name}",0,0,5]'})
-    with pytest.raises(CheckpointError, match="has 5 of the 1431 elements of model.embed_tokens.weight"):
+    with pytest.raises(CheckpointError, match="contains only 5 of the 1431 elements of model.embed_tokens.weight"):
         check_fragments(copied)

@@ -124,7 +124,7 @@ def test_srun_keeps_a_given_address_and_refuses_another_world_size(monkeypatch: 
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("10.0.0.1", "29600")
     monkeypatch.delenv("RANK")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(AlignmentError, match="WORLD_SIZE=8, srun says 6: unset WORLD_SIZE"):
+    with pytest.raises(AlignmentError, match="WORLD_SIZE=8, but srun set 6; unset WORLD_SIZE"):
         prepare_environment()
 
 

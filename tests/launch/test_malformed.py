@@ -135,7 +135,7 @@ def test_a_cache_that_cannot_be_written(
     with pytest.raises(SystemExit) as leaving:
         main(command(Case("cache", ()), tmp_path, models))
     line = the_error(capfd.readouterr().err)
-    assert leaving.value.code == 1 and f"{cache}: the cache for datasets cannot be written" in line
+    assert leaving.value.code == 1 and f"{cache}: the datasets cache cannot be written" in line
     assert "HF_DATASETS_CACHE" in line and loads == []
 
 

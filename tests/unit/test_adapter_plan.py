@@ -111,16 +111,16 @@ def test_a_classifier_trains_and_keeps_its_score() -> None:
 def test_routers_are_left_out_and_experts_reported() -> None:
     found = planned("moe")
     assert sorted(of(found).target_modules) == ATTENTION
-    assert found is not None and "down_proj, gate_up_proj) get no adapter;" in found.notes[0]
+    assert found is not None and "down_proj, gate_up_proj) get no adapters;" in found.notes[0]
     packed = planned("moe", bits=4)
-    assert packed is not None and "are kept whole" in packed.notes[0]
+    assert packed is not None and "are not quantized" in packed.notes[0]
     named = planned("moe", lora_dropout=0.0, lora_target_parameters=["experts.gate_up_proj", "experts.down_proj"])
     assert named is not None and named.notes == ()
 
 
 def test_a_tied_head_that_is_trained_is_reported() -> None:
     found, other = (planned(kind, lora_modules_to_save=["lm_head"]) for kind in ("tied", "untied"))
-    assert found is not None and "head and embeddings of this model are one tensor" in found.notes[0]
+    assert found is not None and "the head and the embeddings of this model are tied" in found.notes[0]
     assert other is not None and other.notes == ()
 
 
@@ -138,28 +138,28 @@ EXPERTS: dict[str, Any] = {"kind": "moe", "lora_target_parameters": ["experts.do
         ("lora_target_modules: ", {"lora_target_modules": "nothing.*"}),
         ("lora_modules_to_save: the model has no 'head'", {"lora_modules_to_save": ["head"]}),
         ("lora_target_parameters: the model has no 'x'", {"lora_target_parameters": ["x"], "lora_dropout": 0.0}),
-        ("cannot have dropout", EXPERTS),
-        ("gathered at ZeRO", {**EXPERTS, "lora_dropout": 0.0, "stage": 3}),
+        ("dropout is not supported", EXPERTS),
+        ("not supported at ZeRO stage 3", {**EXPERTS, "lora_dropout": 0.0, "stage": 3}),
         ("4-bit weights cannot be trained", {"use_peft": False, "bits": 4}),
         ("8-bit weights cannot be trained", {"use_peft": False, "bits": 8}),
         ("DoRA reads the norms", {"use_dora": True, "bits": 4, "stage": 3}),
-        ("PROMPT_TUNING learns prompts", {"config": peft.PromptTuningConfig(num_virtual_tokens=2)}),
-        ("PREFIX_TUNING learns prompts", {"config": peft.PrefixTuningConfig(num_virtual_tokens=2)}),
-        ("VERA adapters have not been tried", {"config": peft.VeraConfig()}),
-        ("LOHA adapters are made after", {"config": peft.LoHaConfig(), "stage": 3}),
-        ("LOHA adapters are added", {"config": peft.LoHaConfig(), "bits": 4}),
-        ("LOKR adapters are added", {"config": peft.LoKrConfig(), "bits": 8}),
-        ("which are divided", {"config": LoraConfig(init_lora_weights="pissa"), "stage": 3}),
-        ("which are quantised", {"config": LoraConfig(init_lora_weights="olora"), "bits": 4}),
-        ("starts from data", {"config": LoraConfig(init_lora_weights="eva")}),
+        ("PROMPT_TUNING is a prompt learning method", {"config": peft.PromptTuningConfig(num_virtual_tokens=2)}),
+        ("PREFIX_TUNING is a prompt learning method", {"config": peft.PrefixTuningConfig(num_virtual_tokens=2)}),
+        ("VERA adapters are not supported", {"config": peft.VeraConfig()}),
+        ("LOHA adapters take their shapes", {"config": peft.LoHaConfig(), "stage": 3}),
+        ("LOHA adapters cannot be added", {"config": peft.LoHaConfig(), "bits": 4}),
+        ("LOKR adapters cannot be added", {"config": peft.LoKrConfig(), "bits": 8}),
+        ("which are partitioned", {"config": LoraConfig(init_lora_weights="pissa"), "stage": 3}),
+        ("which are quantized", {"config": LoraConfig(init_lora_weights="olora"), "bits": 4}),
+        ("needs data", {"config": LoraConfig(init_lora_weights="eva")}),
         ("layer_replication", {"config": LoraConfig(layer_replication=[(0, 2), (1, 2)])}),
-        ("is not a configuration of PEFT", {"config": {"r": 4}}),
-        ("peft_config was given as well", {"config": LoraConfig(), "adapter_name_or_path": "x"}),
-        ("no usable adapter_config.json", {"adapter_name_or_path": "/nowhere"}),
+        ("is not a PEFT configuration", {"config": {"r": 4}}),
+        ("conflicts with peft_config", {"config": LoraConfig(), "adapter_name_or_path": "x"}),
+        ("adapter_config.json of '/nowhere' could not be loaded", {"adapter_name_or_path": "/nowhere"}),
         ("pass its path", {"path": None, "merged_output_dir": "m"}),
         ("no adapters to merge", {"use_peft": False, "merged_output_dir": "m"}),
-        ("names an adapter of a live PeftModel", {"model_adapter_name": "a"}),
-        ("names an adapter of a live PeftModel", {"ref_adapter_name": "a"}),
+        ("selects an adapter of a live PeftModel", {"model_adapter_name": "a"}),
+        ("selects an adapter of a live PeftModel", {"ref_adapter_name": "a"}),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said(said: str, more: dict[str, Any]) -> None:
@@ -199,10 +199,10 @@ def test_an_adapter_of_another_base(trained: Path) -> None:
     wide = tiny_config("untied")
     wide.hidden_size = 64
     with pytest.raises(
-        AlignmentError, match=r"was not made for some/model: its .*lora_A.weight is \(2, 32\).*\(2, 64\)"
+        AlignmentError, match=r"does not fit some/model: .*lora_A.weight has shape \(2, 32\).*\(2, 64\)"
     ):
         planned(wide, adapter_name_or_path=path)
-    with pytest.raises(AlignmentError, match="leave out score, the head of a reward model"):
+    with pytest.raises(AlignmentError, match="contain score, the head of a reward model"):
         planned(adapter_name_or_path=path, task=REWARD_MODEL)
     other = Qwen2Config(**{**tiny_config("untied").to_dict(), "model_type": "qwen2"})
     assert of(planned(other, adapter_name_or_path=path)).r == 2, "another family with the same shapes cannot be told"
@@ -222,16 +222,16 @@ def test_live_adapters(trained: Path) -> None:
     both = planned(live=live("one", "two"), model_adapter_name="two", ref_adapter_name="one")
     assert both is not None and (both.name, both.reference) == ("two", "one")
     faults: list[tuple[str, dict[str, Any]]] = [
-        ("has no such adapter; it has one, two", {"model_adapter_name": "three"}),
-        ("is the adapter that is trained", {"ref_adapter_name": "one"}),
-        ("has adapters was given as well", {"adapter_name_or_path": "x"}),
+        ("no adapter of this name; available: one, two", {"model_adapter_name": "three"}),
+        ("this adapter is being trained", {"ref_adapter_name": "one"}),
+        ("conflicts with a model that has adapters", {"adapter_name_or_path": "x"}),
     ]
     for said, more in faults:
         with pytest.raises(AlignmentError, match=said):
             planned(live=live("one", "two"), **more)
     several, merged = live("one", "two"), live("one")
     several.base_model.set_adapter(["one", "two"])
-    with pytest.raises(AlignmentError, match="one, two are all active"):
+    with pytest.raises(AlignmentError, match="several adapters are active \\(one, two\\)"):
         planned(live=several)
     merged.merge_adapter()
     with pytest.raises(AlignmentError, match="merged into the base"):

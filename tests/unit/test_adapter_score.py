@@ -52,9 +52,7 @@ def summary(found: Adapters) -> tuple[str, bool, str]:
     """How the head is trained, whether it is saved as it is, and a part of what the user is told."""
     targets = found.config.target_modules
     way = "whole" if "score" in (found.config.modules_to_save or ()) else "lora" if "score" in targets else "frozen"
-    said = re.search(
-        "stays as it is|is trained with the adapters|saved with the adapters|random", " ".join(found.notes)
-    )
+    said = re.search("is frozen|is trained with the adapters|saved with the adapters|random", " ".join(found.notes))
     return way, found.head, said[0] if said else ""
 
 
@@ -71,7 +69,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("given", "of_head", "of_none"),
     [
-        ("no name", ("frozen", False, "stays as it is"), ("whole", False, "is trained with the adapters")),
+        ("no name", ("frozen", False, "is frozen"), ("whole", False, "is trained with the adapters")),
         ("whole", ("whole", False, ""), ("whole", False, "")),
         ("task", ("whole", False, ""), ("whole", False, "")),
         ("target", ("lora", False, ""), ("lora", True, "saved with the adapters")),
@@ -92,7 +90,7 @@ def test_by_the_options_the_head_is_trained(folders: dict[str, str]) -> None:
 
 def test_the_head_beside_adapters_of_a_live_model(folders: dict[str, str]) -> None:
     for kind, given, expected in (
-        ("head", "no name", ("frozen", False, "stays as it is")),
+        ("head", "no name", ("frozen", False, "is frozen")),
         ("head", "task", ("whole", False, "")),
         ("head", "target", ("lora", False, "")),
         ("none", "no name", ("frozen", True, "random")),
@@ -147,8 +145,8 @@ def test_names_that_the_model_does_not_have(folders: dict[str, str]) -> None:
     given = LoraConfig(target_modules=["q_proj", "gate", "w1"], modules_to_save=["classifier", "score"])
     found = planned(given, folders["head"])
     assert (found.config.target_modules, found.config.modules_to_save) == (["q_proj"], ["score"])
-    assert "target_modules names gate, w1, which the model does not have" in found.notes[0]
-    assert "down_proj, gate_proj" in found.notes[0] and "modules_to_save names classifier" in found.notes[1]
+    assert "target_modules contains gate, w1, which the model does not have" in found.notes[0]
+    assert "down_proj, gate_proj" in found.notes[0] and "modules_to_save contains classifier" in found.notes[1]
     with pytest.raises(AlignmentError, match=r"^peft_config: .*w1.* not found in the base model"):
         planned(LoraConfig(target_modules=["w1"]), folders["head"])
     with pytest.raises(AlignmentError, match="^lora_target_modules: the model has no 'w1'"):
@@ -162,12 +160,14 @@ def test_targets_of_experts_that_are_fused_now() -> None:
     found = planned(given, "some/where", config=config)
     assert found.config.target_modules == ["score"] and found.config.target_parameters == ["down_proj", "gate_up_proj"]
     assert found.config.rank_pattern == {r".*\.gate_up_proj": 6}, "of two matrices in one"
-    assert any("down_proj, gate_proj, up_proj of the experts are down_proj, gate_up_proj" in n for n in found.notes)
+    assert any(
+        "down_proj, gate_proj, up_proj of the experts are called down_proj, gate_up_proj" in n for n in found.notes
+    )
     assert not any("get no adapter" in note for note in found.notes)
     assert given.target_parameters is None
     with pytest.raises(AlignmentError, match="^peft_config: Cannot convert PEFT target"):
         planned(LoraConfig(target_modules=["up_proj", "score"]), "some/where", config=config)
-    with pytest.raises(AlignmentError, match="gathered at ZeRO stage 3"):
+    with pytest.raises(AlignmentError, match="not supported at ZeRO stage 3"):
         planned(given, "some/where", config=config, stage=3)
     with pytest.raises(AlignmentError, match="^peft_config: .*lora_dropout"):
         planned(LoraConfig(target_modules=given.target_modules, lora_dropout=0.1), "some/where", config=config)

@@ -77,7 +77,7 @@ def test_the_check_finds_a_cap_that_is_missing(model_type: str, dtype: torch.dty
     head = model.get_output_embeddings()
     assert isinstance(head, LogProbHead) and head.transform.softcap == size / 2
     head.transform = LogitTransform()
-    with pytest.raises(ModelError, match=rf"\({model_type}\) computes its logits in a way that this project does not"):
+    with pytest.raises(ModelError, match=rf"\({model_type}\) computes its logits in an unsupported way"):
         check_scorer(scorer, CPU)
 
 
@@ -89,7 +89,7 @@ def test_a_cap_of_thirty_is_found_where_logits_are_small() -> None:
     head = model.get_output_embeddings()
     assert isinstance(head, LogProbHead)
     head.transform = LogitTransform()
-    with pytest.raises(ModelError, match="computes its logits in a way"):
+    with pytest.raises(ModelError, match="computes its logits in an unsupported way"):
         check_scorer(scorer, CPU)
 
 
@@ -119,7 +119,7 @@ def test_a_model_that_sees_what_follows_is_refused() -> None:
     torch.manual_seed(0)  # one whose attention hardly matters: logits change by a thousandth of the largest
     config = XLMConfig(vocab_size=97, emb_dim=32, n_layers=1, n_heads=4, max_position_embeddings=64)
     model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ModelError, match=r"XLMWithLMHeadModel \(xlm\) is not causal: logits change by "):
+    with pytest.raises(ModelError, match=r"XLMWithLMHeadModel \(xlm\) is not causal: its logits change by "):
         check_scorer(CompletionScorer(model), CPU)
     config.causal = True
     check_scorer(CompletionScorer(AutoModelForCausalLM.from_config(config)), CPU)
@@ -134,7 +134,9 @@ def test_a_model_that_cannot_be_called_is_refused() -> None:
         raise AssertionError("not called")
 
     decoder.forward = fixed  # type: ignore[method-assign, assignment]
-    with pytest.raises(ModelError, match=r"^model LlamaForCausalLM \(llama\) cannot be scored: TypeError: "):
+    with pytest.raises(
+        ModelError, match=r"^model LlamaForCausalLM \(llama\): the test forward pass failed: TypeError: "
+    ):
         check_scorer(CompletionScorer(model), CPU)
 
 
@@ -211,5 +213,5 @@ def test_the_check_finds_a_cap_that_hardly_shows() -> None:
     model.to(torch.bfloat16)
     check_scorer(scorer, CPU)
     head.transform = LogitTransform()
-    with pytest.raises(ModelError, match="computes its logits in a way"):
+    with pytest.raises(ModelError, match="computes its logits in an unsupported way"):
         check_scorer(scorer, CPU)

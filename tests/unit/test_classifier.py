@@ -170,7 +170,9 @@ def test_check_finds_a_head_that_is_used_in_another_way() -> None:
     scorer = reward_scorer(model)
     own = model.score.forward
     model.score.forward = lambda hidden: own(hidden) * (1.0 if hidden.ndim == 2 else 2.0)
-    with pytest.raises(ModelError, match=r"LlamaForSequenceClassification \(llama\) computes its score in a way that"):
+    with pytest.raises(
+        ModelError, match=r"LlamaForSequenceClassification \(llama\) computes its score in an unsupported way"
+    ):
         check_reward_scorer(scorer, torch.device("cpu"))
 
 
@@ -201,14 +203,16 @@ def test_what_can_be_scored_with_and_trained(tmp_path: Path) -> None:
     assert look(reward, CLASSIFIER).num_labels == look(reward, REWARD_MODEL).num_labels == 1
     assert look(language, REWARD_MODEL).num_labels == 1
     look(str(tmp_path / "bert"), CLASSIFIER)
-    with pytest.raises(ModelError, match=r"^k: .* is a LlamaForCausalLM: its weights lack score\.weight.* reward$"):
+    with pytest.raises(ModelError, match=r"^k: .* is a LlamaForCausalLM without score\.weight.* reward$"):
         look(language, CLASSIFIER)
     for task in (CLASSIFIER, REWARD_MODEL):
-        with pytest.raises(ModelError, match=r"^k: .*many' has num_labels=3, and a reward model has 1; train one"):
+        with pytest.raises(
+            ModelError, match=r"^k: .*many' has num_labels=3, but a reward model must have 1; train one"
+        ):
             look(many, task)
-        with pytest.raises(OptionError, match=r"^k: .* with num_labels=2: must be 1 here; leave num_labels out$"):
+        with pytest.raises(OptionError, match=r"^k: .* with num_labels=2: num_labels must be 1; remove num_labels$"):
             look(language, task, init_kwargs={"num_labels": 2})
-    with pytest.raises(ModelError, match=r"is a bert model, whose BertForSequenceClassification does not score the"):
+    with pytest.raises(ModelError, match=r"is a bert model: BertForSequenceClassification does not score the"):
         look(str(tmp_path / "bert"), REWARD_MODEL)
     with pytest.raises(ModelError, match="is an encoder-decoder model"):
         look(str(tmp_path / "t5"), REWARD_MODEL)
@@ -221,7 +225,9 @@ def test_live_models(tmp_path: Path) -> None:
     options = SFTConfig(output_dir=str(tmp_path / "out"))
     language = AutoModelForCausalLM.from_config(tiny_config("tied"))
     for task in (CLASSIFIER, REWARD_MODEL):
-        with pytest.raises(ModelError, match="^k: LlamaForCausalLM is no sequence classifier; pass its path, or load"):
+        with pytest.raises(
+            ModelError, match="^k: LlamaForCausalLM is not a sequence classifier; pass its path, or load"
+        ):
             model_source(language, "k", options, task=task)
         three = AutoModelForSequenceClassification.from_config(BertConfig(**{**SMALL, "num_labels": 3}))
         with pytest.raises(ModelError, match="^k: BertForSequenceClassification has num_labels=3"):
@@ -230,7 +236,7 @@ def test_live_models(tmp_path: Path) -> None:
     assert model_source(two, "k", options, task=REWARD_MODEL).config.num_labels == 2  # the first is trained
     bert = made(BertConfig(**SMALL))
     assert model_source(bert, "k", options, task=CLASSIFIER).live is bert
-    with pytest.raises(ModelError, match="it can be scored with, but not trained"):
+    with pytest.raises(ModelError, match="can be used for scoring but not trained"):
         model_source(bert, "k", options, task=REWARD_MODEL)
 
 
@@ -240,9 +246,9 @@ def test_missing_weights_are_found_at_loading_whatever_the_configuration_says(tm
     config["architectures"] = ["LlamaForSequenceClassification"]
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"num_labels": 1}))
     look(path, CLASSIFIER)
-    with pytest.raises(ModelError, match=r"its weights lack score\.weight, .*; train a reward model with"):
+    with pytest.raises(ModelError, match=r"no weights for score\.weight; train a reward model with"):
         load_model(path, torch.float32, ds_config=zero(0), task=CLASSIFIER)
-    with pytest.raises(ModelError, match=r"its weights lack .*layers\.2\.input_layernorm\.weight and 8 more, which"):
+    with pytest.raises(ModelError, match=r"no weights for .*layers\.2\.input_layernorm\.weight and 8 more; "):
         more = {"num_hidden_layers": 3}
         load_model(path, torch.float32, ds_config=zero(0), task=REWARD_MODEL, init_kwargs=more)
 
@@ -261,7 +267,7 @@ def test_a_new_head_is_the_same_for_every_partitioning_and_another_for_every_see
         assert all(torch.equal(value, stored[name]) for name, value in state.items() if name != "score.weight")
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
     assert 0.01 < float(heads[0].std()) < 0.03
-    assert lines[0] == f"{path}: its weights have no score.weight, which begins anew, drawn with seed 7"
+    assert lines[0] == f"{path}: the checkpoint has no score.weight; newly initialized with seed 7"
     load_model(path, torch.float32, ds_config=zero(0), task=CAUSAL_LM, tell=lines.append)
     assert len(lines) == 3
 

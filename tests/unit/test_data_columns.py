@@ -67,7 +67,7 @@ def test_a_mapped_column_is_known_by_its_new_name_only() -> None:
 
 def test_a_column_that_was_given_another_name_is_missing_under_its_own() -> None:
     data = Dataset.from_list([{"chosen": "b", "rejected": "c"}])
-    with pytest.raises(DataError, match="^data: training needs the missing chosen; columns: chosen, rejected; "):
+    with pytest.raises(DataError, match="^data: missing column chosen; .*; columns: chosen, rejected; "):
         arranged(data, {"prompt": "chosen"}, "preference", "data")
 
 
@@ -78,9 +78,9 @@ def test_system_column(tmp_path: Path) -> None:
     headed = ["system: be brief\nuser: hi\nassistant:", " oh\n</s>"]
     assert texts(rows, names, tmp_path) == [headed, *[["user: hi\nassistant:", " oh\n</s>"]] * 2]
     twice = [{"conversations": [{"from": "system", "value": "x"}, *turns], "system": "y", "kto_tag": True}]
-    with pytest.raises(DataError, match="^data row 1: system is given, but .* begin with a system turn already"):
+    with pytest.raises(DataError, match="^data row 1: system is set, but .* already start with a system message"):
         texts(twice, names, tmp_path)
-    with pytest.raises(DataError, match="^data row 1: system needs a conversation"):
+    with pytest.raises(DataError, match="^data row 1: system requires a conversation"):
         texts([{**ROW, "system": "y"}], {**ALPACA, "system": "system"}, tmp_path)
 
 
@@ -106,22 +106,22 @@ def test_labels_of_csv_files(tmp_path: Path) -> None:
         (
             {"prompt": "question"},
             "preference",
-            "column_map takes prompt from 'question', which is missing; columns: a, inst",
+            "column_map maps prompt to column 'question', which does not exist; columns: a, inst",
         ),
         (
             {"prompt": "instruction"},
             "preference",
-            "training needs the missing chosen, rejected; columns: a, instruction; if they",
+            "missing columns chosen, rejected; .*; columns: a, instruction; if your",
         ),
         (
             {"prompt": "instruction", "completion": "a"},
             "unpaired_preference",
-            "training needs the missing label .* set column_map",
+            "missing column label .* set column_map",
         ),
         (
             None,
             "prompt_completion",
-            "training needs prompt and completion, .* columns are a, instruction; .* set column_map",
+            "training requires prompt and completion, .* columns: a, instruction; .* set column_map",
         ),
     ],
 )
@@ -133,7 +133,7 @@ def test_missing_columns_are_named(names: dict[str, str] | None, kind: Any, said
 def test_query_needs_texts() -> None:
     row = {"prompt": [{"role": "user", "content": "a"}], "query": "b", "completion": "c", "label": True}
     for prompt in (row["prompt"], None):
-        with pytest.raises(DataError, match="^row 1: query is 'b' .* and prompt is .*; give both as strings"):
+        with pytest.raises(DataError, match="^row 1: query is 'b' .* and prompt is .*; expected strings"):
             unpaired_rows({**row, "prompt": prompt}, "row 1")
 
 
@@ -172,9 +172,9 @@ def test_rows_of_both_kinds_in_one_dataset() -> None:
     assert (single.completion, single.label) == ("c", False)
     both = {"prompt": "p", "completion": "c", "label": True, "chosen": "a", "rejected": "b"}
     for row, said in (
-        (both, "has completion and label, and chosen and rejected as well; keep one of the two"),
+        (both, "both completion, label and chosen, rejected are set; keep one of the two"),
         ({**nulls, "prompt": "p"}, "label is null"),
-        ({**nulls, "prompt": "p", "completion": "c"}, "label is null; set it to true or false"),
+        ({**nulls, "prompt": "p", "completion": "c"}, "label is null; expected true or false"),
         ({**nulls, "prompt": "p", "chosen": "c", "label": True}, "rejected is missing"),
     ):
         with pytest.raises(DataError, match=f"^row 1: {said}"):

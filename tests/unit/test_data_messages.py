@@ -65,23 +65,23 @@ def test_messages(given: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"role": "assistant", "content": None}, "content is null; set it to a string"),
+        ({"role": "assistant", "content": None}, "content is null; expected a string"),
         ({**CALLING, "tool_calls": []}, "content is null"),
-        ({**CALLING, "tool_calls": "f()"}, r"tool_calls is 'f\(\)' \(a string\); give a list of calls"),
+        ({**CALLING, "tool_calls": "f()"}, r"tool_calls is 'f\(\)' \(a string\); expected a list of calls"),
         ({**CALLING, "tool_calls": ["f()"]}, r"tool_calls is \['f\(\)'\] \(a list\)"),
         (
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "url": "x"}]},
-            r"content\[1\] is of type 'image' \(a string\); only text can be trained on",
+            r"content\[1\] has type 'image' \(a string\); only text is supported",
         ),
-        ({"role": "user", "content": ["a"]}, r"content\[0\] is 'a' \(a string\); give parts as"),
+        ({"role": "user", "content": ["a"]}, r"content\[0\] is 'a' \(a string\); expected"),
         ({"role": "user", "content": [{"type": "text"}]}, r"content\[0\] is {'type': 'text'}"),
-        ({"from": "bing", "value": "a"}, r"from is 'bing' \(a string\); set it to one of system, user"),
+        ({"from": "bing", "value": "a"}, r"from is 'bing' \(a string\); expected one of system, user"),
         ({"from": ["a"], "value": "a"}, r"from is \['a'\]"),
         ({"from": "human", "value": 3}, r"value is 3 \(an integer\)"),
         ({"from": "function_call", "value": "f(x)"}, r"value is 'f\(x\)' \(a string\), which is not valid JSON"),
         (
             {"from": "function_call", "value": '{"name": "f"}'},
-            r'value is .*; write the call as {"name": …, "arguments": …}',
+            r'value is .*; expected a call such as {"name": …, "arguments": …}',
         ),
     ],
 )
@@ -93,7 +93,7 @@ def test_faulty_messages(given: dict[str, Any], said: str) -> None:
 def test_conversations_end_with_the_answer() -> None:
     answer = {"role": "assistant", "content": "a"}
     assert split_conversation({"messages": [USER, answer]}, "messages", "row 1") == ([USER], [answer])
-    for messages, said in (([USER], "has role 'user' .* end it with the assistant's"), ("hi", "messages is 'hi'")):
+    for messages, said in (([USER], "has role 'user' .* expected 'assistant'"), ("hi", "messages is 'hi'")):
         with pytest.raises(DataError, match=f"^row 1: .*{said}"):
             split_conversation({"messages": messages}, "messages", "row 1")
 
@@ -105,8 +105,8 @@ def test_template_variables_may_be_json_texts() -> None:
     assert template_variables({"tools": []}, "row 1") == {}
     for key, value, said in (
         ("tools", "f()", "not valid JSON"),
-        ("tools", "{}", "give a list of tool"),
-        ("chat_template_kwargs", "[]", "give an object"),
+        ("tools", "{}", "expected a list of tool"),
+        ("chat_template_kwargs", "[]", "expected an object"),
     ):
         with pytest.raises(DataError, match=f"^row 1: {key} is .*{said}"):
             template_variables({key: value}, "row 1")
@@ -135,7 +135,7 @@ def test_null_content_in_templates() -> None:
     assert rendered(CHATML, USER, CALLING).endswith("<|im_start|>assistant\n<|im_end|>\n")  # not "None"
     needs = "{% for m in messages %}{{ m.role + ':' + m.content }};{% endfor %}"
     assert rendered(needs, USER, CALLING) == "user:hi;assistant:;"
-    with pytest.raises(DataError, match="^row 1: the chat template .* fails on it: no calls"):
+    with pytest.raises(DataError, match="^row 1: the chat template .* failed: no calls"):
         rendered("{{ raise_exception('no calls') }}", USER, CALLING)
 
 

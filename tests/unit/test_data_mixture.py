@@ -55,7 +55,9 @@ def test_shares_are_as_large_as_they_can_be() -> None:
 
 
 def test_a_part_without_a_row() -> None:
-    with pytest.raises(DataError, match="^b: its share of a mixture of 10 rows is none at weight 0.001; leave it out"):
+    with pytest.raises(
+        DataError, match="^b: it contributes no rows to a mixture of 10 rows at weight 0.001; remove it"
+    ):
         shares([("a", 10, 1.0), ("b", 10, 0.001)], None)
 
 
@@ -223,8 +225,8 @@ def test_faults_name_the_part_and_its_row(folder: Path, tmp_path: Path) -> None:
     bad.write_text(json.dumps({"prompt": "a", "completion": "b", "label": 3}) + "\n")
     for part, said in (
         (str(bad), f"{bad} row 1: label is 3"),
-        (str(folder / "none.jsonl"), "no such file"),
-        (str(folder / "alpaca"), "alpaca: KTO needs the missing prompt, completion, label"),
+        (str(folder / "none.jsonl"), "file or folder does not exist"),
+        (str(folder / "alpaca"), "alpaca: missing columns prompt, completion, label"),
     ):
         with pytest.raises(DataError, match=said):
             trainer_of(folder, dataset_mixture=[str(folder / "labelled.jsonl"), part])

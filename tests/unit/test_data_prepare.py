@@ -53,7 +53,7 @@ def test_unpaired_columns_and_report(tmp_path: Path) -> None:
     assert keys[0] == keys[2] == prompt_key(prepared.dataset[0]["prompt_ids"]) != keys[1]
     assert prepared.report == DataReport(3, 3, {}, 1, 1, 1, 2)
     assert prepared.report.summary() == (
-        "3 of 3 rows kept (1 desirable, 2 undesirable), 1 prompts and 1 completions cut to length"
+        "3 of 3 rows kept (1 desirable, 2 undesirable), 1 prompts and 1 completions truncated"
     )
 
 
@@ -69,9 +69,12 @@ def test_pairs_and_drops(tmp_path: Path) -> None:
     prepared = run(PAIRS, "preference", tmp_path, Limits(max_length=10))
     assert prepared.dataset.features == FEATURES["preference"]
     assert prepared.dataset["row"][:] == [0]
-    reasons = {"chosen and rejected are identical": 1, "no room for the completion (prompt fills max_length)": 1}
+    reasons = {
+        "chosen and rejected are identical": 1,
+        "no space left for the completion (the prompt fills max_length)": 1,
+    }
     assert prepared.report == DataReport(3, 1, reasons)
-    assert "2 dropped: 1 × chosen and rejected are identical; 1 × no room" in prepared.report.summary()
+    assert "2 dropped: 1 × chosen and rejected are identical; 1 × no space" in prepared.report.summary()
     cut = run(PAIRS, "preference", tmp_path, Limits(max_length=12)).report
     assert (cut.rows_out, cut.completions_cut) == (2, 1)
 
@@ -120,7 +123,7 @@ def test_processes_change_nothing(tmp_path: Path, kind: Any) -> None:
 @pytest.mark.parametrize("processes", [None, 2])
 def test_errors_in_workers_are_the_same(tmp_path: Path, processes: int | None) -> None:
     rows = [*KTO * 4, {"prompt": "x", "completion": "c", "label": None}]
-    with pytest.raises(DataError, match="^data row 13: label is null; set it to true or false$"):
+    with pytest.raises(DataError, match="^data row 13: label is null; expected true or false$"):
         run(rows, "unpaired_preference", tmp_path, num_proc=processes)
     assert list(tmp_path.iterdir()) == []
 
@@ -194,22 +197,20 @@ def test_dataset_formats_and_selections(tmp_path: Path) -> None:
 
 
 def test_strict_data_and_nothing_left(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"^data: 1 of 3 rows would be dropped \(1 × chosen and .*strict_data to false"
-    ):
+    with pytest.raises(DataError, match=r"^data: 1 of 3 rows would be dropped \(1 × chosen and .*strict_data: false"):
         run(PAIRS, "preference", tmp_path, strict=True)
     assert list(tmp_path.iterdir()) == []
     run(PAIRS, "preference", tmp_path)
     with pytest.raises(DataError, match="would be dropped"):  # also from the cache
         run(PAIRS, "preference", tmp_path, strict=True)
-    with pytest.raises(DataError, match=r"^data: none of the 3 rows is left \(2 × no room .*; 1 × chosen"):
+    with pytest.raises(DataError, match=r"^data: all 3 rows were dropped \(2 × no space .*; 1 × chosen"):
         run(PAIRS, "preference", tmp_path, Limits(max_length=2))
 
 
 def test_columns_are_checked_first(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="training needs chosen and rejected, .* are for a method on unpaired rows"):
+    with pytest.raises(DataError, match="training requires chosen and rejected, .* use a method for unpaired data"):
         run(KTO, "preference", tmp_path)
-    with pytest.raises(DataError, match="^data: holds no rows"):
+    with pytest.raises(DataError, match="^data: contains no rows"):
         empty = Dataset.from_dict({"chosen": [], "rejected": []})
         prepare(empty, "preference", char_tokenizer(), Limits(), "data", tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -220,14 +221,14 @@ def test_columns_are_checked_first(tmp_path: Path) -> None:
 
 def test_conversations_need_a_template(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "x"}], "completion": [{"role": "assistant", "content": "c"}]}]
-    with pytest.raises(DataError, match="^data row 1: is conversational, .* has no chat template"):
+    with pytest.raises(DataError, match="^data row 1: the row is conversational, .* has no chat template"):
         run([{**rows[0], "label": True}], "unpaired_preference", tmp_path, tokenizer=char_tokenizer())
 
 
 def test_a_folder_that_cannot_be_written_or_read(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(OutputError, match="file: the tokenised data cannot be written"):
+    with pytest.raises(OutputError, match="file: the tokenized data cannot be written"):
         run(KTO, "unpaired_preference", file)
     with pytest.raises(DataError, match="delete the folder"):
         load_prepared(tmp_path / "missing")
@@ -251,5 +252,5 @@ def test_vocabulary() -> None:
     tokenizer = char_tokenizer()
     size = len(tokenizer)
     check_vocabulary(tokenizer, size)
-    with pytest.raises(ModelError, match=f"the tokenizer has {size} tokens but the model's vocab_size is {size - 1}"):
+    with pytest.raises(ModelError, match=f"the tokenizer has {size} tokens, but the model's vocab_size is {size - 1}"):
         check_vocabulary(tokenizer, size - 1)

@@ -66,7 +66,7 @@ def test_what_nothing_is_learned_of_is_dropped(tmp_path: Path) -> None:
     ]
     prepared = made(rows, tmp_path, max_length=3)
     assert learned(prepared) == [([9], [10, 11], [True, False])] and prepared.report.completions_cut == 1
-    assert prepared.report.dropped == {"no room for the completion (prompt fills max_length)": 1}
+    assert prepared.report.dropped == {"no space left for the completion (the prompt fills max_length)": 1}
     nothing = {"input_ids": [4, 5], "labels": [-100, -100]}
     assert made([nothing, rows[1]], tmp_path).report.dropped == {"the completion is empty": 1}
 
@@ -74,10 +74,10 @@ def test_what_nothing_is_learned_of_is_dropped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"input_ids": [4, 500]}, r"row 1: input_ids has the id 500, and the tokenizer has 7\d tokens"),
-        ({"input_ids": "ab"}, "input_ids is 'ab'.*; give a list of token ids"),
-        ({"input_ids": [4, 5], "labels": [4]}, r"labels is \[4\].*; give one value for each of the 2 tokens"),
-        ({"input_ids": [4, 5], "labels": [5, 6]}, r"labels\[0\] is 5.*, and input_ids\[0\] is 4"),
+        ({"input_ids": [4, 500]}, r"row 1: input_ids contains token ID 500, but the tokenizer has 7\d tokens"),
+        ({"input_ids": "ab"}, "input_ids is 'ab'.*; expected a list of token IDs"),
+        ({"input_ids": [4, 5], "labels": [4]}, r"labels is \[4\].*; expected one value for each of the 2 tokens"),
+        ({"input_ids": [4, 5], "labels": [5, 6]}, r"labels\[0\] is 5.*, but input_ids\[0\] is 4"),
     ],
 )
 def test_token_ids_that_cannot_be_learned_are_refused(row: Any, says: str, tmp_path: Path) -> None:
@@ -88,12 +88,12 @@ def test_token_ids_that_cannot_be_learned_are_refused(row: Any, says: str, tmp_p
 def test_options_that_rows_cannot_answer_are_refused(tmp_path: Path) -> None:
     ids = {"input_ids": [4, 5]}
     for rules, row, says in [
-        (RowRules(completion_only=True), ids, "add completion_mask or labels"),
-        (RowRules(assistant_only=True), ids, "add assistant_masks or labels"),
-        (RowRules(completion_only=True), {"text": "ab"}, "text is one text; give prompt and completion"),
-        (RowRules(assistant_only=True), {"text": "ab"}, "needs a conversation, and this row holds text"),
-        (RowRules(text_field="said"), {"prompt": "ab"}, "dataset_text_field='said': there is no such column"),
-        (RowRules(tokenised=True), {"text": "ab"}, "skip_prepare_dataset needs rows of token ids"),
+        (RowRules(completion_only=True), ids, "requires completion_mask or labels"),
+        (RowRules(assistant_only=True), ids, "requires assistant_masks or labels"),
+        (RowRules(completion_only=True), {"text": "ab"}, "text is plain text; use the columns prompt and completion"),
+        (RowRules(assistant_only=True), {"text": "ab"}, "requires a conversation, but this row is plain text"),
+        (RowRules(text_field="said"), {"prompt": "ab"}, "dataset_text_field='said': this column does not exist"),
+        (RowRules(tokenised=True), {"text": "ab"}, "skip_prepare_dataset requires tokenized rows"),
         (RowRules(tokenised=True), {**ids, "assistant_masks": [0, 1]}, "Add a 'labels' column"),
     ]:
         with pytest.raises(DataError, match=says):
@@ -103,7 +103,7 @@ def test_options_that_rows_cannot_answer_are_refused(tmp_path: Path) -> None:
 
 def test_a_template_without_end_of_turn_does_not_say_what_the_assistant_said(tmp_path: Path) -> None:
     rules, rows = RowRules(assistant_only=True), [{"messages": SAID * 2}]
-    with pytest.raises(DataError, match="does not say which tokens are the assistant's"):
+    with pytest.raises(DataError, match="does not mark the assistant's tokens"):
         made(rows, tmp_path, tokenizer=char_tokenizer(template=PLAIN), rules=rules)
     once = made([{"messages": SAID}], tmp_path, tokenizer=char_tokenizer(template=PLAIN), rules=rules)
     assert char_tokenizer().decode(once.dataset[0]["completion_ids"]) == " ba\n</s>"
@@ -132,13 +132,13 @@ def test_a_reward_model_reads_the_template_to_its_end(tmp_path: Path) -> None:
 
 def test_pictures_are_refused_and_empty_columns_are_not(tmp_path: Path) -> None:
     row = {"prompt": "a", "completion": "b", "label": True}
-    with pytest.raises(DataError, match="column 'images' holds pictures"):
+    with pytest.raises(DataError, match="column 'images' contains images"):
         made([row | {"images": []}, row | {"images": ["a.png"]}], tmp_path, "unpaired_preference")
     plain = Dataset.from_list([row | {"images": []}])
     assert len(made(plain, tmp_path, "unpaired_preference").dataset) == 1
-    with pytest.raises(DataError, match=r"with_transform\(\) makes new rows"):
+    with pytest.raises(DataError, match=r"with_transform\(\) is not supported"):
         made(plain.with_transform(lambda batch: batch), tmp_path, "unpaired_preference")
-    with pytest.raises(DataError, match=r"with skip_prepare_dataset too.*Dataset\.map\(\)"):  # TRL's way out
+    with pytest.raises(DataError, match=r"also with skip_prepare_dataset.*Dataset\.map\(\)"):  # TRL's way out
         made(plain.with_transform(lambda batch: batch), tmp_path, "prompt_completion")
 
 
@@ -173,7 +173,7 @@ def test_a_function_makes_the_text_of_a_row(tmp_path: Path) -> None:
         formatted(dataset_from_python(rows), lambda row: [row["answer"]], "data")  # type: ignore[arg-type,return-value]
     with pytest.raises(DataError, match="data row 1: formatting_func raised KeyError: 'none'"):
         formatted(dataset_from_python(rows), lambda row: row["none"], "data")
-    with pytest.raises(OptionError, match="tokenised already"):
+    with pytest.raises(OptionError, match="already tokenized"):
         formatted(dataset_from_python([{"input_ids": [4, 5]}]), lambda row: "a", "data")
 
 

@@ -153,7 +153,9 @@ def test_a_batch_of_both_kinds_is_what_single_rows_are() -> None:
 
 
 def test_conversation_without_chat_template() -> None:
-    with pytest.raises(DataError, match="data row 1: is conversational, but tokenizer .* has no chat template"):
+    with pytest.raises(
+        DataError, match="data row 1: the row is conversational, but tokenizer .* has no chat template"
+    ):
         encode(char_tokenizer(), [user("x")], [assistant("c")])
 
 

@@ -178,7 +178,7 @@ def test_a_quantised_base_is_merged_dequantised(
     assert ours.dtype == torch.float32 and getattr(ours.config, "quantization_config", None) is None
     assert (logps(ours) - logps(dense)).abs().max() < 1e-5
     assert (logps(ours) - logps(original)).abs().max() > 1e-3
-    assert any("its dequantised weights are merged" in line for line in told)
+    assert any("its dequantized weights are merged" in line for line in told)
 
 
 # Survival ------------------------------------------------------------------------------------------------------------
@@ -378,8 +378,8 @@ def test_output_that_cannot_be_written(adapter: Path, tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_adapter(bases: dict[str, str], adapter: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert "no such folder" in refused(tmp_path / "nowhere", out)
-    assert "holds a full model (config.json, no adapter_config.json) and no adapter" in refused(
+    assert "does not exist" in refused(tmp_path / "nowhere", out)
+    assert "contains a full model (config.json, no adapter_config.json), not an adapter" in refused(
         Path(bases["tied"]), out
     )
     assert f"it has adapters in: {adapter.name}" in refused(adapter.parent, out)
@@ -402,7 +402,7 @@ def test_torn_or_empty_weights(adapter: Path, tmp_path: Path) -> None:
     file, out = own / "adapter_model.safetensors", tmp_path / "out"
     whole = file.read_bytes()
     file.write_bytes(whole[:-10])
-    assert "adapter_model.safetensors is torn" in refused(own, out)
+    assert "adapter_model.safetensors is truncated or corrupt" in refused(own, out)
     state = {name: tensor[:0] for name, tensor in load_file(adapter / file.name).items()}
     save_file(state, file)
     assert "ZeRO-3" in refused(own, out)
@@ -423,11 +423,11 @@ def test_types_that_cannot_be_merged(bases: dict[str, str], adapter: Path, tmp_p
     peft.get_peft_model(AutoModelForCausalLM.from_pretrained(bases["tied"]), prompt).save_pretrained(
         tmp_path / "prompt"
     )
-    assert "PROMPT_TUNING is prompt learning" in refused(tmp_path / "prompt", out)
+    assert "PROMPT_TUNING is a prompt learning method" in refused(tmp_path / "prompt", out)
     vera = changed(tmp_path / "vera", adapter)
     peft.VeraConfig(target_modules=["q_proj"]).save_pretrained(vera)
     assert "type VERA cannot be exported" in refused(vera, out)
-    assert "repeats layers" in refused(changed(tmp_path / "again", adapter, layer_replication=[[0, 1]]), out)
+    assert "duplicates layers" in refused(changed(tmp_path / "again", adapter, layer_replication=[[0, 1]]), out)
     assert "TOKEN_CLS" in refused(changed(tmp_path / "task", adapter, task_type="TOKEN_CLS"), out)
 
 
@@ -441,18 +441,20 @@ def test_a_base_that_does_not_match(bases: dict[str, str], adapter: Path, tmp_pa
     (small / "config.json").write_text(json.dumps(config | {"hidden_size": 16}))
     save_file({"nothing": torch.zeros(1)}, small / "model.safetensors")
     text = refused(adapter, out, base=str(small))
-    assert "model.layers.0.mlp.down_proj.lora_B.weight has shape [32, 4], and [16, 4] fits" in text
+    assert "model.layers.0.mlp.down_proj.lora_B.weight has shape [32, 4]; expected [16, 4]" in text
     own = changed(tmp_path / "own", adapter)
     state = load_file(own / "adapter_model.safetensors")
     first = sorted(state)[0]
     save_file({name: tensor for name, tensor in state.items() if name != first}, own / "adapter_model.safetensors")
-    assert f"the adapter lacks {first.removeprefix('base_model.model.')}" in refused(own, out)
+    assert f"the adapter has no tensor {first.removeprefix('base_model.model.')}" in refused(own, out)
     save_file(state | {"base_model.model.other.weight": torch.ones(1)}, own / "adapter_model.safetensors")
-    assert "no place for the tensor other.weight" in refused(own, out)
+    assert "the unexpected tensor other.weight" in refused(own, out)
     assert "/nowhere" in refused(adapter, out, base="/nowhere")
-    assert "names no base" in refused(changed(tmp_path / "nameless", adapter, base_model_name_or_path=None), out)
+    assert "does not name a base model" in refused(
+        changed(tmp_path / "nameless", adapter, base_model_name_or_path=None), out
+    )
     save_file(state | {first: state[first] * torch.inf}, own / "adapter_model.safetensors")
-    assert "is not finite" in refused(own, out, sample_count=0)
+    assert "contains NaN or infinite values" in refused(own, out, sample_count=0)
     assert not out.exists() and not list(tmp_path.glob(".*"))
 
 
@@ -465,7 +467,7 @@ def test_other_quantisations(
         base.mkdir()
         (base / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
         save_file({"nothing": torch.zeros(1)}, base / "model.safetensors")
-        assert f"quantised by {method}" in refused(adapter, tmp_path / "out", base=str(base))
+        assert f"quantized with {method}" in refused(adapter, tmp_path / "out", base=str(base))
     monkeypatch.setattr("alignment.models.adapters.merge_base.find_spec", lambda name: None)
     assert "pip install bitsandbytes" in refused(adapter, tmp_path / "out", quantization=FOUR_BITS)
 
@@ -476,13 +478,13 @@ def test_other_quantisations(
 def test_the_command(adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = command(capsys, str(adapter), str(tmp_path / "out"), "--load_in_4bit", "--samples", "2")
     assert (code, err) == (0, "")
-    assert "its dequantised weights are merged" in out and "log-prob per token on 2 rows (built-in texts)" in out
+    assert "its dequantized weights are merged" in out and "log-prob per token on 2 rows (built-in texts)" in out
     assert f"{REPORT}: {tmp_path / 'out'}" in out
     code, out, err = command(capsys, str(adapter), str(tmp_path / "out"))
     assert (code, out) == (
         1,
         "",
-    ) and err == f"error: {tmp_path / 'out'} is not empty; name a folder that does not " + (
+    ) and err == f"error: {tmp_path / 'out'} is not empty; pass a folder that does not " + (
         "exist yet, or empty this one\n"
     )
 

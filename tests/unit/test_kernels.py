@@ -186,9 +186,7 @@ def test_a_class_that_liger_does_not_know_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(
         OPTConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=9, ffn_dim=8)
     )
-    with pytest.raises(
-        ModelError, match="Liger cannot be put into a OPTForCausalLM: it has no kernels for a opt model"
-    ):
+    with pytest.raises(ModelError, match="Liger cannot patch OPTForCausalLM: it has no kernels for opt models"):
         put_liger_kernels(model, None)
 
 
@@ -199,9 +197,7 @@ def test_kernels_that_cannot_be_imported_are_refused(monkeypatch: pytest.MonkeyP
         raise ImportError("cannot import name 'Output' from 'liger_kernel'")
 
     monkeypatch.setattr(model_kernels, "put_into", broken)
-    with pytest.raises(
-        ModelError, match="^use_liger_kernel: Liger cannot be put into a LlamaForCausalLM: cannot import"
-    ):
+    with pytest.raises(ModelError, match="^use_liger_kernel: Liger cannot patch LlamaForCausalLM: cannot import"):
         put_liger_kernels(AutoModelForCausalLM.from_config(tiny_config("tied")), None)
 
 
@@ -227,7 +223,7 @@ def test_kernels_of_the_hub_that_cannot_be_had_are_refused(monkeypatch: pytest.M
 
     model = AutoModelForCausalLM.from_config(tiny_config("tied"))
     monkeypatch.setattr(LlamaForCausalLM, "set_use_kernels", broken)
-    with pytest.raises(ModelError, match="^use_kernels: kernels of the hub cannot be put into a Llama.*: We c"):
+    with pytest.raises(ModelError, match="^use_kernels: kernels of the hub cannot be used with Llama.*: We c"):
         put_hub_kernels(model)
 
 

@@ -190,7 +190,7 @@ def test_check_finds_an_unknown_scale() -> None:
     head = model.get_output_embeddings()
     assert isinstance(head, LogProbHead)
     head.transform = LogitTransform()
-    with pytest.raises(ModelError, match=r"CohereForCausalLM \(cohere\) computes its logits in a way"):
+    with pytest.raises(ModelError, match=r"CohereForCausalLM \(cohere\) computes its logits in an unsupported way"):
         check_scorer(scorer, torch.device("cpu"))
 
 
@@ -198,7 +198,7 @@ def test_check_finds_what_is_no_number() -> None:
     """Broken weights make both sides nan, and nan is neither above nor below any tolerance."""
     model = AutoModelForCausalLM.from_config(ARCHITECTURES["llama-untied"])
     model.lm_head.weight.data[7].fill_(float("nan"))
-    with pytest.raises(ModelError, match="are not finite, so its weights are broken"):
+    with pytest.raises(ModelError, match="contain NaN or infinite values, so its weights are corrupted"):
         check_scorer(CompletionScorer(model), torch.device("cpu"))
 
 

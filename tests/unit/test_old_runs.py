@@ -14,7 +14,7 @@ from alignment.engines.checkpoints.old_runs import set_aside, set_folder_aside
 MOVED = (
     *("checkpoint-2/model.safetensors", "checkpoint-10/model.safetensors", "checkpoint-10/sub/file"),
     *(".checkpoint-12.partial/model.safetensors", "log.jsonl", "completions.jsonl", "trainer_state.json"),
-    *("options.json", "report.md", "report.png"),
+    *("options.json", "report.md", "report.html"),
 )
 KEPT = ("model.safetensors", "config.json", "deepspeed.json", ".lock", "notes.txt", "reports/mine")
 

@@ -174,14 +174,14 @@ def test_what_scripts_see() -> None:
 def test_the_report_says_how_full_packs_are() -> None:
     report = DataReport(4, 4, packs=3, pack_length=8, pack_tokens=17, pack_left_out=2)
     assert report.summary().endswith(
-        "cut to length, 3 packs of up to 8 tokens, 71% full, without 2 sequences of prompts alone"
+        "truncated, 3 packs of up to 8 tokens, 71% full, 2 sequences without completion tokens omitted"
     )
     assert "pack" not in DataReport(4, 4).summary()
 
 
 def test_packs_are_not_taken_for_rows() -> None:
     packs = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [5, 6, 7], "seq_lengths": [2, 1]}])
-    with pytest.raises(DataError, match=r"^packs.json: these rows are packs .*set packing: true"):
+    with pytest.raises(DataError, match=r"^packs.json: the rows are already packed .*set packing: true"):
         arranged(packs, {}, "prompt_completion", "packs.json")
 
 

@@ -14,9 +14,9 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PINNED = re.search(r"^matplotlib==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
 
 SHORT_DEMO = """\
-|                  | warm answers | requests answered | mean reward | training |
-| ---------------- | -----------: | ----------------: | ----------: | -------: |
-| before           |        0.457 |             0.980 |       -0.25 |     82 s |
+|                  | preferred style | correct | mean reward | training |
+| ---------------- | --------------: | ------: | ----------: | -------: |
+| before           |           0.457 |   0.980 |       -0.25 |     82 s |
 """
 
 

@@ -99,16 +99,16 @@ def test_a_packed_checkpoint_is_taken_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("said", "more"),
     [
-        ("stage 3 divides weights of the compute dtype", {"stage": 3, "bnb_4bit_quant_storage": "uint8"}),
+        ("stage 3 only partitions weights of the compute dtype", {"stage": 3, "bnb_4bit_quant_storage": "uint8"}),
         ("'float32': the run computes in bfloat16", {"bnb_4bit_quant_storage": "float32"}),
-        ("not divided at ZeRO stage 3", {"stage": 3, "use_bnb_nested_quant": False}),
-        ("leave one out", {"kwargs": {"quantization_config": {"load_in_4bit": True}}}),
+        ("does not partition quantization constants", {"stage": 3, "use_bnb_nested_quant": False}),
+        ("remove one of the two", {"kwargs": {"quantization_config": {"load_in_4bit": True}}}),
         ("a live model", {"live": True}),
-        ("in 8 bits already", {"stored": {"quant_method": "bitsandbytes", "load_in_8bit": True}}),
-        ("is quantised already", {"stored": in_4bit(), "kwargs": {"quantization_config": {"load_in_4bit": True}}}),
+        ("already quantized to 8 bits", {"stored": {"quant_method": "bitsandbytes", "load_in_8bit": True}}),
+        ("is already quantized", {"stored": in_4bit(), "kwargs": {"quantization_config": {"load_in_4bit": True}}}),
         ("stored as float32", {"stored": in_4bit(bnb_4bit_quant_storage="float32")}),
-        ("quantised by gptq", {"stored": {"quant_method": "gptq", "bits": 4}}),
-        ("quantised by awq", {"stored": {"quant_method": "awq", "bits": 4}}),
+        ("quantized with gptq", {"stored": {"quant_method": "gptq", "bits": 4}}),
+        ("quantized with awq", {"stored": {"quant_method": "awq", "bits": 4}}),
     ],
 )
 def test_what_cannot_be_is_said(said: str, more: dict[str, Any]) -> None:
@@ -118,15 +118,15 @@ def test_what_cannot_be_is_said(said: str, more: dict[str, Any]) -> None:
 
 
 def test_another_method_among_the_arguments() -> None:
-    with pytest.raises(AlignmentError, match="quantised by gptq"):
+    with pytest.raises(AlignmentError, match="quantized with gptq"):
         plan(kwargs={"quantization_config": {"quant_method": "gptq", "bits": 4}})
-    with pytest.raises(OptionError, match="is not bitsandbytes'"):
+    with pytest.raises(OptionError, match="is not valid for bitsandbytes"):
         plan(kwargs={"quantization_config": {"load_in_4bit": "yes"}})
 
 
 def test_bitsandbytes_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantization, "find_spec", lambda name: None)
-    with pytest.raises(AlignmentError, match="not installed; pip install bitsandbytes"):
+    with pytest.raises(AlignmentError, match="not installed; run pip install bitsandbytes"):
         plan(in_4bit())
     monkeypatch.setattr("alignment.config.options_model.find_spec", lambda name: None)
     with pytest.raises(OptionError, match="load_in_4bit=True: bitsandbytes is not installed"):

@@ -90,7 +90,7 @@ def test_no_flipped_bit_is_read_as_a_number(tmp_path: Path) -> None:
         store, faults = opened(tmp_path)
         if store.missing:
             assert store.missing == [range(3, 6)] and len(faults) == 1
-            assert str(file) in faults[0] and "rows 4 to 6 are computed again" in faults[0]
+            assert str(file) in faults[0] and "rows 4 to 6 are recomputed" in faults[0]
             seen += 1
         else:
             assert store.values.tobytes() == LOGPS.tobytes()
@@ -231,13 +231,13 @@ def test_sequences_are_found_by_row_and_by_which_they_are() -> None:
 def test_what_was_not_stored_is_not_answered() -> None:
     reference = PrecomputedReference({"a": LogpTable(torch.from_numpy(LOGPS), PARTNERS)}, 1)
     other = (int(PARTNERS[7]) + 1) % ROWS
-    with pytest.raises(RuntimeError, match=f"row 7 was given the partner {other}; .* for {PARTNERS[7]}"):
+    with pytest.raises(RuntimeError, match=f"row 7 has partner {other}, .* for partner {PARTNERS[7]}"):
         reference.sequence_logps(a_batch(2), RowIds("a", (7,), (other,)))
     with pytest.raises(RuntimeError, match="for the dataset 'b'"):
         reference.sequence_logps(a_batch(1), RowIds("b", (7,)))
-    with pytest.raises(RuntimeError, match="2 sequences were asked for, 1 are stored"):
+    with pytest.raises(RuntimeError, match="the batch has 2 sequences, but 1 are stored"):
         reference.sequence_logps(a_batch(2), RowIds("a", (7,)))
-    with pytest.raises(OptionError, match="asks for the log-prob of each token"):
+    with pytest.raises(OptionError, match="needs the log-prob of each token"):
         reference.token_logps(a_batch(1), RowIds("a", (7,)))
     reference.close()
     with pytest.raises(RuntimeError):

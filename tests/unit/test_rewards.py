@@ -37,7 +37,7 @@ def test_a_function_may_ask_for_the_state_of_the_run() -> None:
     for state.global_step in (7, 8):
         rewards.score(samples(["a"]))
     assert seen == [7, 8]
-    with pytest.raises(OptionError, match="'trainer_state', which is what training hands to it and also a column"):
+    with pytest.raises(OptionError, match="'trainer_state', which is both a built-in argument and a column"):
         rewards.check(["trainer_state"])
 
 
@@ -133,21 +133,21 @@ SPAN = "rows.jsonl row 1 to rows.jsonl row 2"
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        ([1.0, 2.0], f"returned 2 scores for 3 samples, {SPAN}; return one for each"),
+        ([1.0, 2.0], f"returned 2 scores for 3 samples, {SPAN}; expected one for each"),
         ([1.0] * 4, f"returned 4 scores for 3 samples, {SPAN}"),
-        (1.0, f"returned 1.0 (a number) for {SPAN}; return a list of 3 scores"),
+        (1.0, f"returned 1.0 (a number) for {SPAN}; expected a list of 3 scores"),
         (torch.tensor(1.0), "returned 1.0 (a number)"),
         (None, f"returned null for {SPAN}"),
         ("abc", "returned 'abc' (a string)"),
         ({1: 2}, "returned {1: 2} (an object)"),
-        (torch.zeros(3, 1), "returned [0.0] (a list) for rows.jsonl row 1; return a number, or None for no score"),
-        ([1.0, 2.0, "3"], "returned '3' (a string) for rows.jsonl row 2; return a number"),
-        ([1.0, 2.0, math.nan], "returned nan for rows.jsonl row 2; return a finite number, or None for no score"),
-        (torch.tensor([1.0, -math.inf, 0.0]), "returned -inf for rows.jsonl row 1; return a finite number"),
+        (torch.zeros(3, 1), "returned [0.0] (a list) for rows.jsonl row 1; expected a number, or None for no score"),
+        ([1.0, 2.0, "3"], "returned '3' (a string) for rows.jsonl row 2; expected a number"),
+        ([1.0, 2.0, math.nan], "returned nan for rows.jsonl row 2; expected a finite number, or None for no score"),
+        (torch.tensor([1.0, -math.inf, 0.0]), "returned -inf for rows.jsonl row 1; expected a finite number"),
         ([10**400, 1, 1], "returned inf for rows.jsonl row 1"),
         ([1.0, 2.0, 1j], "returned 1j (of type complex) for rows.jsonl row 2"),
         # One element, but of a list that a function may have forgotten to reduce.
-        ([1.0, 2.0, torch.ones(1)], "for rows.jsonl row 2; return a number, or None for no score"),
+        ([1.0, 2.0, torch.ones(1)], "for rows.jsonl row 2; expected a number, or None for no score"),
     ],
 )
 def test_what_is_no_score(returned: Any, said: str) -> None:
@@ -168,11 +168,11 @@ def test_an_exception_names_function_line_and_rows() -> None:
         FunctionReward(breaks).score(samples(["a", "b", "a"]))
     line = helper.__code__.co_firstlineno + 1
     assert str(caught.value) == (
-        f"reward function 'breaks' raised KeyError: 'b' (test_rewards.py line {line}) while scoring {SPAN}; correct "
-        "it, or let it return None for what it cannot score"
+        f"reward function 'breaks' raised KeyError: 'b' (test_rewards.py line {line}) while scoring {SPAN}; fix the "
+        "function, or return None for samples that it cannot score"
     )
     assert isinstance(caught.value.__cause__, KeyError)
-    with pytest.raises(RewardError, match="while scoring rows.jsonl row 1; correct it"):
+    with pytest.raises(RewardError, match="while scoring rows.jsonl row 1; fix the function"):
         FunctionReward(breaks).score(samples(["b", "b"]))  # one prompt, named once
 
 
@@ -272,17 +272,17 @@ def test_arguments_are_checked_before() -> None:
     with pytest.raises(OptionError) as caught:
         FunctionReward(needs).check({"answer", "source"})
     assert str(caught.value) == (
-        "reward function 'needs' needs 'answers', which the dataset does not have as a column (further columns that "
-        "JSON can hold: answer, source); add the column, or give the argument a default"
+        "reward function 'needs' requires argument 'answers', but the dataset has no such column (available: "
+        "answer, source); add the column, or give the argument a default"
     )
-    with pytest.raises(OptionError, match=r"which data.jsonl does not have .* hold: none\)"):
+    with pytest.raises(OptionError, match=r"data.jsonl has no such column \(available: none\)"):
         Rewards([FunctionReward(lengths), FunctionReward(needs)]).check([], "data.jsonl")
-    with pytest.raises(OptionError, match="takes 'completions', which is what training hands to it and also a column"):
+    with pytest.raises(OptionError, match="takes 'completions', which is both a built-in argument and a column"):
         FunctionReward(lengths).check(["completions"])
     FunctionReward(lambda prompts: prompts).check(["completions"])
-    with pytest.raises(OptionError, match="takes 'texts' by position only"):
+    with pytest.raises(OptionError, match="takes 'texts' as a positional-only argument"):
         FunctionReward(eval("lambda texts, /: texts"))
-    with pytest.raises(OptionError, match="'type' tells nothing of its arguments"):
+    with pytest.raises(OptionError, match="'type' has no readable signature"):
         FunctionReward(type)
 
 
@@ -367,9 +367,9 @@ def test_weights_are_checked() -> None:
     with pytest.raises(OptionError) as caught:
         Rewards(sources, [1.0, 2.0, 3.0])
     assert str(caught.value) == (
-        "reward_weights: 3 weights for 2 reward sources (lengths, partial_scores); give one for each"
+        "reward_weights: 3 weights for 2 reward sources (lengths, partial_scores); set one per source"
     )
-    with pytest.raises(OptionError, match="reward_weights: nan for partial_scores; set a finite number"):
+    with pytest.raises(OptionError, match="reward_weights: nan for partial_scores; expected a finite number"):
         Rewards(sources, [1.0, math.nan])
 
 

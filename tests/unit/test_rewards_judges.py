@@ -126,13 +126,16 @@ def test_a_judge_is_not_called_for_nothing() -> None:
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        ([0], "returned 1 verdicts for 2 pairs, rows.jsonl row 0 to rows.jsonl row 1; return one for each"),
-        (0, "returned 0 (an integer) for rows.jsonl row 0 to rows.jsonl row 1; return a list of 2 verdicts"),
-        ([0, 2], "returned 2 (an integer) for rows.jsonl row 1; return 0 (the first is better), 1 (the second is) or"),
-        ([0, True], "returned true (a boolean) for rows.jsonl row 1; return 0"),
-        ([0.0, 1], "returned 0.0 (a number) for rows.jsonl row 0; return 0"),
-        ([None, 1], "returned null for rows.jsonl row 0; return 0"),
-        (["A", "B"], "returned 'A' (a string) for rows.jsonl row 0; return 0"),
+        ([0], "returned 1 verdicts for 2 pairs, rows.jsonl row 0 to rows.jsonl row 1; expected one for each"),
+        (0, "returned 0 (an integer) for rows.jsonl row 0 to rows.jsonl row 1; expected a list of 2 verdicts"),
+        (
+            [0, 2],
+            "returned 2 (an integer) for rows.jsonl row 1; expected 0 (the first is better), 1 (the",
+        ),
+        ([0, True], "returned true (a boolean) for rows.jsonl row 1; expected 0"),
+        ([0.0, 1], "returned 0.0 (a number) for rows.jsonl row 0; expected 0"),
+        ([None, 1], "returned null for rows.jsonl row 0; expected 0"),
+        (["A", "B"], "returned 'A' (a string) for rows.jsonl row 0; expected 0"),
     ],
 )
 def test_what_is_no_verdict(returned: Any, said: str) -> None:
@@ -159,7 +162,7 @@ def test_an_exception_names_judge_line_and_rows(judge: Any, said: str) -> None:
     line = judge.__code__.co_firstlineno + 1
     assert str(caught.value) == (
         f"judge {judge.__name__!r} {said} (test_rewards_judges.py line {line}) while judging rows.jsonl row 0 to "
-        "rows.jsonl row 1; correct it, or let it return -1 for what it cannot judge"
+        "rows.jsonl row 1; fix the judge, or return -1 for pairs that it cannot judge"
     )
     assert isinstance(caught.value.__cause__, (ConnectionError, KeyError))
 
@@ -167,9 +170,9 @@ def test_an_exception_names_judge_line_and_rows(judge: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("judge", "said"),
     [
-        (3, "judge 'int' is 3 (an integer); give a function, or an object with a method 'judge'"),
-        (dict, "(of type type); give a function, or an object with a method 'judge'"),
-        (lambda prompts: [], r"cannot be called with two arguments (too many positional arguments); let it take"),
+        (3, "judge 'int' is 3 (an integer); expected a function, or an object with a method 'judge'"),
+        (dict, "(of type type); expected a function, or an object with a method 'judge'"),
+        (lambda prompts: [], r"cannot be called with two arguments (too many positional arguments); it must take"),
         (lambda a, b, c: [], "(missing a required argument: 'c')"),
     ],
 )

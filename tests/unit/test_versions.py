@@ -23,7 +23,12 @@ def required() -> list[Requirement]:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id.isupper()
         if node.targets[0].id in ("REQUIRED", "EXTRAS")
     }
-    return list(map(Requirement, [*values["REQUIRED"], *values["EXTRAS"]["test"], *values["EXTRAS"]["mutants"]]))
+    return list(
+        map(
+            Requirement,
+            [*values["REQUIRED"], *values["EXTRAS"]["test"], *values["EXTRAS"]["docs"], *values["EXTRAS"]["mutants"]],
+        )
+    )
 
 
 @pytest.mark.parametrize("requirement", required(), ids=str)

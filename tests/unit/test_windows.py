@@ -255,7 +255,7 @@ def test_a_state_of_another_run_is_refused() -> None:
         "partners": make_sampler(make_table(14), partners=set_partners(make_table(14), 7, draw=True)),
     }
     for key, sampler in others.items():
-        with pytest.raises(OptionError, match=f"its {key} is {state[key]}, this run's is"):
+        with pytest.raises(OptionError, match=f"{key} is {state[key]} in the checkpoint but"):
             sampler.load_state_dict(state)
         assert (sampler.epoch, sampler.step) == (0, 0)
 

@@ -14,7 +14,7 @@ _MOVING = f".{PREVIOUS}partial"
 _CHECKPOINTS = ("checkpoint-*", ".checkpoint-*")
 _FILES = (
     *("log.jsonl", "completions.jsonl", "trainer_state.json"),
-    *("options.json", "report.md", "report.png", "status.json"),
+    *("options.json", "report.md", "report.html", "status.json"),
 )
 
 

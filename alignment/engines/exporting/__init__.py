@@ -1,1 +1,1 @@
-"""Export: an adapter or a full model of a run as a Hugging Face folder to publish, compared with what it came from."""
+"""Export of a run's adapter or full model as a Hugging Face folder, compared with its source."""

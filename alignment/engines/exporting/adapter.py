@@ -1,7 +1,7 @@
-"""From a PEFT adapter to a full Hugging Face folder: checked, merged on the host, written whole, and compared.
+"""Export of a PEFT adapter as a full Hugging Face folder: checked, merged on the host, written and compared.
 
-Nothing is partitioned here and no engine is built; one process does it, on the CPU. At no time are there two models:
-the merge happens in the loaded base, and the exported folder is read again after that is gone.
+Nothing is partitioned and no engine is built; a single process does all of it on the CPU. There are never two models
+in memory: the adapter is merged into the loaded base, and the export is reloaded after the base has been freed.
 """
 
 from __future__ import annotations
@@ -55,28 +55,28 @@ def merge_adapter(
     trust_remote_code: bool = False,
     tell: Tell = lambda line: None,
 ) -> MergeReport:
-    """Write ``out`` as the model that the adapter and its base are together. For one process.
+    """Write the adapter merged into its base model to ``out``. For a single process.
 
     Args:
-        adapter: a folder as PEFT's ``save_pretrained`` writes it.
+        adapter: a folder in the format of PEFT's ``save_pretrained``.
         out: a folder that does not exist or is empty.
-        dtype: ``bfloat16``, ``float16``, ``float32``; ``auto`` for the one that the adapter was trained in if that is
-            recorded, or else that of the base's checkpoint.
-        base: folder or hub name of the base model; None for what the adapter names.
-        revision: of the base model; None for what the adapter names.
-        quantization: ``BitsAndBytesConfig.to_dict()`` of the weights that the adapter was trained on; None for what
-            the folder records.
+        dtype: ``bfloat16``, ``float16`` or ``float32``; ``auto`` for the dtype that the adapter was trained in, if
+            recorded, otherwise that of the base's checkpoint.
+        base: folder or hub name of the base model; None for the one recorded in the adapter.
+        revision: revision of the base model; None for the one recorded in the adapter.
+        quantization: ``BitsAndBytesConfig.to_dict()`` of the weights that the adapter was trained on; None for the one
+            recorded in the folder.
         samples: rows to compare outputs on, or the name of a dataset; None for built-in texts.
-        sample_count: how many rows to take where ``samples`` does not give them; 0 leaves the comparison out.
-        max_shard_size: of a weight file, such as ``5GB``.
+        sample_count: number of rows if ``samples`` does not list them; 0 skips the comparison.
+        max_shard_size: maximum size of a weight file, such as ``5GB``.
         trust_remote_code: run code that comes with the base or the tokenizer.
-        tell: is told of every step.
+        tell: called with a message for every step.
 
     Raises:
-        OptionError: ``dtype``, ``sample_count`` or ``max_shard_size`` cannot be used.
+        OptionError: ``dtype``, ``sample_count`` or ``max_shard_size`` is invalid.
         OutputError: ``out`` is not empty or cannot be written.
         ModelError: the adapter or its base cannot be used, or they do not match.
-        CheckpointError: a file of a checkpoint is not what was written.
+        CheckpointError: a file of a checkpoint has changed since it was written.
         DataError: the dataset of the samples cannot be used.
     """
     shard_bytes = check_options(dtype, sample_count, max_shard_size, out)
@@ -93,9 +93,9 @@ def merge_adapter(
     masters = checked_masters(adapter, manifest) if wide else iter(())
     rows = sample_rows(samples, sample_count, tokenizer, config)
     method = _method(folder, config)
-    tell(f"base: {folder.base}, {folder.task.noun}; export in {dtype_name(target)}")
+    tell(f"base: {folder.base}, {folder.task.noun}; exporting in {dtype_name(target)}")
     if method is not None:
-        tell(f"the base was quantised ({method}): its dequantised weights are merged, not the original ones")
+        tell(f"the base was quantized ({method}): its dequantized weights are merged, not the original ones")
 
     def put(injected: PeftModel) -> int:
         return put_masters(injected.get_base_model(), masters, stored, adapter)
@@ -132,9 +132,9 @@ def _merge_in_place(
     put: Callable[[PeftModel], int],
     tell: Tell,
 ) -> tuple[list[float], list[float], int]:
-    """Merge the adapter into ``model``; what the base, and the adapter on it, made of the rows before that.
+    """Merge the adapter into ``model``; return the outputs of the base, and of the adapter on it, before the merge.
 
-    ``put`` gives the adapter its master weights; the last value is how many.
+    ``put`` sets the adapter's master weights; the last value is their number.
     """
     before: list[float] = []
     adapted: list[float] = []
@@ -142,7 +142,7 @@ def _merge_in_place(
     if rows is not None and not classifier:
         before = measured(model, rows, classifier)
     put_saved_tensors(model, folder, replaced, rounding)
-    if rows is not None and classifier:  # a base without a head has one only now
+    if rows is not None and classifier:  # a base without a head gets it only now
         before = measured(model, rows, classifier)
     injected = inject(model, folder)
     masters = put(injected)
@@ -162,7 +162,7 @@ def _reload(folder: AdapterFolder, path: Path, trust_remote_code: bool) -> PreTr
 
 
 def _tokenizer(folder: AdapterFolder, trust_remote_code: bool) -> Any:
-    """The adapter's own tokenizer, or else the base's; None where neither has one."""
+    """The adapter's own tokenizer, otherwise the base's; None if neither has one."""
     where = str(folder.path) if folder.has_tokenizer else folder.base
     revision = None if folder.has_tokenizer else folder.revision
     return load_tokenizer(where, revision, trust_remote_code, needed=folder.has_tokenizer)
@@ -174,7 +174,7 @@ def _dtype_of(config: PretrainedConfig) -> torch.dtype:
 
 
 def _method(folder: AdapterFolder, config: PretrainedConfig) -> str | None:
-    """How the weights were quantised that the adapter was trained on, in words."""
+    """The quantization of the weights that the adapter was trained on, as text."""
     given = getattr(config, "quantization_config", None) or folder.quantization
     if given is None:
         return None

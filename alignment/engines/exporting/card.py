@@ -1,6 +1,6 @@
-"""The model card of an export, from what its run left on disk; what is not there is left out.
+"""The model card of an export, from the files of its run; missing information is omitted.
 
-Files of a run are only read. A method from outside is named, and its code is not imported for its options.
+A run's files are only read. An external method is named, but its code is not imported for its options.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from alignment.reporting.model_card import ModelCard, hub_id, is_local
 
 _LIBRARIES = ("deepspeed-alignment", "deepspeed", "torch", "transformers", "peft")
 _PREFIX = "checkpoint-"
-# Options that say where things are, or how a run was started, and those that the card has elsewhere.
+# Options with locations, options of how a run was started, and those shown elsewhere in the card.
 _LEFT_OUT = {
     "method", "output_dir", "merged_output_dir", "model_name_or_path", "adapter_name_or_path", "dataset_name",
     "dataset_mixture", "dataset_config", "dry_run", "per_device_eval_batch_size", "use_cpu",
@@ -39,12 +39,12 @@ _FILE_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".gz", ".zst")
 
 @dataclass(frozen=True)
 class Run:
-    """What is on disk of the run that a folder comes from.
+    """The files of the run that a folder comes from.
 
     Attributes:
         folder: the checkpoint or output folder.
-        manifest: the checkpoint's; None for any other folder.
-        given: the run's options, where it is the run that asks.
+        manifest: manifest of the checkpoint; None for any other folder.
+        given: options of the run, if called by the run itself.
     """
 
     folder: Path
@@ -53,13 +53,13 @@ class Run:
 
     @property
     def root(self) -> Path:
-        """The output folder of the run: the folder itself, or that above a checkpoint."""
+        """The output folder of the run: the folder itself, or the parent of a checkpoint."""
         folder = self.folder.absolute()
         return folder.parent if folder.name.startswith(_PREFIX) else folder
 
     @cached_property
     def options(self) -> Mapping[str, Any]:
-        """The run's options as resolved; of a checkpoint without its run those that its manifest has."""
+        """The resolved options of the run; for a checkpoint without its run, those in its manifest."""
         if self.given is not None:
             return self.given
         recorded = {} if self.manifest is None else self.manifest.options
@@ -72,7 +72,7 @@ class Run:
 
     @property
     def method(self) -> str | None:
-        """The method's name; of one from outside the name that it was asked for by."""
+        """The method's name; for an external method, the name that selected it."""
         recorded = None if self.manifest is None else self.manifest.method
         found = self.options.get("method") or recorded or self.start.get("method")
         return str(found) if found else None
@@ -92,7 +92,7 @@ class Run:
 
     @property
     def step(self) -> int | None:
-        """The step whose weights the folder has; None where that is not known."""
+        """The step whose weights the folder contains; None if unknown."""
         if self.options.get("load_best_model_at_end") and self.folder.absolute() == self.root:
             found = self.state.get("best_global_step")
         else:
@@ -100,9 +100,9 @@ class Run:
         return found if isinstance(found, int) else None
 
     def metrics(self, sign: str) -> dict[str, Any]:
-        """The newest logged entry, up to the step, with a name that begins with ``sign``; without bookkeeping.
+        """The newest log entry, up to the step, with a name that begins with ``sign``; without bookkeeping entries.
 
-        Of several of one step, such as those of several evaluation sets, what all of them say.
+        Several entries of one step, such as those of several evaluation sets, are merged.
         """
         history = self.state.get("log_history")
         entries = [one for one in (history if isinstance(history, list) else self._log) if isinstance(one, dict)]
@@ -120,7 +120,7 @@ class Run:
 
 
 def recorded_base(source: Path, manifest: Manifest | None) -> str | None:
-    """The model that the run says it began with; None where nobody says so."""
+    """The initial model recorded by the run; None if unknown."""
     found = Run(source, manifest).options.get("model_name_or_path")
     return found if isinstance(found, str) and found else None
 
@@ -133,7 +133,7 @@ def write_card(
     base: str | None,
     title: str,
 ) -> None:
-    """Write ``README.md`` into ``folder``, an export of ``source`` that will be called ``title``."""
+    """Write ``README.md`` into ``folder``, an export of ``source`` with the title ``title``."""
     merged = isinstance(report, MergeReport)
     card = card_of(
         Run(source, manifest),
@@ -146,13 +146,13 @@ def write_card(
 
 
 def card_of(run: Run, *, title: str, is_classifier: bool, base: str | None, export: Sequence[str]) -> ModelCard:
-    """The card of what a run trained.
+    """The card of a trained model.
 
     Args:
-        run: what is on disk of it.
-        title: the model's name.
+        run: files of the run.
+        title: name of the model.
         is_classifier: whether it is a reward model.
-        base: the model that it began with; None where that is not known.
+        base: the initial model; None if unknown.
         export: sentences on how the weights were written.
     """
     named = METHODS[run.method] if run.method in METHODS.entries else None
@@ -178,8 +178,8 @@ def card_of(run: Run, *, title: str, is_classifier: bool, base: str | None, expo
 
 def _origin(merged: bool) -> str:
     if merged:
-        return "the adapter that was trained is merged into the weights"
-    return "all weights are here; no adapter is needed"
+        return "the trained adapter is merged into the weights"
+    return "contains all weights; no adapter is needed"
 
 
 def _papers(papers: Mapping[str, tuple[str, str]], loss_type: Any) -> list[tuple[str, str]]:
@@ -191,12 +191,12 @@ def _training(run: Run) -> list[tuple[str, str]]:
     manifest, start = run.manifest, run.start
     found = {
         "steps": run.step if run.step is not None else start.get("steps"),
-        "steps planned": start.get("steps") if manifest is None else manifest.total_steps,
+        "planned steps": start.get("steps") if manifest is None else manifest.total_steps,
         "epochs": run.state.get("epoch"),
-        "rows of one step": start.get("window") if manifest is None else manifest.window,
+        "rows per step": start.get("window") if manifest is None else manifest.window,
         "processes": start.get("world_size") if manifest is None else manifest.world_size,
         "ZeRO stage": None if manifest is None else manifest.stage,
-        "adapter to begin with": run.options.get("adapter_name_or_path"),
+        "initial adapter": run.options.get("adapter_name_or_path"),
     }
     return [(name, f"{value:g}" if isinstance(value, float) else str(value)) for name, value in found.items()
             if value is not None]  # fmt: skip
@@ -213,7 +213,7 @@ def _data(run: Run) -> list[tuple[str, str]]:
 
 
 def _datasets(options: Mapping[str, Any]) -> list[str]:
-    """Names of what was trained on."""
+    """The names of the training datasets."""
     found = options.get("dataset_name")
     names = [found] if isinstance(found, str) else []
     mixture = options.get("dataset_mixture")
@@ -221,12 +221,12 @@ def _datasets(options: Mapping[str, Any]) -> list[str]:
         return names
     try:
         return [*names, *(part.dataset_name for part in mixture_parts(mixture))]
-    except OptionError:  # not as a run writes it
+    except OptionError:  # not in the format that a run writes
         return names
 
 
 def _changed(options: Mapping[str, Any], declared: Any) -> dict[str, Any]:
-    """The options that shaped the weights and are not at their defaults."""
+    """The options that affect the weights and differ from their defaults."""
     defaults = {one.name: one.default for one in option_fields(declared)}
     others = {one.name for part in (LoggingOptions, SavingOptions) for one in dataclasses.fields(part)} | _LEFT_OUT
     others |= judged_names(declared)
@@ -238,7 +238,7 @@ def _changed(options: Mapping[str, Any], declared: Any) -> dict[str, Any]:
 
 
 def _on_hub(name: str | None, source: Path) -> str | None:
-    """The name as one of the hub, unless it is that of a file or folder here, or of one beside the run."""
+    """The name as a hub id, unless it is the name of a local file or folder, here or next to the run."""
     found = hub_id(name)
     if name is None or found is None or is_local(name) or name.endswith(_FILE_ENDINGS):
         return None
@@ -247,7 +247,7 @@ def _on_hub(name: str | None, source: Path) -> str | None:
 
 
 def _object(file: Path) -> Mapping[str, Any]:
-    """A file's JSON object; empty where there is none that can be read."""
+    """The JSON object in a file; empty if it cannot be read."""
     try:
         found = _parsed(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -263,7 +263,7 @@ def _parsed(text: str) -> Any:
 
 
 def _installed() -> dict[str, str]:
-    """Versions at the export, where those of training are not recorded."""
+    """Installed versions, for runs that have not recorded those of training."""
     found = {}
     for name in _LIBRARIES:
         try:

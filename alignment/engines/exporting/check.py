@@ -1,7 +1,7 @@
-"""What an export computes against what the adapter computes on its base: sample rows, both in fp32 on the host.
+"""Comparison of an export's outputs with those of the adapter on its base, on sample rows in fp32 on the host.
 
-The cosine of a rounded update says little about a model: what rounding removes is mostly noise to it, or not. So the
-log-probs (or rewards) of a few rows are compared as well, and measured by what training changed about them.
+The cosine of a rounded update says little about the model: rounding may remove mostly noise, or not. The log-probs (or
+rewards) of a few rows are therefore compared as well, relative to the change that training made.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _TEXTS = (
 
 @dataclass(frozen=True)
 class Samples:
-    """Rows of token ids to compare models on, and where they come from, for messages."""
+    """Rows of token ids to compare models on, and their source, for messages."""
 
     rows: Sequence[Sequence[int]]
     source: str
@@ -56,15 +56,15 @@ class Samples:
 
 @dataclass(frozen=True)
 class OutputChange:
-    """What rounding changed about a model's output, beside what training had changed.
+    """The change of a model's outputs by rounding, relative to the change by training.
 
     Attributes:
         what: ``log-prob per token`` (the mean over a row's tokens) or ``score``.
-        source: where the rows come from.
-        rows: how many.
+        source: source of the rows.
+        rows: number of rows.
         error_mean: mean over rows of | export - source |; the source is the checkpoint, or the adapter on its base.
-        error_max: the largest of them.
-        effect_mean: mean over rows of | source - base |; None where the base is not there.
+        error_max: maximum of these differences.
+        effect_mean: mean over rows of | source - base |; None if the base is not available.
     """
 
     what: str
@@ -76,7 +76,7 @@ class OutputChange:
 
     @property
     def share(self) -> float | None:
-        """The mean error as a share of the mean effect; infinite where training had none, None where it is unknown."""
+        """The mean error relative to the mean effect; infinite if training had no effect, None if it is unknown."""
         if self.effect_mean is None:
             return None
         if self.effect_mean == 0.0:
@@ -87,14 +87,14 @@ class OutputChange:
 def compare(
     samples: Samples, what: str, base: list[float] | None, adapted: list[float], exported: list[float]
 ) -> OutputChange:
-    """Measurements of the same rows, as :func:`outputs` makes them, in one report.
+    """Compare results of :func:`outputs` on the same rows.
 
     Args:
         samples: the rows.
-        what: is measured.
-        base: of the model before training; None where it is not there.
-        adapted: of the source.
-        exported: of the export.
+        what: name of the measured quantity.
+        base: outputs of the model before training; None if it is not available.
+        adapted: outputs of the source.
+        exported: outputs of the export.
     """
     errors = [abs(one - other) for one, other in zip(exported, adapted, strict=True)]
     count, effect = len(errors), None
@@ -106,7 +106,7 @@ def compare(
 
 @torch.no_grad()
 def outputs(model: PreTrainedModel, samples: Samples, classifier: bool) -> list[float]:
-    """One number for each row, computed in fp32: its mean log-prob per token, or its reward."""
+    """The mean log-prob per token, or the reward, of each row, computed in fp32."""
     from alignment.models.wide_forward import computing_in_fp32  # imports peft; a card imports this module
 
     values = []
@@ -124,7 +124,7 @@ def outputs(model: PreTrainedModel, samples: Samples, classifier: bool) -> list[
 
 
 def default_samples(tokenizer: Any, vocabulary: int, count: int = len(_TEXTS)) -> Samples:
-    """Short questions with answers, as ``tokenizer`` encodes them; random tokens where there is none."""
+    """Short questions with answers, encoded by ``tokenizer``; random tokens without a tokenizer."""
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         rows = torch.randint(vocabulary, (count, _RANDOM_LENGTH), generator=generator).tolist()
@@ -133,23 +133,23 @@ def default_samples(tokenizer: Any, vocabulary: int, count: int = len(_TEXTS)) -
     pairs = [_TEXTS[number % len(_TEXTS)] for number in range(min(count, len(_TEXTS)))]
     try:
         rows = _encoded(tokenizer, [_built_in(*pair, chat) for pair in pairs], vocabulary)
-    except DataError:  # a template that wants more than a question and an answer
+    except DataError:  # a template that requires more than a question and an answer
         rows = _encoded(tokenizer, [_built_in(*pair, False) for pair in pairs], vocabulary)
     return Samples(rows, "built-in texts") if rows else default_samples(None, vocabulary, count)
 
 
 def dataset_samples(name: str, tokenizer: Any, vocabulary: int, count: int) -> Samples:
-    """The first rows of a dataset in any format that methods train on; of a pair the chosen answer.
+    """The first rows of a dataset in any supported format; for pairs, the chosen completion.
 
     Raises:
-        DataError: it cannot be read, or has no row to use.
+        DataError: the dataset cannot be read, or has no usable row.
     """
     sources = (
         source for number, row in enumerate(load_split(name, None, "train")) if (source := _source(row, number))
     )
     rows = _encoded(tokenizer, list(islice(sources, count)), vocabulary)
     if not rows:
-        raise DataError(f"{name}: has no row with more than one token to compare models on")
+        raise DataError(f"{name}: no row has more than one token to compare models on")
     return Samples(rows, name)
 
 

@@ -1,4 +1,4 @@
-"""One export for what a run leaves: adapters are merged into their base, full models written in another dtype."""
+"""Export of a run's result: adapters are merged into their base, full models are written in another dtype."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from alignment.engines.exporting.source import is_adapter
 def export(
     source: Path, out: Path, *, quantization: dict[str, Any] | None = None, **options: Any
 ) -> MergeReport | ModelReport:
-    """Write ``out`` as a full model.
+    """Write a full model to ``out``.
 
     Args:
         source: a checkpoint, an output folder, or any other folder of an adapter or a full model.
         out: a folder that does not exist or is empty.
-        quantization: for an adapter alone, as for :func:`merge_adapter`.
-        **options: as for :func:`merge_adapter` and :func:`export_model`.
+        quantization: for adapters only, as for ``merge_adapter``.
+        **options: as for ``merge_adapter`` and ``export_model``.
 
     Raises:
-        OptionError: an option cannot be used, or not with a full model.
+        OptionError: an option is invalid, or not applicable to a full model.
         OutputError: ``out`` is not empty or cannot be written.
         ModelError: the source or its base cannot be used.
-        CheckpointError: a file of a checkpoint is not what was written.
+        CheckpointError: a file of a checkpoint has changed since it was written.
         DataError: the dataset of the samples cannot be used.
     """
     if is_adapter(source):
@@ -35,6 +35,6 @@ def export(
     if quantization is not None:
         bits = 4 if quantization.get("load_in_4bit") else 8
         raise OptionError(
-            f"load_in_{bits}bit: {source} is a full model, and the option is for an adapter's base; leave it out"
+            f"load_in_{bits}bit: the option applies to an adapter's base, but {source} is a full model; remove it"
         )
     return export_model(source, out, **options)

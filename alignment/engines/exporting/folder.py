@@ -1,4 +1,4 @@
-"""The folder that an export writes: checked first, filled out of sight, and moved into place when it is whole."""
+"""The output folder of an export: checked first, filled under a hidden name, and published when complete."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def check_options(dtype: str, sample_count: int, max_shard_size: str, out: Path) -> int:
-    """Refuse what cannot be used, before anything is read; the largest size of a weight file in bytes.
+    """Validate the options before anything is read; return the maximum size of a weight file in bytes.
 
     Raises:
-        OptionError: ``dtype``, ``sample_count`` or ``max_shard_size`` cannot be used.
+        OptionError: ``dtype``, ``sample_count`` or ``max_shard_size`` is invalid.
         OutputError: ``out`` is not empty or cannot be written.
     """
     if dtype not in ("auto", *DTYPES):
-        raise OptionError(f"{setting('dtype', dtype)}: must be one of auto, {', '.join(DTYPES)}")
+        raise OptionError(f"{setting('dtype', dtype)}: expected one of auto, {', '.join(DTYPES)}")
     if sample_count < 0:
-        raise OptionError(f"{setting('samples', sample_count)}: must be 0 or more")
+        raise OptionError(f"{setting('samples', sample_count)}: expected 0 or more")
     size = _bytes(max_shard_size)
     _check_out(out)
     return size
@@ -52,24 +52,24 @@ def _bytes(size: str) -> int:
 
 
 def _check_out(out: Path) -> None:
-    """Refuse a folder that has something in it, or cannot be written."""
+    """Reject a folder that is not empty or cannot be written."""
     if out.exists() and not out.is_dir():
-        raise OutputError(f"{out} is a file; name a folder that does not exist yet")
+        raise OutputError(f"{out} is a file; pass a folder that does not exist yet")
     if out.is_dir() and any(out.iterdir()):
-        raise OutputError(f"{out} is not empty; name a folder that does not exist yet, or empty this one")
+        raise OutputError(f"{out} is not empty; pass a folder that does not exist yet, or empty this one")
     parent = next(one for one in (out.absolute(), *out.absolute().parents) if one.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise OutputError(f"{out} cannot be written: no permission to write in {parent}")
+        raise OutputError(f"{out} cannot be written: no write permission in {parent}")
 
 
 @contextlib.contextmanager
 def written(out: Path) -> Iterator[Path]:
-    """A hidden folder that takes the place of ``out`` when the context ends without an error.
+    """A hidden folder that replaces ``out`` when the context ends without an error.
 
-    Where ``out`` exists it is inside it, because ``out`` may be a mount point: only there is a move a rename.
+    If ``out`` exists, the hidden folder is inside it: ``out`` may be a mount point, and a move is a rename only there.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: the folder cannot be written.
     """
     name = f".{out.absolute().name}.{uuid.uuid4().hex[:8]}.partial"
     partial = out / name if out.exists() else out.absolute().parent / name
@@ -84,39 +84,39 @@ def written(out: Path) -> Iterator[Path]:
 
 
 def save(model: PreTrainedModel, tokenizer: Any, folder: Path, shard_bytes: int) -> None:
-    """Write model, generation config and tokenizer.
+    """Write model, generation configuration and tokenizer.
 
     Raises:
-        OutputError: they contradict themselves, or cannot be written.
+        OutputError: they are inconsistent, or cannot be written.
     """
     try:
         model.save_pretrained(folder, max_shard_size=shard_bytes)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-    except (ValueError, SafetensorError) as error:  # a generation config that contradicts itself, for one
+    except (ValueError, SafetensorError) as error:  # such as an inconsistent generation configuration
         raise OutputError(f"the model cannot be written: {first_line(error)}") from error
     share_with_others(folder)
 
 
 def load_tokenizer(where: str, revision: str | None, trust_remote_code: bool, *, needed: bool) -> Any:
-    """A folder's or hub name's tokenizer; None where it has none and none is ``needed``.
+    """Load the tokenizer of a folder or hub name; return None if it has none and none is ``needed``.
 
     Raises:
-        ModelError: it cannot be loaded.
+        ModelError: the tokenizer cannot be loaded.
     """
     try:
         return AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
-    except Exception as error:  # each library has its own classes for one broken file
+    except Exception as error:  # each library has its own error classes for a broken file
         if needed or (Path(where) / "tokenizer_config.json").is_file():
-            raise ModelError(f"{where}: its tokenizer cannot be loaded: {first_line(error)}") from error
+            raise ModelError(f"{where}: the tokenizer cannot be loaded: {first_line(error)}") from error
         return None
 
 
 def sample_rows(given: Samples | str | None, count: int, tokenizer: Any, config: PretrainedConfig) -> Samples | None:
-    """The rows to compare outputs on; None where ``count`` is 0 and no rows are given.
+    """The rows to compare outputs on; None if ``count`` is 0 and no rows are passed.
 
     Raises:
-        OptionError: a dataset needs a tokenizer, and there is none.
+        OptionError: a dataset needs a tokenizer, but there is none.
         DataError: the dataset cannot be used.
     """
     if isinstance(given, Samples) or count == 0:
@@ -125,18 +125,18 @@ def sample_rows(given: Samples | str | None, count: int, tokenizer: Any, config:
     if given is None:
         return default_samples(tokenizer, vocabulary, count)
     if tokenizer is None:
-        raise OptionError(f"{setting('dataset_name', given)}: there is no tokenizer to encode it; leave it out")
+        raise OptionError(f"{setting('dataset_name', given)}: there is no tokenizer to encode it; remove the option")
     return dataset_samples(given, tokenizer, vocabulary, count)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name, such as ``bfloat16``."""
+    """torch's name of a dtype, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the libraries' bars and remarks on loading, dequantising and untying, which are reported here."""
+    """Suppress the libraries' progress bars and warnings about loading, dequantizing and untying."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:

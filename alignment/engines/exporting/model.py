@@ -1,7 +1,7 @@
-"""From a full model, a checkpoint's or any other, to a folder in another dtype and shards of another size, compared.
+"""Export of a full model, from a checkpoint or any other folder, in another dtype and shard size, with a comparison.
 
-As for adapters nothing is partitioned, and no two models are there at a time. A model that is rounded is loaded three
-times: as it is, to be measured; rounded while it is read; and from the export.
+As for adapters, nothing is partitioned, and there are never two models in memory. A model that is rounded is loaded
+three times: unchanged, to be measured; rounded while it is read; and from the export.
 """
 
 from __future__ import annotations
@@ -59,26 +59,26 @@ def export_model(
     trust_remote_code: bool = False,
     tell: Tell = lambda line: None,
 ) -> ModelReport:
-    """Write ``out`` as the model in ``source``. For one process.
+    """Write the model in ``source`` to ``out``. For a single process.
 
     Args:
         source: a checkpoint, or any other Hugging Face folder of a causal language model or reward model.
         out: a folder that does not exist or is empty.
-        dtype: ``bfloat16``, ``float16``, ``float32``; ``auto`` for that of the source.
-        base: folder or hub name of the model before training, to measure by what training changed; None for a folder
-            that the run's options name, if it is there.
-        revision: of the base.
+        dtype: ``bfloat16``, ``float16`` or ``float32``; ``auto`` for the dtype of the source.
+        base: folder or hub name of the model before training, to measure the effect of training; None for the folder
+            in the run's options, if it exists.
+        revision: revision of the base.
         samples: rows to compare outputs on, or the name of a dataset; None for built-in texts.
-        sample_count: how many rows to take where ``samples`` does not give them; 0 leaves the comparison out.
-        max_shard_size: of a weight file, such as ``5GB``.
+        sample_count: number of rows if ``samples`` does not list them; 0 skips the comparison.
+        max_shard_size: maximum size of a weight file, such as ``5GB``.
         trust_remote_code: run code that comes with the model or the tokenizer.
-        tell: is told of every step.
+        tell: called with a message for every step.
 
     Raises:
-        OptionError: ``dtype``, ``sample_count`` or ``max_shard_size`` cannot be used.
+        OptionError: ``dtype``, ``sample_count`` or ``max_shard_size`` is invalid.
         OutputError: ``out`` is not empty or cannot be written.
         ModelError: the source or the base cannot be used.
-        CheckpointError: a file of a checkpoint is not what was written.
+        CheckpointError: a file of a checkpoint has changed since it was written.
         DataError: the dataset of the samples cannot be used.
     """
     shard_bytes = check_options(dtype, sample_count, max_shard_size, out)
@@ -91,7 +91,7 @@ def export_model(
     rows = sample_rows(samples, sample_count, tokenizer, config)
     wide = target == torch.float32 != files.dtype
     masters = checked_masters(source, manifest) if wide else iter(())
-    tell(f"{source}: {task.noun} in {dtype_name(files.dtype)}; export in {dtype_name(target)}")
+    tell(f"{source}: {task.noun} in {dtype_name(files.dtype)}; exporting in {dtype_name(target)}")
     with quiet():
         start = _start(model, base, revision, recorded_base(source, manifest), rows)
         meter = SurvivalMeter()
@@ -116,7 +116,7 @@ def export_model(
 
 @dataclass(frozen=True)
 class Source:
-    """The model to export, as it is loaded and measured."""
+    """The model to export: how to load and measure it."""
 
     path: Path
     task: Task
@@ -127,14 +127,14 @@ class Source:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the dtype of the export may not hold the weights."""
+        """Whether the weights are rounded to the dtype of the export."""
         return self.target not in (self.files.dtype, torch.float32)
 
     def load(self, dtype: torch.dtype) -> PreTrainedModel:
-        """On the host, in ``dtype`` but for what transformers keeps in fp32.
+        """Load the model on the host, in ``dtype`` except for modules that transformers keeps in fp32.
 
         Raises:
-            ModelError: it cannot be loaded, or a weight is not finite in this dtype.
+            ModelError: the model cannot be loaded, or a weight is not finite in this dtype.
         """
         model = load_whole(str(self.path), self.task, dtype, self.trust_remote_code, self.tell)
         for name, parameter in model.named_parameters():
@@ -142,16 +142,16 @@ class Source:
                 too_large = dtype == torch.float16 != self.files.dtype
                 raise ModelError(
                     f"{self.path}: {name} {'does not fit float16' if too_large else 'is not finite'}; "
-                    + ("export in bfloat16" if too_large else "the model is broken, so give another checkpoint")
+                    + ("export in bfloat16" if too_large else "the model is broken, so export another checkpoint")
                 )
         return model
 
     def outputs(self, model: PreTrainedModel, rows: Samples | None) -> Outputs:
-        """What a model makes of the rows."""
+        """The outputs of a model on the rows."""
         return None if rows is None else outputs(model, rows, self.task is CLASSIFIER)
 
     def exported(self, path: Path, rows: Samples | None) -> Outputs:
-        """What the export makes of them, read again."""
+        """The outputs of the reloaded export on the rows."""
         if rows is None:
             return None
         return self.outputs(load_whole(str(path), self.task, "auto", self.trust_remote_code), rows)
@@ -159,7 +159,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Start:
-    """The model before training: its name, what it makes of the rows, and its files; as far as they are there."""
+    """The model before training, as far as it is available: its name, its outputs on the rows, and its files."""
 
     name: str | None
     outputs: Outputs = None
@@ -168,7 +168,7 @@ class Start:
 
 @dataclass
 class Loaded:
-    """The model in the dtype of the export, and how many of its tensors are master weights."""
+    """The model in the dtype of the export, and the number of its tensors that are master weights."""
 
     model: PreTrainedModel
     masters: int
@@ -177,9 +177,9 @@ class Loaded:
 def _loaded(
     source: Source, rows: Samples | None, masters: Iterator[tuple[str, Tensor]], start: Start, meter: SurvivalMeter
 ) -> tuple[Loaded, Outputs, Outputs]:
-    """The model to write; what the source makes of the rows, exactly, and what its model files make of them.
+    """The model to write; the exact outputs of the source on the rows, and those of its model files.
 
-    ``meter`` measures what rounding leaves of the update, where something is rounded or was before.
+    ``meter`` measures how much of the update survives rounding, now or earlier.
     """
 
     def see(name: str, new: Tensor, dtype: torch.dtype) -> None:
@@ -198,7 +198,7 @@ def _loaded(
 
 
 def _measured(source: Source, rows: Samples | None, see: Callable[[str, Tensor, torch.dtype], None]) -> Outputs:
-    """What the source makes of the rows before it is rounded; its memory is free when this returns."""
+    """The outputs of the source on the rows before rounding; its memory is free when this returns."""
     model = source.load(source.files.dtype)
     for name, parameter in model.named_parameters():
         see(name, parameter.data, source.target)
@@ -208,13 +208,13 @@ def _measured(source: Source, rows: Samples | None, see: Callable[[str, Tensor, 
 def _start(
     source: Source, given: str | None, revision: str | None, recorded: str | None, rows: Samples | None
 ) -> Start:
-    """The model before training. Where it was not given, but recorded only, it may be missing or broken."""
+    """The model before training. If it was not passed but only recorded, it may be missing or broken."""
     name = given or recorded
     if name is None or (given is None and not Path(name).is_dir()):
         return Start(name)
     try:
         arguments: dict[str, Any] = {"revision": revision} if revision else {}
-        task = REWARD_MODEL if source.task is CLASSIFIER else source.task  # its base need not have a head
+        task = REWARD_MODEL if source.task is CLASSIFIER else source.task  # its base may lack a head
         config = read_config(
             name, key="base", trust_remote_code=source.trust_remote_code, init_kwargs=arguments, task=task
         )
@@ -228,12 +228,12 @@ def _start(
     except ModelError as error:
         if given is not None:
             raise
-        source.tell(f"what training changed is not measured: {error}")
+        source.tell(f"the effect of training is not measured: {error}")
         return Start(name)
 
 
 def _files_of(name: str, revision: str | None) -> WeightFiles | None:
-    """The base's tensors on disk; None where it has no safetensors files, or they were not downloaded."""
+    """The base's tensors on disk; None if it has no safetensors files, or they were not downloaded."""
     try:
         return weight_files(
             Path(name)
@@ -245,7 +245,7 @@ def _files_of(name: str, revision: str | None) -> WeightFiles | None:
 
 
 def _comparable(config: PretrainedConfig, task: Task, rows: Samples) -> bool:
-    """Whether the rows can be given to the base: it has the head of a classifier, and knows all tokens."""
+    """Whether the base can process the rows: it has the head of a classifier, and all tokens."""
     known = config.get_text_config().vocab_size > max(max(row) for row in rows.rows)
     return known and (task is not CLASSIFIER or is_classifier(config))
 
@@ -259,7 +259,7 @@ def _change(
 
 
 def _task(source: Path) -> Task:
-    """By the class that the model was saved as."""
+    """The task, from the class that the model was saved as."""
     try:
         content = json.loads((source / "config.json").read_text(encoding="utf-8"))
         names = content.get("architectures") or []
@@ -271,17 +271,17 @@ def _task(source: Path) -> Task:
 def _config(source: Path, task: Task, trust_remote_code: bool) -> PretrainedConfig:
     config = read_config(str(source.absolute()), key="source", trust_remote_code=trust_remote_code, task=task)
     if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(f"{source}: its weights are quantised; export the model that they were made from")
+        raise ModelError(f"{source}: the weights are quantized; export the model before quantization")
     return config
 
 
 def load_whole(
     path: str, task: Task, dtype: torch.dtype | str, trust_remote_code: bool, tell: Tell | None = None, **more: Any
 ) -> PreTrainedModel:
-    """A model on the host, in evaluation mode. ``tell`` is told of tensors that the model has no place for.
+    """Load a model on the host, in evaluation mode. ``tell`` is called about tensors that the model does not have.
 
     Raises:
-        ModelError: it cannot be loaded, or weights are missing.
+        ModelError: the model cannot be loaded, or weights are missing.
     """
     arguments = {"trust_remote_code": trust_remote_code, **task.arguments, **more}
     try:
@@ -290,9 +290,11 @@ def load_whole(
     except (OSError, SafetensorError, ValueError, TypeError, RuntimeError, ImportError) as error:
         raise ModelError(f"{path} could not be loaded: {first_line(error)}") from error
     if report["missing_keys"]:
-        raise ModelError(f"{path}: its weights lack {min(report['missing_keys'])}; copy or download the folder again")
+        raise ModelError(
+            f"{path}: the weights do not contain {min(report['missing_keys'])}; copy or download the folder again"
+        )
     if report["unexpected_keys"] and tell is not None:
         names = sorted(report["unexpected_keys"])
-        tell(f"{path}: {names[0]} ({len(names)} in all) is no part of the {task.noun} and is left out")
+        tell(f"{path}: skipping {len(names)} tensor(s) that are not part of the {task.noun}, such as {names[0]}")
     loaded: PreTrainedModel = model.eval().requires_grad_(False)
     return loaded

@@ -1,4 +1,4 @@
-"""What a folder to export is, found without loading anything: an adapter or a full model, and whether it is whole."""
+"""Identification of a folder to export without loading it: an adapter or a full model, and whether it is complete."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The tensors of a full model on disk, which are read one at a time.
+    """The tensors of a full model on disk, read one at a time.
 
     Attributes:
-        files: the file of each tensor, by the tensor's name in it.
-        dtype: that of most weights.
+        files: file of each tensor, by the tensor's name in it.
+        dtype: dtype of most weights.
     """
 
     files: Mapping[str, Path]
     dtype: torch.dtype
 
     def get(self, name: str, shape: Iterable[int]) -> Tensor | None:
-        """One tensor; None where there is none of this name and shape."""
+        """Read a tensor; return None if there is none of this name and shape."""
         if name not in self.files:
             return None
         with safe_open(self.files[name], framework="pt") as opened:
@@ -52,15 +52,17 @@ def is_adapter(path: Path) -> bool:
         ModelError: it is neither, or both.
     """
     if not path.exists():
-        raise ModelError(f"{path}: no such folder; give a checkpoint, a model's folder or an adapter's")
+        raise ModelError(f"{path}: no such folder; pass a checkpoint, or the folder of a model or an adapter")
     if not path.is_dir():
-        raise ModelError(f"{path} is a file; give a checkpoint, a model's folder or an adapter's")
+        raise ModelError(f"{path} is a file; pass a checkpoint, or the folder of a model or an adapter")
     if path.name.startswith(".") and path.name.endswith(".partial"):
-        raise ModelError(f"{path} is a checkpoint that was not finished; give a whole one")
+        raise ModelError(f"{path} is an unfinished checkpoint; pass a complete one")
     adapter = (path / _ADAPTER).is_file()
     weights = (path / _WEIGHTS).is_file() or (path / _INDEX).is_file()
     if adapter and weights:
-        raise ModelError(f"{path} holds an adapter ({_ADAPTER}) and a full model ({_WEIGHTS}); move one of them away")
+        raise ModelError(
+            f"{path} contains an adapter ({_ADAPTER}) and a full model ({_WEIGHTS}); move one to another folder"
+        )
     if not adapter and not (weights and (path / "config.json").is_file()):
         raise ModelError(_neither(path))
     return adapter
@@ -70,31 +72,31 @@ def _neither(path: Path) -> str:
     inner = sorted({file.parent.name for name in (_ADAPTER, "config.json") for file in path.glob(f"[!.]*/{name}")})
     if any(next(path.glob(pattern), None) for pattern in _DEEPSPEED):
         return (
-            f"{path} is a checkpoint of DeepSpeed's own format, whose pickles are not read; write a Hugging Face "
-            "folder from it with its zero_to_fp32.py"
+            f"{path} is a checkpoint in DeepSpeed's format, whose pickle files are not read; convert it to a Hugging "
+            "Face folder with its zero_to_fp32.py"
         )
     if inner:
-        return f"{path} is neither a model nor an adapter; there are some in it: {listing(inner)}"
+        return f"{path} is neither a model nor an adapter; pass one of those in it: {listing(inner)}"
     if next(path.glob("pytorch_model*.bin"), None):
-        return f"{path}: its weights are a pickle (pytorch_model.bin), which is not read; save them as {_WEIGHTS}"
+        return f"{path}: pickled weights (pytorch_model.bin) are not read; save them as {_WEIGHTS}"
     if (path / "config.json").is_file():
-        return f"{path} has a config.json and no weights ({_WEIGHTS}); copy or download it again"
+        return f"{path} has a config.json but no weights ({_WEIGHTS}); copy or download it again"
     return f"{path} is neither a model (config.json, {_WEIGHTS}) nor an adapter ({_ADAPTER})"
 
 
 def check_manifest(path: Path) -> Manifest | None:
-    """Compare a checkpoint's files with its manifest; None for a folder that has none.
+    """Compare a checkpoint's files with its manifest; return None for a folder without one.
 
-    Sizes are those of all files. Checksums are those of the files that every export reads; the optimizer's, which are
-    several times as large, are left to :func:`checked_masters`.
+    Sizes are checked for all files, checksums for the files that every export reads; those of the optimizer's files,
+    which are several times as large, are checked by :func:`checked_masters`.
 
     Raises:
-        CheckpointError: a file is missing or is not what was written, or the manifest is damaged.
+        CheckpointError: a file is missing or has changed since it was written, or the manifest is damaged.
     """
     if not (path / MANIFEST).is_file():
         if next(path.glob(_OPTIMIZER), None):
             raise CheckpointError(
-                f"{path / MANIFEST} is missing beside optimizer files, so the checkpoint is not whole; give another"
+                f"{path / MANIFEST} is missing, so the checkpoint is not complete; pass another checkpoint"
             )
         return None
     manifest = Manifest.read(path)
@@ -104,10 +106,10 @@ def check_manifest(path: Path) -> Manifest | None:
 
 
 def checked_masters(path: Path, manifest: Manifest | None) -> Iterator[tuple[str, Tensor]]:
-    """The fp32 master weights of a checkpoint by parameter name, one at a time; none where it holds none.
+    """The fp32 master weights of a checkpoint by parameter name, one at a time; empty if it has none.
 
     Raises:
-        CheckpointError: an optimizer's file is not what was written.
+        CheckpointError: an optimizer's file has changed since it was written.
     """
     names = [name for name in (manifest.files if manifest else ()) if Path(name).match(_OPTIMIZER)]
     if manifest is None or not names:
@@ -120,7 +122,7 @@ def weight_files(path: Path) -> WeightFiles:
     """The tensors of a full model, from the headers of its files alone.
 
     Raises:
-        ModelError: a file is missing or torn, or the weights have a dtype that no export has.
+        ModelError: a file is missing or damaged, or the dtype of the weights cannot be exported.
     """
     try:
         names = {_WEIGHTS}
@@ -138,7 +140,7 @@ def weight_files(path: Path) -> WeightFiles:
 
 
 def file_dtype(file: Path) -> torch.dtype:
-    """The dtype of most weights of one file; errors as for :func:`weight_files`."""
+    """The dtype of most weights of a file; errors as for :func:`weight_files`."""
     elements: Counter[str] = Counter()
     for _, dtype, count in _header(file):
         elements[dtype] += count
@@ -155,11 +157,11 @@ def _header(file: Path) -> Iterator[tuple[str, str, int]]:
     except FileNotFoundError as error:
         raise ModelError(f"{file} is missing; copy or download it again") from error
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is torn ({first_line(error)}); copy or download it again") from error
+        raise ModelError(f"{file} is damaged ({first_line(error)}); copy or download it again") from error
 
 
 def _most(elements: Counter[str], where: Path) -> torch.dtype:
     most = elements.most_common(1)[0][0] if elements else "missing"
     if most not in _DTYPES:
-        raise ModelError(f"{where}: its weights are {most}; only {', '.join(_DTYPES)} can be exported")
+        raise ModelError(f"{where}: the weights are {most}; only {', '.join(_DTYPES)} can be exported")
     return _DTYPES[most]

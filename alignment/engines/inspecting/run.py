@@ -18,7 +18,7 @@ from alignment.engines.inspecting.view import LOST, UNKNOWN, RunView
 from alignment.reporting.log_reading import LogReader, Record, metrics_of, number
 from alignment.reporting.status_file import ENDED, STATUS, RunStatus, read_status
 
-_LOG, _REPORT = "log.jsonl", "report.md"
+_LOG, _REPORTS = "log.jsonl", ("report.html", "report.md")
 _STATE = "run_state-00000.json"  # of the first rank, in a checkpoint
 _LARGEST_STATE = 64 * 2**20
 _LARGEST_COUNT = 2**53
@@ -30,15 +30,19 @@ class RunReader:
     Args:
         folder: the output folder.
         read_all: also compare the contents of checkpoints with their checksums.
+        history: keep all entries of the log, in ``log.records``.
+
+    Attributes:
+        log: the reader of ``log.jsonl``.
 
     Raises:
         OutputError: it is not the output folder of a run.
     """
 
-    def __init__(self, folder: Path, *, read_all: bool = False) -> None:
+    def __init__(self, folder: Path, *, read_all: bool = False, history: bool = False) -> None:
         _check_folder(folder)
         self.folder = folder
-        self._log, self._pulse = LogReader(folder / _LOG), Pulse(folder)
+        self.log, self._pulse = LogReader(folder / _LOG, history=history), Pulse(folder)
         self._checkpoints = CheckpointReader(folder, read_all=read_all)
         self._phases: dict[str, dict[str, Record]] = {}
 
@@ -47,11 +51,11 @@ class RunReader:
         problems: list[str] = []
         status, life = self._status_and_life(problems)
         try:
-            self._log.read()
+            self.log.read()
         except OSError as error:
             problems.append(f"{_LOG}: cannot be read ({error.strerror or error})")
-        if self._log.unreadable:
-            problems.append(f"{_LOG}: {self._log.unreadable} line(s) cannot be read")
+        if self.log.unreadable:
+            problems.append(f"{_LOG}: {self.log.unreadable} line(s) cannot be read")
         found = self._checkpoints.views()
         state, reason = self._state(status, life)
         return RunView(
@@ -63,7 +67,7 @@ class RunReader:
             holder="" if life.owner is None or life.alive is False else str(life.owner),
             checkpoints=found,
             partial=self._checkpoints.being_written(),
-            report=str(self.folder / _REPORT) if (self.folder / _REPORT).is_file() else None,
+            report=next((str(self.folder / name) for name in _REPORTS if (self.folder / name).is_file()), None),
             notes=[said for said in [status and life.owner and clocks(self.folder, status)] if said],
             problems=problems,
             **self._identity(status, found),
@@ -85,7 +89,7 @@ class RunReader:
         """Do not wait for a run that has ended, or that has neither status nor lock."""
         life = self._pulse.look()
         says_so = status is not None and status.state not in ENDED
-        holds = status is None and self._log.ended is None and (self.folder / LOCK).exists()
+        holds = status is None and self.log.ended is None and (self.folder / LOCK).exists()
         return life if life.alive is not None or says_so or holds else Life(False, life.owner)
 
     def _state(self, status: RunStatus | None, life: Life) -> tuple[str, str]:
@@ -94,16 +98,16 @@ class RunReader:
         if life.alive is not False:
             # Not the process of status.json: the next attempt, which has not written its own status yet.
             if status is None:
-                return "running" if self._log.events else "starting", ""
+                return "running" if self.log.events else "starting", ""
             another = life.owner is not None and life.owner.pid != status.pid
             return "starting" if another else status.state, ""
-        if status is None and (life.owner is None or self._log.ended is not None):
-            return "finished" if self._log.ended is not None else UNKNOWN, ""
+        if status is None and (life.owner is None or self.log.ended is not None):
+            return "finished" if self.log.ended is not None else UNKNOWN, ""
         return LOST, life.reason
 
     def _identity(self, status: RunStatus | None, found: list[CheckpointView]) -> dict[str, Any]:
         """The run's identity and process: from the status or, without one, from the log."""
-        start, begun = self._log.newest("start"), self._log.newest("start", "resume")
+        start, begun = self.log.newest("start"), self.log.newest("start", "resume")
         if status is None:
             return {
                 "method": _text(start.get("method")),
@@ -120,7 +124,7 @@ class RunReader:
         return {**values, "name": _text(start.get("run_name")), "updated": status.time}
 
     def _progress(self, status: RunStatus | None, state: str, found: list[CheckpointView]) -> dict[str, Any]:
-        log, last, evaluation = self._log, self._log.last, self._log.evaluation
+        log, last, evaluation = self.log, self.log.last, self.log.evaluation
         logged = _int(last.get("step"))
         steps = [logged, None if status is None else status.step, found[0].step if found else None]
         step = max((one for one in steps if one is not None), default=None)
@@ -152,7 +156,7 @@ class RunReader:
 
     def _phase_times(self, found: list[CheckpointView]) -> dict[str, Any]:
         """From the end event of the log or, before the end, from the newest checkpoint."""
-        ended = self._log.ended
+        ended = self.log.ended
         if ended is not None:
             return {"phases": _phases_in(ended), "phases_of": "the whole run"}
         for one in found:

@@ -31,7 +31,7 @@ class RunView:
         holder: the process that holds the output folder.
         step, total_steps: optimizer steps.
         eta_seconds: until the last step, at the current rate.
-        steps_per_second, tokens_per_second: see :meth:`LogReader.rates`.
+        steps_per_second, tokens_per_second: see ``LogReader.rates``.
         tokens: trained on so far.
         metrics, metrics_step: of the newest training entry of the log.
         evaluation, evaluation_step: of the newest evaluation.

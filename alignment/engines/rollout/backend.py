@@ -1,7 +1,7 @@
 """The interface of rollout backends: token ids in, token ids out.
 
 To add a backend, add a module to this package with a subclass of :class:`RolloutBackend`, and list it in
-:func:`alignment.engines.rollout.engine.backends`.
+``alignment.engines.rollout.engine.backends``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Sampling:
         top_k: number of tokens to sample from; 0: all.
         min_p: minimum probability relative to that of the most likely token; None: no minimum.
         repetition_penalty: divides the scores of tokens that have already occurred; 1: no penalty.
-        extra: additional keys of transformers' ``GenerationConfig`` (:func:`.processors.check_generation_kwargs`).
+        extra: additional keys of transformers' ``GenerationConfig`` (``processors.check_generation_kwargs``).
     """
 
     max_new_tokens: int

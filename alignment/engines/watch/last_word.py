@@ -22,6 +22,7 @@ ASK_S = 3.0  # limit for a call to the store
 _HUSH_S = 5.0  # how long the reporting rank waits for the others to fall silent
 _SPEECH_S = 10.0  # how long a silent rank waits for the reporting rank
 _LONGEST_S = 25.0  # limit for all of it
+_REPORT_S = 10.0  # that the report of a failed run may take
 _HEARD_S = 1.0  # how long a reporting rank 0 keeps the store for the other ranks
 
 
@@ -173,3 +174,5 @@ def record(line: str, verdict: Verdict, seconds: float = WRITE_S) -> None:
         said = line.strip().removeprefix("error: ") or f"exit status {verdict.code}"
         error = said if verdict.state == "failed" else None
         bounded(lambda: status.update(state=verdict.state, signal=verdict.signal, error=error), seconds)
+        if error is not None and not verdict.hung and ACTIVITY.at_failure is not None:
+            bounded(ACTIVITY.at_failure, _REPORT_S)

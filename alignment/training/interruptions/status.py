@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from alignment.engines.launch_env import world_size
 from alignment.engines.watch.stop import RunStopped
 from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.status_file import STATUS, RunStatus, StatusFile, now, read_status
+from alignment.training.run_page import write_page
 
 _EVERY_S = 5.0
 
@@ -51,6 +53,7 @@ def begin_status(
     ACTIVITY.status = StatusFile(folder, status)
     ACTIVITY.status.update()
     ACTIVITY.status.keep(_EVERY_S, _doing)
+    ACTIVITY.at_failure = functools.partial(write_page, folder, tell)
 
 
 def _earlier(folder: Path, tell: Callable[[str], None]) -> RunStatus | None:
@@ -71,7 +74,7 @@ def ending_in_status() -> Iterator[None]:
     if ACTIVITY.guarded:
         yield
         return
-    end: dict[str, Any] = {"state": "finished"}
+    end, failed = dict[str, Any](state="finished"), False
     try:
         yield
     except BaseException as error:
@@ -80,9 +83,12 @@ def ending_in_status() -> Iterator[None]:
             end = {"state": "stopped", "signal": "SIGINT"}
         elif isinstance(error, RunStopped):
             end = {"state": error.reason.state, "signal": error.reason.name}
+        failed = not isinstance(error, RunStopped)  # of a run that was stopped, the report is there already
         raise
     finally:
         if ACTIVITY.status is not None:
             ACTIVITY.status.update(**end)  # already written for a run that was stopped
             ACTIVITY.status.close()
-        ACTIVITY.status = ACTIVITY.folder = None
+        if failed and ACTIVITY.at_failure is not None:
+            ACTIVITY.at_failure()
+        ACTIVITY.status = ACTIVITY.folder = ACTIVITY.at_failure = None

@@ -16,6 +16,7 @@ from alignment.engines.watch.stop import RunStopped, StopReason
 from alignment.reporting.activity import ACTIVITY
 from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import RunContext
+from alignment.training.run_page import write_page
 
 
 @contextlib.contextmanager
@@ -63,6 +64,8 @@ def end_run(context: RunContext, writer: CheckpointWriter, finish: Callable[[], 
     context.events("on_train_end")
     if ACTIVITY.status is not None:
         ACTIVITY.status.update(state=reason.state, signal=reason.name, step=step)
+    if context.is_first:
+        write_page(context.output_dir, context.tell)
     detail = f" ({REQUESTS.detail})" if REQUESTS.detail else ""
     raise RunStopped(reason, f"{reason.state} by {reason.name}{detail} after step {step}: {_kept(context, writer)}")
 

@@ -121,7 +121,7 @@ class TrainerSurface:
 
     @property
     def tokenizer(self) -> Any:
-        """Older name of :attr:`processing_class`."""
+        """Older name of ``processing_class``."""
         return self.processing_class
 
     @cached_property
@@ -192,7 +192,7 @@ class TrainerSurface:
 
         return PlannedBatches(rows, plans, rank(), self.data_collator, data.table, size)
 
-    # State of a run ------------------------------------------------------------------------------------------------
+    # State of a run -------------------------------------------------------------------------------------------------
 
     def is_world_process_zero(self) -> bool:
         """Whether this is the first rank."""

@@ -1,0 +1,82 @@
+"""The command ``report``: the HTML report of a run, or a comparison of several, from the files in their folders."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from alignment.cli.output import leave_with_help, surviving_closed_output
+from alignment.cli.status import settled
+from alignment.config.errors import AlignmentError, OutputError
+from alignment.engines.inspecting.report import content_of
+from alignment.engines.inspecting.run import RunReader
+from alignment.reporting.durable import replace_text
+from alignment.reporting.html.content import RunContent
+from alignment.reporting.html.page import PAGE, render, render_comparison
+
+_COMPARISON = "comparison.html"
+_ABOUT = f"""\
+Draw the report of a run, {PAGE}, from the files in its output folder alone: of a finished, interrupted or killed run,
+and of one in progress. With several runs, compare them: the options that differ, final metrics and curves. The page
+is a single file and needs no network."""
+
+
+def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment report") -> None:
+    """Draw the report and exit: 0 on success, 1 if a run cannot be read or the file not be written, 2 after misuse.
+
+    Args:
+        argv: arguments without the program's name. Defaults to those of this process.
+        program: the command's name in usage lines.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(program)
+    leave_with_help(parser, arguments)
+    options = parser.parse_args(arguments)
+    code = 0
+    with surviving_closed_output(), contextlib.suppress(KeyboardInterrupt):
+        code = _run([Path(run).expanduser() for run in options.runs], options.out)
+    sys.exit(code)
+
+
+def _run(folders: Sequence[Path], out: str | None) -> int:
+    try:
+        readers = [RunReader(folder, history=True) for folder in folders]
+        contents = [_content(reader) for reader in readers]
+        several = len(contents) > 1
+        target = Path(out).expanduser() if out else Path(_COMPARISON) if several else folders[0] / PAGE
+        _write(target, render_comparison(contents) if several else render(contents[0]))
+    except (AlignmentError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    print(target, flush=True)
+    return 0
+
+
+def _content(reader: RunReader) -> RunContent:
+    return content_of(reader, settled(reader))
+
+
+def _write(target: Path, text: str) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(target, text)
+    except OSError as error:
+        raise OutputError(
+            f"{target}: cannot be written: {error.strerror or error}; set --out to another file"
+        ) from error
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=program, description=_ABOUT, allow_abbrev=False)
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="output folder of a run")
+    parser.add_argument(
+        "--out", metavar="FILE", help=f"file to write [{PAGE} in the run's folder; of several runs, {_COMPARISON}]"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Which curves a report shows: panels of metrics, and their points from the entries of a log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from alignment.reporting.log_reading import number
+
+Point = tuple[float, float]
+_EVALUATION = "eval_"
+_TERMINATED = "completions/mean_terminated_length"
+_MOST_POINTS = 500  # per curve; more cannot be told apart at the size of a chart
+
+
+class Panel(NamedTuple):
+    """A chart: its title, an explanation, and its metrics with their labels; the label of a single one is empty."""
+
+    title: str
+    about: str
+    metrics: Mapping[str, str]
+
+
+PANELS = (
+    Panel("Loss", "", {"loss": ""}),
+    Panel("Implicit rewards", "β times the log-ratio of policy and reference", {
+        "rewards/chosen": "chosen", "rewards/rejected": "rejected",
+    }),
+    Panel("Reward margin", "chosen minus rejected", {"rewards/margins": ""}),
+    Panel("Reward accuracy", "share of pairs in which the chosen completion has the higher reward", {
+        "rewards/accuracies": "",
+    }),
+    Panel("Token accuracy", "", {"mean_token_accuracy": ""}),
+    Panel("KL", "divergence of the policy from the reference", {"kl": "", "objective/kl": ""}),
+    Panel("Score", "mean score of the generated completions", {"objective/scores": ""}),
+    Panel("Score margin", "best minus worst completion of a prompt", {"objective/scores_margin": ""}),
+    Panel("Win rate", "share of prompts for which the judge prefers the policy", {"win_rate": ""}),
+    Panel("Completion length", "tokens", {
+        "completions/mean_length": "all", _TERMINATED: "terminated",
+    }),
+    Panel("Log-probabilities", "of the completions", {"logps/chosen": "chosen", "logps/rejected": "rejected"}),
+    Panel("Entropy", "of the next token", {"entropy": ""}),
+    Panel("Learning rate", "", {"learning_rate": ""}),
+    Panel("Gradient norm", "before clipping", {"grad_norm": ""}),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve.
+
+    Attributes:
+        label: its name in the legend.
+        points: step and value, in order.
+        color: number of its color, from 1.
+        evaluation: whether it is measured on an evaluation set.
+    """
+
+    label: str
+    points: Sequence[Point]
+    color: int
+    evaluation: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A panel with its curves.
+
+    Attributes:
+        title, about: see :class:`Panel`.
+        series: at least one.
+        marks: steps to mark, with a label each.
+    """
+
+    title: str
+    about: str
+    series: Sequence[Series]
+    marks: Sequence[tuple[int, str]] = ()
+
+    def summary(self) -> str:
+        """The chart in one sentence, for readers that cannot see it."""
+        parts = []
+        for one in self.series:
+            (first, begin), (last, end) = one.points[0], one.points[-1]
+            name = f"{one.label}: " if one.label else ""
+            if len(one.points) == 1:
+                parts.append(f"{name}{begin:.4g} at step {first:g}")
+            else:
+                parts.append(f"{name}from {begin:.4g} at step {first:g} to {end:.4g} at step {last:g}")
+        return f"{self.title}. {'; '.join(parts)}."
+
+
+def charts(history: Sequence[Mapping[str, Any]], marks: Sequence[tuple[int, str]] = ()) -> list[Chart]:
+    """The charts of one run: those panels for which it has logged something.
+
+    Args:
+        history: entries of the log, each with its ``step``.
+        marks: steps to mark in each chart.
+    """
+    found = ((panel, list(_of_run(panel, history))) for panel in PANELS)
+    return [Chart(panel.title, panel.about, series, marks) for panel, series in found if series]
+
+
+def _of_run(panel: Panel, history: Sequence[Mapping[str, Any]]) -> Iterator[Series]:
+    color = 0
+    several = sum(bool(points(history, metric)) for metric in panel.metrics) > 1
+    shown: list[list[Point]] = []
+    for metric, label in panel.metrics.items():
+        trained = points(history, metric)
+        evaluated = {name: points(history, name) for name in _evaluations(history, metric)}
+        if not trained and not evaluated:
+            continue
+        if metric == _TERMINATED and trained in shown:  # all completions terminated
+            continue
+        shown.append(trained)
+        color += 1
+        if trained:
+            yield Series(label or ("training" if evaluated else ""), trained, color)
+        for name, values in evaluated.items():
+            which = name[len(_EVALUATION) : len(name) - len(metric)].rstrip("_")
+            color += 0 if several and not which else 1
+            said = f"evaluation ({which})" if which else "evaluation"
+            yield Series(f"{label}, {said}" if label else said, values, color, evaluation=True)
+
+
+def compared(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Chart]:
+    """The charts of several runs: one for each metric that any of them has, with a curve per run.
+
+    Args:
+        histories: entries of the logs, by the name of the run.
+    """
+    found = []
+    for panel in PANELS:
+        for metric, label in panel.metrics.items():
+            names = dict.fromkeys(name for each in histories.values() for name in _evaluations(each, metric))
+            for name in (metric, *names):
+                curves = [
+                    Series(run, values, color)
+                    for color, (run, history) in enumerate(histories.items(), start=1)
+                    if (values := points(history, name))
+                ]
+                if curves:
+                    title = f"{panel.title}, {label}" if label else panel.title
+                    which = name[len(_EVALUATION) : len(name) - len(metric)].rstrip("_") if name != metric else ""
+                    if name != metric:
+                        title += f", evaluation ({which})" if which else ", evaluation"
+                    found.append(Chart(title, panel.about, curves))
+    return found
+
+
+def _evaluations(history: Sequence[Mapping[str, Any]], metric: str) -> list[str]:
+    """The names under which evaluations have logged a metric: ``eval_loss``, or ``eval_NAME_loss`` of a named set."""
+    names = dict.fromkeys(name for entry in history for name in entry if name.startswith(_EVALUATION))
+    others = {other for panel in PANELS for other in panel.metrics}
+    return [
+        name
+        for name in names
+        if name == f"{_EVALUATION}{metric}"
+        or (name.endswith(f"_{metric}") and name.removeprefix(_EVALUATION) not in others)
+    ]
+
+
+def points(history: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
+    """Step and value of each entry that has the metric; neighbours are averaged where there are too many."""
+    found = [
+        (step, value)
+        for entry in history
+        if (value := number(entry.get(name))) is not None and (step := number(entry.get("step"))) is not None
+    ]
+    size = -(-len(found) // _MOST_POINTS)
+    if size <= 1:
+        return found
+    groups = [found[start : start + size] for start in range(0, len(found), size)]
+    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]

@@ -1,0 +1,33 @@
+"""``report.html`` of a run, written on the first rank when the run ends, whatever ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from alignment.engines.inspecting.report import read_content
+from alignment.reporting.durable import replace_text
+from alignment.reporting.html.page import PAGE, render
+from alignment.training.checkpointing.output_folder import LOG
+
+
+def write_page(folder: Path, tell: Callable[[str], None], state: str | None = None) -> None:
+    """Write the report of a run that has begun training.
+
+    An error is printed and not raised: a report must not fail a run.
+
+    Args:
+        folder: the output folder.
+        tell: prints a line.
+        state: of the run, if ``status.json`` does not have it yet.
+    """
+    try:
+        if (folder / LOG).exists():
+            draw_page(folder, state)
+    except Exception as error:  # matplotlib, Jinja and the file system have their own exception classes
+        tell(f"warning: could not write {PAGE}: {type(error).__name__}: {error}")
+
+
+def draw_page(folder: Path, state: str | None) -> None:
+    """As :func:`write_page`, raising errors."""
+    replace_text(folder / PAGE, render(read_content(folder, state=state)))

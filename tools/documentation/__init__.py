@@ -1,0 +1,1 @@
+"""The documentation's site and its generated pages: extensions of Sphinx, and `python -m tools.documentation`."""

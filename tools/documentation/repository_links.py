@@ -1,0 +1,73 @@
+"""Links from pages to files of the repository, such as ``../../launch/recipes/kto.yaml``.
+
+In the site they lead to the repository, whose address is ``repository_url`` in docs/conf.py. Without one they are
+shown as paths. A link to a file that does not exist is a warning, and hence fails the build.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.transforms import SphinxTransform
+from sphinx.util import logging
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+_LOGGER = logging.getLogger(__name__)
+
+
+class RepositoryLinks(SphinxTransform):
+    """Replaces references that MyST would offer as downloads, or could not resolve."""
+
+    default_priority = 20
+
+    def apply(self, **kwargs: Any) -> None:
+        """Replace them in this document."""
+        for node in list(self.document.findall(addnodes.download_reference)):
+            self._replace(node)
+        for node in list(self.document.findall(addnodes.pending_xref)):
+            if node.get("reftype") == "myst" and "/" in node.get("reftarget", ""):
+                self._replace(node)
+
+    def _replace(self, node: nodes.Element) -> None:
+        target, _, anchor = unquote(node["reftarget"]).partition("#")
+        source = Path(self.env.doc2path(self.env.docname))
+        path = (source.parent / target).resolve()
+        if not path.is_relative_to(ROOT) or path.is_relative_to(source_folder(self.app)):
+            return
+        if not path.exists():
+            path = path.with_name(f"{path.name}.md")  # MyST takes the ending off what could be a page
+        name = str(path.relative_to(ROOT))
+        if not path.exists():
+            _LOGGER.warning("no such file in the repository: %s", name, location=node, type="repository_links")
+        address = self.config.repository_url.rstrip("/")
+        if address:
+            uri = f"{address}/{name}{'#' + anchor if anchor else ''}"
+            link = nodes.reference("", "", *node.children, refuri=uri, internal=False)
+            node.replace_self(link)
+        else:
+            node.replace_self(_shown(node, name))
+
+
+def _shown(node: nodes.Element, name: str) -> list[nodes.Node]:
+    """The link's text, and the path where the text does not say it."""
+    text = node.astext()
+    if text.rstrip("/") in (name, Path(name).name):
+        return [nodes.literal(text=name)]
+    return [nodes.inline("", "", *node.children), nodes.Text(" ("), nodes.literal(text=name), nodes.Text(")")]
+
+
+def source_folder(app: Sphinx) -> Path:
+    """The folder of the pages."""
+    return Path(app.srcdir).resolve()
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register with Sphinx."""
+    app.add_config_value("repository_url", "", "env", [str])
+    app.add_transform(RepositoryLinks)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
