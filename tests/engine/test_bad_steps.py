@@ -1,4 +1,4 @@
-"""Runs with bad steps end as runs do whose window plan leaves those windows out: to the bit, also after a restart."""
+"""Runs with bad steps are bitwise equal to runs whose window plan skips those windows, even after a restart."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from alignment.data.windows import WindowPlan
 from alignment.training.window import WindowPass
 from tools.ranks import RankServer
 
-_GRID = "test_the_window_is_left_out_to_the_bit"
+_GRID = "test_skipping_a_window_is_bitwise_exact"
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def trained(
     [pytest.param(case, marks=pytest.mark.ci if case in CASES else pytest.mark.slow) for case in (*CASES, *MORE)],
     ids=name_of,
 )
-def test_the_window_is_left_out_to_the_bit(case: Case, trained: Path) -> None:
+def test_skipping_a_window_is_bitwise_exact(case: Case, trained: Path) -> None:
     action, whole = case[-1], trained / name_of(case)
     assert "error" not in outcome(whole)
     bad = events(whole, "bad_step")
@@ -84,7 +84,7 @@ def test_the_window_is_left_out_to_the_bit(case: Case, trained: Path) -> None:
     assert [e["window"] for e in events(again, "bad_step")] == LEFT_OUT
 
 
-# What ends a run, and what it goes on from --------------------------------------------------------------------------
+# What ends a run, and what it resumes from ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ LATE = {"kind": "gradient", "window": [1, 1]}
 
 
 def test_a_stop_keeps_the_last_good_step_and_a_resume_may_skip(in_process: Callable[..., Path]) -> None:
-    """The weights are those of the step before, also of a gradient that is not finite; then the window is left out."""
+    """The weights are those of the previous step, even after a non-finite gradient; then the window is skipped."""
     stopped = in_process("stopped", spoilt=[LATE])
     found = outcome(stopped)
     assert found["weights finite"]
@@ -131,7 +131,7 @@ def test_a_run_with_too_many_bad_steps_ends(action: str, in_process: Callable[..
     assert error.startswith("step 7: the gradient norm is nan") and "\n" not in error
     assert "2 bad steps occurred before (max_bad_steps=2). The weights of step 6 are saved in checkpoint-6" in error
     assert outcome(ended)["weights finite"] and len(events(ended, "bad_step")) == 2
-    # The count is of the whole run: one that goes on may have no more.
+    # The count is for the entire run: a resumed run cannot have more.
     again = in_process("again", spoilt=spoilt, go_on=("ended", 6), on_bad_step=action, max_bad_steps=2)
     assert "2 bad steps occurred before" in outcome(again)["error"]
     more = in_process("more", spoilt=spoilt, go_on=("ended", 6), on_bad_step=action, max_bad_steps=3)
@@ -148,7 +148,7 @@ def test_without_a_checkpoint_a_rewind_skips(in_process: Callable[..., Path]) ->
 
 
 @pytest.mark.ci
-def test_a_rewind_may_leave_out_windows_before_the_bad_one(in_process: Callable[..., Path]) -> None:
+def test_a_rewind_may_skip_windows_before_the_bad_one(in_process: Callable[..., Path]) -> None:
     rewound = in_process("rewound", spoilt=[LATE], on_bad_step="rewind", rewind_windows=2)
     (event,) = events(rewound, "bad_step")
     assert event["checkpoint"] == "checkpoint-4" and event["omitted"] == [[1, 0], [1, 1]]
@@ -157,10 +157,10 @@ def test_a_rewind_may_leave_out_windows_before_the_bad_one(in_process: Callable[
     assert differences(rewound, in_process("skipped", spoilt=both, on_bad_step="skip")) == []
 
 
-def test_a_rewind_recovers_from_weights_that_broke(
+def test_a_rewind_recovers_from_corrupted_weights(
     in_process: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bit that flips once is what skipping windows cannot undo; the newest checkpoint, if damaged, is not used."""
+    """Skipping windows cannot undo a bit flip; the newest checkpoint is not used if it is damaged."""
     plain = in_process("plain", spoilt=[LATE], on_bad_step="skip")
     broken: list[int] = []
 
@@ -183,10 +183,10 @@ def test_a_rewind_recovers_from_weights_that_broke(
     assert [path.name for path in (rewound / "out" / "previous-1").iterdir()] == ["checkpoint-4"]
 
 
-def test_what_a_rewind_leaves_out_outlives_the_process(
+def test_windows_skipped_by_a_rewind_outlive_the_process(
     in_process: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fault of the hardware comes once; a run that is killed before its next checkpoint leaves the window out."""
+    """A hardware fault occurs once; a run that is killed before its next checkpoint still skips the window."""
     once = {**LATE, "times": 1}
     whole = in_process("whole", spoilt=[once], on_bad_step="rewind")
     calls: list[WindowPlan] = []
@@ -210,7 +210,7 @@ def test_what_a_rewind_leaves_out_outlives_the_process(
 
 
 @pytest.mark.ci
-def test_an_overflow_in_fp16_is_no_bad_step(in_process: Callable[..., Path]) -> None:
+def test_an_overflow_in_fp16_is_not_a_bad_step(in_process: Callable[..., Path]) -> None:
     stage = {**STAGES["stage2"], "fp16": {"initial_scale_power": 24, "loss_scale_window": 1000, "hysteresis": 1}}
     with fp16_on_cpu():
         run = in_process("run", on_bad_step="stop", fp16=True, deepspeed=stage, dtype=None)

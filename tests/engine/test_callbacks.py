@@ -1,4 +1,4 @@
-"""transformers' callbacks as they are: what they are told and when, what they may ask for, and the best checkpoint."""
+"""transformers' callbacks: which events they get and when, what they can request, and the best checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Recorder(TrainerCallback):
-    """Keeps the names of events with the step, and what `on_log` and `on_evaluate` got."""
+    """Records the names of events with the step, and the arguments of `on_log` and `on_evaluate`."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
@@ -71,12 +71,12 @@ def test_events_come_in_transformers_order(model: str, tmp_path: Path) -> None:
         ("on_log", 2),
         ("on_log", 2),
         ("on_evaluate", 2),
-        # The last window holds one row: one micro-batch, so nothing between two.
+        # The last window has one row: one micro-batch, so there is nothing between two.
         *((name, 2) for name in step if name != "on_substep_end"),
         ("on_step_end", 3),
         ("on_log", 3),
         ("on_log", 3),
-        ("on_evaluate", 3),  # at the end once more, as transformers' DefaultFlowCallback asks
+        ("on_evaluate", 3),  # again at the end, as requested by transformers' DefaultFlowCallback
         ("on_epoch_end", 3),
         ("on_save", 3),
         ("on_log", 3),
@@ -89,7 +89,7 @@ def test_events_come_in_transformers_order(model: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("first", "steps"), [(True, [1, 2, 4, 5]), (False, [2, 4, 5])])
 def test_the_steps_that_are_logged(model: str, tmp_path: Path, first: bool, steps: list[int]) -> None:
-    """Every second, the last, and the first where that is asked for; a mean covers the steps since the line before."""
+    """Every second step, the last, and the first if requested; a mean covers the steps since the previous line."""
     args = KTOConfig(**options(tmp_path, max_steps=5, logging_steps=2, logging_first_step=first))
     trainer = KTOTrainer(model=model, args=args, train_dataset=unpaired_rows(20))
     trainer.train()
@@ -111,7 +111,7 @@ def test_the_steps_that_are_logged(model: str, tmp_path: Path, first: bool, step
 
 
 class Director(TrainerCallback):
-    """Asks for what a user may ask for."""
+    """Makes the requests that a user can make."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         control.should_save = state.global_step == 2
@@ -139,7 +139,7 @@ class EndsEpochs(TrainerCallback):
 
 
 def test_a_callback_can_end_an_epoch(model: str, tmp_path: Path) -> None:
-    """Two windows of each epoch are trained on: after the second, the next epoch's order begins."""
+    """Two windows of each epoch are trained: after the second, the next epoch's order begins."""
     args = SFTConfig(**options(tmp_path, max_steps=4))
     rows = [{"prompt": row["prompt"], "completion": row["completion"]} for row in unpaired_rows(12)]
     trainer = SFTTrainer(model=model, args=args, train_dataset=rows, callbacks=[EndsEpochs()])
@@ -161,7 +161,7 @@ def test_callbacks_are_added_and_removed(model: str, tmp_path: Path) -> None:
 
 
 class Decides(TrainerCallback):
-    """Replaces a metric by a given course of values, so that a test knows which evaluation is the best."""
+    """Replaces a metric by a given series of values, so that the best evaluation is known."""
 
     def __init__(self, values: list[float]) -> None:
         self.values = iter(values)
@@ -171,7 +171,7 @@ class Decides(TrainerCallback):
 
 
 @pytest.mark.parametrize("stage", ["stage0", "stage2", "stage3-offload"])
-def test_the_best_checkpoint_comes_back(model: str, tmp_path: Path, stage: str) -> None:
+def test_the_best_checkpoint_is_restored(model: str, tmp_path: Path, stage: str) -> None:
     values = [5.0, 2.0, float("nan"), 4.0, 3.0]
     args = CPOConfig(
         **options(
@@ -219,13 +219,13 @@ def test_the_best_checkpoint_outlives_newer_ones(model: str, tmp_path: Path) -> 
 
 
 class OwnControl(TrainerCallback):
-    """Hands back a control of its own, as transformers allows."""
+    """Returns its own control object, as transformers allows."""
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         return copy.copy(control)
 
 
-def test_every_new_best_is_saved_whatever_control_a_callback_hands_back(model: str, tmp_path: Path) -> None:
+def test_every_new_best_is_saved_whatever_control_a_callback_returns(model: str, tmp_path: Path) -> None:
     args = CPOConfig(
         **options(tmp_path, num_train_epochs=1, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True)
     )
@@ -239,7 +239,7 @@ def test_every_new_best_is_saved_whatever_control_a_callback_hands_back(model: s
 def test_the_evaluation_at_the_start_is_not_of_a_checkpoint(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is the best of all here; the run ends with the best of those that there are weights of, and reports that."""
+    """It is the best of all here; the run ends with the best evaluation for which weights exist, and reports it."""
     args = CPOConfig(
         **options(
             tmp_path,
@@ -271,7 +271,7 @@ def test_the_evaluation_at_the_start_is_not_of_a_checkpoint(
         ({"metric_for_best_model": "loss"}, "EarlyStoppingCallback requires evaluation"),
     ],
 )
-def test_early_stopping_without_what_it_needs(
+def test_early_stopping_without_its_requirements(
     model: str, tmp_path: Path, more: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = {"train_dataset": paired_rows(4), "eval_dataset": paired_rows(2)}
@@ -299,7 +299,7 @@ def test_early_stopping(model: str, tmp_path: Path) -> None:
         args=args,
         train_dataset=paired_rows(8),
         eval_dataset=paired_rows(2),
-        # No later evaluation exceeds the first one by more than 1: two further ones, and the run ends.
+        # No later evaluation exceeds the first one by more than 1: after two more, the run ends.
         callbacks=[EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=1.0)],
     )
     output = trainer.train()
@@ -352,7 +352,7 @@ def test_refused_options(given: dict[str, Any], said: str, tmp_path: Path) -> No
     assert said in str(caught.value)
 
 
-def test_a_metric_that_evaluation_does_not_give(model: str, tmp_path: Path) -> None:
+def test_a_metric_that_evaluation_does_not_produce(model: str, tmp_path: Path) -> None:
     args = KTOConfig(
         **options(tmp_path, eval_strategy="epoch", load_best_model_at_end=True, metric_for_best_model="rewards/margin")
     )
@@ -366,8 +366,8 @@ def test_the_names_of_integrations_are_transformers() -> None:
 
 
 @pytest.mark.ci
-def test_two_ranks_answer_as_one(model: str, ranks: RankServer, tmp_path: Path) -> None:
-    """What a callback asks for on one rank, in whatever event, all do; and the best weights come back on both."""
+def test_two_ranks_act_as_one(model: str, ranks: RankServer, tmp_path: Path) -> None:
+    """A callback's request on one rank, in any event, applies to all; the best weights are restored on both."""
     (tmp_path / "run.json").write_text(json.dumps({"model": model, "out": str(tmp_path / "run")}))
     ranks.run(DRIVERS / "callbacks.py", tmp_path / "run.json")
     outcome = json.loads((tmp_path / "out.json").read_text())

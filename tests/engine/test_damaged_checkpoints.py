@@ -1,4 +1,4 @@
-"""Checkpoints that a disk or a crash has damaged, and disks that fill while one is written."""
+"""Checkpoints damaged by a disk or a crash, and disks that fill up during a save."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def make(model: Any, folder: Path, method: str = "KTO", **more: Any) -> Alignmen
 
 
 class Counting(nn.Module):
-    """A layer with a buffer that every forward changes."""
+    """A layer with a buffer that every forward pass changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,15 +89,15 @@ def flip(path: Path, at: int) -> None:
 
 
 def taken(folder: Path, method: str = "kto") -> tuple[int, list[str]]:
-    """The step of the checkpoint that a run would go on from, and what it is told."""
+    """The step of the checkpoint that a run would resume from, and its messages."""
     told: list[str] = []
     chosen = choose(folder, "latest", method, lambda _: None, told.append)
     assert chosen is not None
     return chosen.step, told
 
 
-def test_every_truncated_file_and_every_flipped_bit_is_noticed(whole: Path, tmp_path: Path) -> None:
-    """100 of each, over all files of the newest checkpoint; the one before it is used, and told is which file."""
+def test_every_truncated_file_and_every_flipped_bit_is_detected(whole: Path, tmp_path: Path) -> None:
+    """100 of each, across all files of the newest checkpoint; the previous one is used, the damaged file reported."""
     folder = tmp_path / "out"
     shutil.copytree(whole, folder)
     newest = folder / f"checkpoint-{STEPS}"
@@ -118,7 +118,7 @@ def test_every_truncated_file_and_every_flipped_bit_is_noticed(whole: Path, tmp_
     assert taken(folder) == (STEPS, [])
 
 
-def test_a_missing_file_is_noticed(whole: Path, tmp_path: Path) -> None:
+def test_a_missing_file_is_detected(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     shutil.copytree(whole, folder)
     newest = folder / f"checkpoint-{STEPS}"
@@ -129,7 +129,7 @@ def test_a_missing_file_is_noticed(whole: Path, tmp_path: Path) -> None:
         hidden.rename(newest / name)
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one(
+def test_a_run_resumes_from_the_checkpoint_before_the_damaged_one(
     model: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "out"
@@ -147,7 +147,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one(
     assert [line["step"] for line in steps if "loss" in line] == list(range(1, STEPS + 1))
 
 
-def test_no_run_begins_over_damaged_checkpoints(whole: Path, tmp_path: Path) -> None:
+def test_no_run_starts_over_damaged_checkpoints(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     shutil.copytree(whole, folder)
     for path in checkpoints(folder):
@@ -168,7 +168,7 @@ def test_a_checkpoint_of_another_run_is_not_the_newest(whole: Path, tmp_path: Pa
     assert step == STEPS and told == [f"resume_from_checkpoint: {folder / 'checkpoint-9'}: belongs to another run"]
 
 
-def test_a_model_alone_is_passed_over(model: str, whole: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_with_only_a_model_is_skipped(model: str, whole: Path, tmp_path: Path) -> None:
     trainer = make(model, tmp_path, save_only_model=True)
     trainer.train()
     trainer.close()
@@ -188,7 +188,7 @@ def test_a_model_alone_is_passed_over(model: str, whole: Path, tmp_path: Path) -
 
 @pytest.fixture
 def no_space(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], list[str]]:
-    """``no_space(part, times)``: opening a file of checkpoints whose path holds ``part`` fails so many times."""
+    """``no_space(part, times)``: opening a checkpoint file whose path contains ``part`` fails ``times`` times."""
 
     def fail(part: str, times: int) -> list[str]:
         met: list[str] = []
@@ -255,7 +255,7 @@ def test_space_is_checked_before_anything_is_written(
 
 
 class Filling(TrainerCallback):
-    """Leaves so many kilobytes of a disk free before each save; all of it before the last one."""
+    """Leaves the given kilobytes of a disk free before each save; all of it before the last one."""
 
     def __init__(self, disk: Path, free: list[int]) -> None:
         self.ballast, self.free = disk / "ballast", free
@@ -270,8 +270,8 @@ class Filling(TrainerCallback):
 def test_a_disk_that_fills_at_every_save(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the log, the model, the optimizer's state, the run's, the manifest: nothing is lost but that checkpoint."""
-    monkeypatch.setattr(writer, "_SPARE", -(1 << 30))  # the check before would see it coming
+    """In the log, the model, the optimizer's state, the run's, the manifest: only that checkpoint is lost."""
+    monkeypatch.setattr(writer, "_SPARE", -(1 << 30))  # the check beforehand would detect it
     with small_disk(tmp_path / "disk", 4000) as disk:
         trainer = make(model, disk, save_total_limit=1)
         trainer.args.save_steps = 1
@@ -291,7 +291,7 @@ def test_a_disk_that_fills_at_every_save(
 
 
 def test_a_buffer_that_training_changes_is_restored(tmp_path: Path) -> None:
-    """Also one that is no part of what a model is saved as."""
+    """Also one that is not saved with the model."""
     path = make_model(tmp_path / "model", seed=1)
 
     def counting() -> Any:

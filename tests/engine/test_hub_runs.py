@@ -1,4 +1,4 @@
-"""Runs that upload to a stand-in of the hub: what arrives there, what a run says, and what no upload may end."""
+"""Runs that upload to a stand-in for the hub: uploaded files, messages, and failures that must not end a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.ci
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A hub that the processes of this test upload to."""
+    """A hub for uploads of the processes of this test."""
     fake = FakeHub()
     for name, value in {"HF_ENDPOINT": fake.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -40,13 +40,13 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 
 def uploading(folder: Path, **more: Any) -> dict[str, Any]:
-    """Options of a run of three steps that saves and uploads each of them."""
+    """Options of a run of three steps that saves and uploads at each step."""
     hub = {"push_to_hub": True, "hub_token": TOKEN, "hub_always_push": True, "retry_pause": 0.0, "retries": 1}
     return options(folder, **{**hub, "max_steps": 3, "save_strategy": "steps", "save_steps": 1, **more})
 
 
 def fetched(hub: FakeHub, path: str, folder: Path) -> Path:
-    """What is below a path of the repository, in a folder."""
+    """Download a path of the repository into a folder."""
     for name, content in hub.files("me/out").items():
         if name.startswith(f"{path}/"):
             target = folder / name.removeprefix(f"{path}/")
@@ -69,7 +69,7 @@ def test_a_run_uploads_its_checkpoints_and_its_model(
     assert said.count("could not upload checkpoint-1 (HTTP 500") == 1
     paths = {name.partition("/")[0] for name in hub.files("me/out") if "/" in name}
     assert paths == {"checkpoint-2", "checkpoint-3"}  # save_total_limit has removed the first of these here
-    # A failure at the end is said with the command that makes up for it.
+    # A failure at the end is reported with the command that makes up for it.
     hub.faults["/commit/"] = [500, 500]
     trainer.save_model()
     said = capsys.readouterr().out
@@ -100,7 +100,7 @@ def test_a_run_uploads_its_checkpoints_and_its_model(
     for file in (path for path in (tmp_path / "out").rglob("*") if path.is_file()):
         assert TOKEN.encode() not in file.read_bytes(), file
     assert not any(TOKEN.encode() in content for content in files.values())
-    # What was uploaded is whole: a run goes on from it, in a repository that is not made again.
+    # The upload is complete: a run resumes from it, in a repository that is not created again.
     checkpoint = fetched(hub, "checkpoint-2", tmp_path / "fetched" / "checkpoint-2")
     Manifest.read(checkpoint).check_contents(checkpoint, Manifest.read(checkpoint).files)
     made = hub.count("repos/create")
@@ -112,7 +112,7 @@ def test_a_run_uploads_its_checkpoints_and_its_model(
 
 
 class Stopping(TrainerCallback):
-    """Asks for a stop at the second step."""
+    """Requests a stop at the second step."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 2:

@@ -1,4 +1,4 @@
-"""Which evaluation is the best, and which checkpoints stay."""
+"""The best evaluation, and the checkpoints that are kept."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_an_explicit_direction_decides() -> None:
         ([], 1, None, []),
     ],
 )
-def test_the_newest_and_the_best_checkpoint_stay(
+def test_the_newest_and_the_best_checkpoint_are_kept(
     tmp_path: Path, steps: list[int], limit: int | None, keep: int | None, left: list[int]
 ) -> None:
     for step in steps:
