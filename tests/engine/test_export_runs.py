@@ -1,4 +1,4 @@
-"""Checkpoints of real runs exported: the fp32 master weights of the engine, whatever its stage, arrive to the bit."""
+"""Export of checkpoints of real runs: the engine's fp32 master weights arrive bitwise at every stage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def checkpoint(kind: str, base: str, folder: Path, **more: Any) -> tuple[Path, dict[str, Tensor]]:
-    """The checkpoint at the end of two steps in 16 bits, and the engine's masters by parameter name."""
+    """The checkpoint after two steps in 16 bits, and the engine's master weights by parameter name."""
     trainer_class, config_class, rows = TRAINERS[kind]
     own = {"learning_rate": 1e-4, "max_steps": 2, "save_strategy": "steps", "save_steps": 2, "save_only_model": False}
     args = config_class(model_name_or_path=base, **options(folder, **own, **more))
