@@ -382,7 +382,7 @@ def test_a_torn_part_is_reported_and_recomputed(
     torn.write_bytes(torn.read_bytes()[:-1])
     capsys.readouterr()
     trainer.precompute()
-    assert f"{torn}: is torn (" in capsys.readouterr().out
+    assert f"{torn} is truncated or corrupt (" in capsys.readouterr().out
     assert stored(stores) == whole
     assert 0 < trainer.phases.records["precompute"].tokens - tokens < tokens / 2, "only that part"
 

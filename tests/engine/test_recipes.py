@@ -105,7 +105,7 @@ def test_sft_and_then_kto_on_its_adapter(
     first = trained(tmp_path / "sft" / "out", None)
     adapter = ("--adapter_name_or_path", str(tmp_path / "sft" / "out"))
     two_steps("kto_after_sft", models, tmp_path / "kto", rows, *adapter)
-    assert "reference: the policy as given, adapter (a frozen copy of its adapters, no second model)" in (
+    assert "reference: initial policy, adapter (a frozen copy of its adapters, no second model)" in (
         capsys.readouterr().out
     )
     second = trained(tmp_path / "kto" / "out", None)

@@ -160,7 +160,7 @@ def test_a_language_model_becomes_a_reward_model_that_transformers_can_load(
         deepspeed=STAGES["stage3"],
     )
     made.train()
-    assert "no score.weight, which begins anew, drawn with seed 42\n" in capsys.readouterr().out
+    assert "no score.weight; newly initialized with seed 42\n" in capsys.readouterr().out
     found = made.evaluate()
     made.save_model(tmp_path / "saved")
     made.close()
@@ -230,12 +230,14 @@ def test_the_pad_token_does_not_end_a_sequence() -> None:
 
 
 def test_models_that_cannot_be_trained(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"^model_name_or_path: .*many' has num_labels=3, and a reward model has 1"):
+    with pytest.raises(
+        ModelError, match=r"^model_name_or_path: .*many' has num_labels=3, but a reward model must have 1"
+    ):
         trainer(make_classifier(tmp_path / "many", labels=3), tmp_path)
-    with pytest.raises(OptionError, match=r"with num_labels=3: must be 1 here; leave num_labels out"):
+    with pytest.raises(OptionError, match=r"with num_labels=3: num_labels must be 1; remove num_labels"):
         trainer(make_model(tmp_path / "model"), tmp_path, model_init_kwargs={"num_labels": 3})
     BertConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1).save_pretrained(tmp_path / "bert")
-    with pytest.raises(ModelError, match="it can be scored with, but not trained"):
+    with pytest.raises(ModelError, match="can be used for scoring but not trained"):
         trainer(str(tmp_path / "bert"), tmp_path)
     with pytest.raises(OptionError, match="^ref_model: reward has no reference model"):
         RewardTrainer(

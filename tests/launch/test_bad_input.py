@@ -80,7 +80,9 @@ def test_weights_that_lack_a_tensor_are_not_completed_at_random(
     with pytest.raises(SystemExit) as leaving:
         main(command(Case("more layers", (), model="more-layers"), tmp_path, models))
     assert leaving.value.code == 1
-    assert "its weights lack model.layers.2.input_layernorm.weight and 8 more" in the_error(capfd.readouterr().err)
+    assert "the checkpoint has no weights for model.layers.2.input_layernorm.weight and 8 more" in the_error(
+        capfd.readouterr().err
+    )
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["status.json"]
 
 
@@ -158,7 +160,7 @@ def live_model() -> PreTrainedModel:
     ("arguments", "says"),
     [
         ({"callbacks": [print]}, "callbacks: builtin_function_or_method is not a transformers TrainerCallback"),
-        ({"peft_config": {"r": 8}}, "peft_config: dict is not a configuration of PEFT"),
+        ({"peft_config": {"r": 8}}, "peft_config: dict is not a PEFT configuration"),
         ({"compute_metrics": len}, "compute_metrics: not supported"),
         ({"preprocess_logits_for_metrics": len}, "preprocess_logits_for_metrics: not supported"),
         ({"data_collator": len}, "data_collator: "),
@@ -168,8 +170,8 @@ def live_model() -> PreTrainedModel:
         ({"model": 7}, "model_name_or_path: int is neither a path nor a transformers model"),
         ({"processing_class": "gpt2"}, "processing_class: str is not a transformers tokenizer"),
         ({"optimizers": (object(), None)}, "optimizers: requires a live model"),
-        ({"train_dataset": []}, "an empty list was given"),
-        ({"train_dataset": {"train": unpaired_rows(4)}}, "a dataset with splits (train)"),
+        ({"train_dataset": []}, "dataset is an empty list"),
+        ({"train_dataset": {"train": unpaired_rows(4)}}, "dataset is a dictionary of splits (train)"),
         (
             {"train_dataset": IterableDataset.from_generator(lambda: iter(unpaired_rows(4)))},
             "may be endless; set max_steps",
