@@ -53,7 +53,7 @@ def test_types_and_names_of_kernels() -> None:
 
 @pytest.mark.ci
 def test_kernels_are_put_into_one_model(tmp_path: Path) -> None:
-    """Its layers compute by them, to the same numbers; the modelling file keeps its classes."""
+    """Its layers compute by them, to the same numbers; the modeling file keeps its classes."""
     found = run(tmp_path / "out.json", *SAMPLE)
     assert {name: one["classes"] for name, one in found.items()} == dict.fromkeys(SAMPLE, [])
     assert all("apply_rotary_pos_emb" in one["functions"] for one in found.values())

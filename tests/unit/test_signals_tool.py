@@ -69,7 +69,7 @@ def test_as_expected() -> None:
         ({"left": ("python worker.py",)}, "python worker.py: still running"),
         ({"state": "running"}, "the state is running, expected preempted"),
         ({"signal": "-"}, "the signal is -, expected SIGTERM"),
-        ({"checkpoint": 8}, "the newest checkpoint is of step 8, and step 10 was hit"),
+        ({"checkpoint": 8}, "the newest checkpoint is of step 8, but the signal was sent in step 10"),
         ({"checkpoint": 16}, "the newest checkpoint is of step 16, but the signal was sent in step 10"),
     ],
 )
