@@ -85,7 +85,7 @@ ENVIRONMENT = [
     Case("environment: mpirun", ("mpirun is not supported",), environment={"OMPI_COMM_WORLD_SIZE": "4"}),
     Case(
         "environment: export",
-        ("runs in one process, and WORLD_SIZE is two",),
+        ("must run in a single process, but WORLD_SIZE is two",),
         arguments=("@a", "@b"),
         environment={**TORCHRUN, "WORLD_SIZE": "two"},
         command="alignment.cli.export",
@@ -108,7 +108,7 @@ FOLDERS = [
     folder("a checkpoint's name too long", None, "File name too long", resume_from_checkpoint="a" * 300),
     Case(
         "folder: export to NUL",
-        ("out='", "it has a NUL character"),
+        ("out='", "contains a NUL character"),
         arguments=("@data.jsonl", "@a\0b"),
         command="alignment.cli.export",
     ),

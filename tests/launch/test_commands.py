@@ -128,7 +128,7 @@ def test_printing_commands_exit_quietly_if_the_pipe_is_closed(arguments: list[st
 def test_printing_commands_report_other_write_errors(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = printed_to(full.fileno(), arguments)
-    error = "error: standard output cannot be written: No space left on device\n"
+    error = "error: cannot write to standard output: No space left on device\n"
     assert (done.returncode, done.stderr) == (1, error)
 
 
@@ -207,6 +207,8 @@ def test_the_contents_of_the_wheel(wheel: Path) -> None:
     expected |= {f"alignment/ds_configs/{path.name}" for path in (ROOT / "ds_configs").glob("*.json")}
     expected |= {f"alignment/launch/recipes/{path.name}" for path in (ROOT / "launch" / "recipes").glob("*.yaml")}
     expected |= {f"alignment/launch/slurm/{path.name}" for path in (ROOT / "launch" / "slurm").glob("*.sbatch")}
+    templates = (ROOT / "alignment" / "reporting" / "html" / "templates").iterdir()
+    expected |= {f"alignment/reporting/html/templates/{path.name}" for path in templates}
     assert expected | {"alignment/py.typed"} <= names
     others = {name for name in names - expected if not name.startswith("deepspeed_alignment-")}
     scripts = {f"alignment/launch/{path.name}" for path in (ROOT / "launch").glob("*.py")}
@@ -223,5 +225,5 @@ def test_the_installed_wheel_includes_the_recipes(wheel: Path, tmp_path: Path) -
     assert f"({', '.join(recipes)})" in done.stdout
     wrong = subprocess.run([*command, "kto"], env=env, cwd=tmp_path, text=True, capture_output=True, check=False)
     assert (wrong.returncode, wrong.stderr.count("\n")) == (1, 1) and wrong.stderr.startswith(
-        "error: dataset_name=None"
+        "error: dataset_name is required"
     )

@@ -116,6 +116,6 @@ def test_long_texts_are_shortened_in_the_middle() -> None:
 
 def test_the_command_on_two_ranks_prints_once(folder: Path, tmp_path: Path, ranks: RankServer) -> None:
     done = ranks.run(ROOT / "launch" / "train.py", *arguments("kto", folder, tmp_path))
-    assert done.stdout.count("Options (* is not the default):") == done.stdout.count("Advice:") == 1
+    assert done.stdout.count("Options (* differs from the default):") == done.stdout.count("Advice:") == 1
     assert "rows per step: 16" in done.stdout
     assert list(tmp_path.iterdir()) == []

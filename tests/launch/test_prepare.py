@@ -78,7 +78,7 @@ def test_a_run_finds_the_rows(
     status, out, err = prepare(*evaluation, "--ranks", "4", "--per_device_train_batch_size", "2")
     assert status == 0, err
     assert "computing in bfloat16" in out and "rows per step: 8" in out and "offload (2 bytes" in out
-    assert f"Planned for 4 rank(s) with a GPU each that computes in bf16. Tokenised rows are in {cache}" in out
+    assert f"Planned for 4 rank(s) with one bf16-capable GPU each. Tokenized rows are in {cache}" in out
     assert not (tmp_path / "out").exists()
     before = tree(cache)
     assert sum(name.endswith("report.json") for name in before) == 2
@@ -135,7 +135,7 @@ def test_errors_of_the_run_are_reported(prepare: Callable[..., Any], tmp_path: P
             "4-bit base weights",
         ),
         (("--per_device_train_batch_size", "1", "--ranks=2"), "rows per step: 2"),
-        (("--ref_placement", "precomputed"), "log-probs are left to the run"),
+        (("--ref_placement", "precomputed"), "The run computes the reference's log-probs"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
@@ -174,7 +174,7 @@ def test_planning_for_a_cpu_if_the_run_will_use_one(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--ranks", "0"), "--ranks='0': expected the number of ranks of the run, 1 or more"),
+        (("--ranks", "0"), "--ranks='0': expected the number of ranks, 1 or more"),
         (("--ranks", "many"), "--ranks='many'"),
         (("--ranks", "9" * 5000), "--ranks='999"),
         (("--ranks",), "--ranks=''"),

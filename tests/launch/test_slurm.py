@@ -253,7 +253,8 @@ def test_a_run_on_two_nodes_with_every_disturbance(here: Here, undisturbed: Path
     assert differences(job.folder, undisturbed) == [], job.report()
     log = (here.folder / f"out-{job.number}.out").read_text()
     assert re.findall(r"attempt (\d) on n\[[\d,-]+\]: train", log) == list("12345")
-    assert log.count("requeued, to go on from the newest checkpoint") == 1  # the others were made by SLURM
+    # SLURM made the other requeues.
+    assert log.count("requeued; the next attempt resumes from the latest checkpoint") == 1
 
 
 def differences(folder: Path, reference: Path) -> list[str]:
@@ -293,8 +294,8 @@ def test_a_cancelled_job_stays_cancelled(waiting: dict[str, Job]) -> None:
     status = job.status()
     assert (status.state, status.signal, len(job.attempts())) == ("preempted", "SIGTERM", 1)
     log = job.report()
-    assert "told to end; waiting for the run" in log and "status.json: preempted SIGTERM" in log
-    assert "requeued, to go on" not in log and job.state()["Restarts"] == "0"
+    assert "received SIGTERM; waiting for the run" in log and "status.json: preempted SIGTERM" in log
+    assert "requeued; the next attempt" not in log and job.state()["Restarts"] == "0"
 
 
 def test_a_job_that_is_cancelled_while_saving_for_a_requeue_stays_cancelled(waiting: dict[str, Job]) -> None:
@@ -303,7 +304,7 @@ def test_a_job_that_is_cancelled_while_saving_for_a_requeue_stays_cancelled(wait
     status = job.status()
     assert (status.state, status.signal, len(job.attempts())) == ("preempted", "SIGUSR1", 1)
     log = job.report()
-    assert "not requeued: the job was cancelled or told to end" in log and job.state()["Restarts"] == "0"
+    assert "not requeued: the job was cancelled or terminated" in log and job.state()["Restarts"] == "0"
 
 
 def test_a_stop_file_ends_a_job_that_is_saving_for_a_requeue(waiting: dict[str, Job]) -> None:
@@ -317,7 +318,7 @@ def test_a_job_that_saves_beyond_its_time_limit_is_requeued(waiting: dict[str, J
     """SLURM sends TERM at the limit, up to half a minute late, and kills after `KillWait`."""
     job = waiting["beyond its limit"]
     until(lambda: len(job.attempts()) > 1, 200, job.report)
-    assert "told to end; waiting for the run" in job.report() and "status.json: preempted SIGUSR1" in job.report()
+    assert "received SIGTERM; waiting for the run" in job.report() and "status.json: preempted SIGUSR1" in job.report()
     assert job.attempts()[1]["restarts"] == 1
 
 
@@ -332,7 +333,7 @@ def test_five_attempts_without_a_new_checkpoint_end_the_job(waiting: dict[str, J
     assert job.ended(120) == "FAILED"
     assert [attempt["restarts"] for attempt in job.attempts()] == [0, 1, 2, 3, 4]
     assert job.state()["ExitCode"] == "1:0"
-    assert "error: not requeued: 5 attempts in a row have not come to a new checkpoint" in job.report()
+    assert "error: not requeued: 5 consecutive attempts ended without a new checkpoint" in job.report()
 
 
 def test_each_task_of_an_array_is_requeued_separately(waiting: dict[str, Job]) -> None:
@@ -368,8 +369,8 @@ def test_the_documented_sbatch_commands(here: Here) -> None:
 
 def test_requests_beyond_the_cluster_are_refused(here: Here) -> None:
     for options, message in {
-        "--nodes 5": "--nodes=5: the partition gpu has 4 for a job; set --nodes 4",
-        "--gpus 3": "--gpus=3: the nodes of partition gpu have at most 2; set --gpus for one node",
+        "--nodes 5": "--nodes=5: the partition gpu allows at most 4 per job; set --nodes 4",
+        "--gpus 3": "--gpus=3: the nodes of partition gpu have at most 2; set --gpus to the GPUs per node",
         "--partition gpus": "--partition='gpus': no such partition; did you mean 'gpu'?; there are: gpu, cpu, low",
         "--time 3-0": "--time=3-00:00:00: the partition gpu allows 2-00:00:00",
         "--account nobody;": "--account='nobody;': expected a name",

@@ -154,10 +154,10 @@ def test_column_map_from_every_source_of_options(tmp_path: Path) -> None:
     ("names", "said"),
     [
         ({"instruction": "prompt"}, "'instruction' is no column .*; write .*, as in {prompt: instruction}"),
-        ({"kto_tag": "x"}, "'kto_tag' is no column that is expected; it is called label here"),
+        ({"kto_tag": "x"}, "'kto_tag' is not an expected column name; use 'label' instead"),
         ({"promt": "x"}, "did you mean 'prompt'"),
-        ({"zzz": "x"}, "set names among prompt, completion, label"),
-        ({"prompt": "x", "completion": "x"}, "'x' is given for prompt and completion; keep one"),
+        ({"zzz": "x"}, "expected one of prompt, completion, label"),
+        ({"prompt": "x", "completion": "x"}, "'x' is mapped to both prompt and completion; remove one"),
         ({"prompt": ["x", "y"]}, "expected a mapping"),
     ],
 )

@@ -113,17 +113,17 @@ def test_parts_of_the_option() -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ([], "dataset_mixture: it is empty"),
-        ([3], r"dataset_mixture\[0\]=3: give a name, or a mapping with keys among dataset_name, "),
-        ([{"weight": 1}], r"dataset_mixture\[0\]: has no dataset_name"),
+        ([], "dataset_mixture is empty"),
+        ([3], r"dataset_mixture\[0\]=3: expected a name, or a mapping with the keys dataset_name, "),
+        ([{"weight": 1}], r"dataset_mixture\[0\]: dataset_name is missing"),
         ([{"dataset_name": "a", "wight": 1}], r"dataset_mixture\[0\].wight=1: no such key; did you mean 'weight'"),
         ([{"dataset_name": "a", "weight": "x"}], r"dataset_mixture\[0\].weight='x': expected a number"),
         ({"a": 0}, r"dataset_mixture\[0\].weight=0.0: must be greater than 0"),
         ({"a": -1}, r"dataset_mixture\[0\].weight=-1.0: must be greater than 0"),
-        ([{"dataset_name": "a", "weight": 1}, "b"], "dataset_mixture: b has no weight, but others have one"),
+        ([{"dataset_name": "a", "weight": 1}, "b"], "dataset_mixture: b has no weight, but other parts do"),
         (
             [{"dataset_name": "a", "column_map": {"text_a": "x"}}],
-            r"dataset_mixture\[0\].column_map={'text_a': 'x'}: 'text_a' is no column that is expected",
+            r"dataset_mixture\[0\].column_map={'text_a': 'x'}: 'text_a' is not an expected column name",
         ),
     ],
 )
@@ -134,7 +134,7 @@ def test_invalid_mixtures(value: Any, said: str) -> None:
 
 @pytest.mark.parametrize("option", ["dataset_name", "dataset_config"])
 def test_a_mixture_excludes_dataset_name(option: str) -> None:
-    with pytest.raises(OptionError, match=f"^{option}='x': dataset_mixture is set as well; leave one out"):
+    with pytest.raises(OptionError, match=f"^{option}='x': dataset_mixture is set as well; remove one"):
         KTOConfig("o", dataset_mixture=["a"], **{option: "x"})
     check_command_line(KTOConfig("o", dataset_mixture=["a"], model_name_or_path="m"))
 
@@ -143,7 +143,7 @@ def test_evaluation_needs_a_split_of_some_part() -> None:
     usual = {"model_name_or_path": "m", "eval_strategy": "epoch"}
     for mixture, more in (([{"dataset_name": "a", "test_split": "x"}], {}), (["a"], {"dataset_test_split": "x"})):
         check_command_line(CPOConfig("o", dataset_mixture=mixture, **usual, **more))
-    with pytest.raises(OptionError, match="no data to evaluate on"):
+    with pytest.raises(OptionError, match="no evaluation dataset"):
         check_command_line(CPOConfig("o", dataset_mixture=["a"], **usual))
 
 

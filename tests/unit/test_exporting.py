@@ -500,10 +500,14 @@ def test_wrong_usage(
     with monkeypatch.context() as two:
         two.setenv("WORLD_SIZE", "2")
         code, out, err = command(capsys, str(adapter), str(tmp_path / "out"))
-    assert (code, out, err) == (1, "", "error: da export: runs in one process, and WORLD_SIZE is 2\n")
+    assert (code, out, err) == (
+        1,
+        "",
+        "error: da export must run in a single process, but WORLD_SIZE is 2; start it without a launcher\n",
+    )
     monkeypatch.setattr("alignment.cli.export.find_spec", lambda name: None)
     code, out, err = command(capsys, str(adapter), str(tmp_path / "out"), "--load_in_8bit")
-    assert code == 1 and "--load_in_8bit: bitsandbytes is not installed" in err
+    assert code == 1 and "--load_in_8bit requires bitsandbytes" in err
 
 
 def test_help_does_not_import_torch() -> None:

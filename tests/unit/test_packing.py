@@ -189,9 +189,9 @@ def test_packed_datasets_are_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"packing": True, "max_length": None}, "packing=True: max_length is the length of a pack; set it"),
-        ({"eval_packing": True, "max_length": None}, "eval_packing=True: max_length is the length of a pack"),
-        ({"packing": True, "dataset_kwargs": {"skip_prepare_dataset": True}}, "leave one of them out"),
+        ({"packing": True, "max_length": None}, "packing=True: requires max_length, the length of a pack; set it"),
+        ({"eval_packing": True, "max_length": None}, "eval_packing=True: requires max_length, the length of a pack"),
+        ({"packing": True, "dataset_kwargs": {"skip_prepare_dataset": True}}, "remove one of them"),
         ({"packing": True, "packing_strategy": "ffd"}, "packing_strategy='ffd': not one of bfd, bfd_split, wrapped"),
     ],
 )
