@@ -33,7 +33,7 @@ def samples(
         completion_ids=[[]] * size,
         ended=[True] * size,
         columns={},
-        places=[f"{name} row {n + 1}" for n in range(size)],
+        places=[f"{name}, row {n + 1}" for n in range(size)],
         template=[template or {}] * size,
     )
 
@@ -158,7 +158,7 @@ def test_a_score_that_is_not_finite_names_model_and_row(tmp_path: Path) -> None:
     reward.score(samples(["a"], ["b"]))
     torch.nn.init.constant_(live.score.weight, float("nan"))
     with pytest.raises(
-        RewardError, match=r"^reward model .*reward: the score of a completion of rows\.jsonl row 1 is nan"
+        RewardError, match=r"^reward model .*reward: the score of a completion of rows\.jsonl, row 1 is nan"
     ):
         reward.score(samples(["a", "c"], ["b", "d"]))
     reward.close()
@@ -167,17 +167,17 @@ def test_a_score_that_is_not_finite_names_model_and_row(tmp_path: Path) -> None:
 def test_errors_before_weights_are_loaded(tmp_path: Path) -> None:
     path, chat = make_classifier(tmp_path / "reward"), [{"role": "user", "content": "hello"}]
     reward = source(path, tmp_path, char_tokenizer())
-    reward.check("hello", "rows.jsonl row 1", {})
+    reward.check("hello", "rows.jsonl, row 1", {})
     with pytest.raises(
-        ModelError, match=r"^reward_processing_class: rows\.jsonl row 1 is conversational, but .* no chat"
+        ModelError, match=r"^reward_processing_class: rows\.jsonl, row 1 is conversational, but .* no chat"
     ):
-        reward.check(chat, "rows.jsonl row 1", {})
+        reward.check(chat, "rows.jsonl, row 1", {})
     failing = source(path, tmp_path, char_tokenizer(template="{{ raise_exception('no users') }}"))
-    with pytest.raises(DataError, match=r"^rows\.jsonl row 1: the chat template .* fails on it: no users"):
-        failing.check(chat, "rows.jsonl row 1", {})
+    with pytest.raises(DataError, match=r"^rows\.jsonl, row 1: the chat template .* failed: no users"):
+        failing.check(chat, "rows.jsonl, row 1", {})
     picky = char_tokenizer(template="{% if not tools %}{{ raise_exception('no tools') }}{% endif %}" + PLAIN)
-    source(path, tmp_path, picky).check(chat, "rows.jsonl row 1", {"tools": [TOOL]})
-    with pytest.raises(RewardError, match=r"^reward model .*: rows\.jsonl row 1: the chat template .* fails on it"):
+    source(path, tmp_path, picky).check(chat, "rows.jsonl, row 1", {"tools": [TOOL]})
+    with pytest.raises(RewardError, match=r"^reward model .*: rows\.jsonl, row 1: the chat template .* failed"):
         failing.score(samples([chat], ["hi"]))
     failing.close()
     with pytest.raises(ModelError, match=r"^reward_model_path: .* is a LlamaForCausalLM without score"):
