@@ -182,7 +182,7 @@ def test_a_live_model_with_adapters(base: str, tmp_path: Path) -> None:
     """It is trained in place, remains a ``PeftModel``, and keeps its adapters' dropout."""
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"]))
     trainer = trained(model, tmp_path)
-    assert trainer.model is model and "its adapters off" in trainer.engines.plan.describe(trainer.engines._given)
+    assert trainer.model is model and "adapters disabled" in trainer.engines.plan.describe(trainer.engines._given)
     found = inside(trainer)
     trainer.close()
     torch.testing.assert_close(logits(model), found, rtol=0, atol=1e-6)

@@ -107,7 +107,7 @@ def test_a_record_continues_with_what_has_not_passed_with_this_code(tmp_path: Pa
     cells = {CELL: EXPECTED, Cell("deepspeed", "group", "INT", "kto"): EXPECTED}
     assert [cell.launcher for cell in wanted(cells, again, "")] == ["deepspeed"]
     assert wanted(cells, again, "TERM") == []
-    again.add(dataclasses.replace(SEEN, problems=("it does not go on",)))
+    again.add(dataclasses.replace(SEEN, problems=("the run cannot be resumed",)))
     assert [cell.launcher for cell in wanted(cells, again, "TERM torchrun")] == ["torchrun"]
 
 
