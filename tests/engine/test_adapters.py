@@ -84,7 +84,7 @@ KINDS = {
     "lokr": peft.LoKrConfig(r=2),
     "oft": peft.OFTConfig(oft_block_size=8),
 }
-COPIED = {"random", "pissa"}  # which change the model before any training
+COPIED = {"random", "pissa"}  # which change the model before training
 
 
 LONGER = {"dora", "rslora", "pissa", "head", "loha", "lokr", "oft"}
@@ -179,10 +179,10 @@ def test_the_best_weights_are_restored_without_the_base(base: str, tmp_path: Pat
 
 
 def test_a_live_model_with_adapters(base: str, tmp_path: Path) -> None:
-    """It is trained in place, is a ``PeftModel`` again, and keeps its adapters' dropout."""
+    """It is trained in place, remains a ``PeftModel``, and keeps its adapters' dropout."""
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"]))
     trainer = trained(model, tmp_path)
-    assert trainer.model is model and "its adapters off" in trainer.engines.plan.describe(trainer.engines._given)
+    assert trainer.model is model and "adapters disabled" in trainer.engines.plan.describe(trainer.engines._given)
     found = inside(trainer)
     trainer.close()
     torch.testing.assert_close(logits(model), found, rtol=0, atol=1e-6)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("own_process_group")
 
 
 def built(kind: str, stage: str, *, leaves: bool, task: Task = CAUSAL_LM) -> FrozenEngine:
-    """A frozen engine of a tiny model."""
+    """Return a frozen engine of a tiny model."""
     init_distributed(use_cpu=True)
     model = tiny_model(kind)
     config: dict[str, Any] = {**STAGES[stage], "train_micro_batch_size_per_gpu": 2, "train_batch_size": 2}
