@@ -54,7 +54,7 @@ def test_a_failed_write_leaves_the_file_unchanged(step: str, tmp_path: Path, mon
     path = tmp_path / "options.json"
     write_json(path, {"a": 1})
     monkeypatch.setattr(os, step, fails)
-    with pytest.raises(OutputError, match=r"^output_dir: could not write .*options\.json: .*No space left") as caught:
+    with pytest.raises(OutputError, match=r"^output_dir: cannot write .*options\.json: .*No space left") as caught:
         write_json(path, {"a": 2})
     assert is_full(caught.value) and path.read_text() == '{\n  "a": 1\n}\n' and list(tmp_path.iterdir()) == [path]
 
