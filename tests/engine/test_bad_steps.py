@@ -84,7 +84,7 @@ def test_the_window_is_omitted_bitwise(case: Case, trained: Path) -> None:
     assert [e["window"] for e in events(again, "bad_step")] == LEFT_OUT
 
 
-# Ends of a run, and where it resumes -------------------------------------------------------------------------------
+# Ends of a run, and where it resumes --------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -183,7 +183,7 @@ def test_a_model_only_checkpoint_is_skipped(model: str, whole: Path, tmp_path: P
     assert manifest.resumable is False and taken(trainer.output_dir)[0] == 2
 
 
-# Full disks --------------------------------------------------------------------------------------------------------
+# Full disks ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ def test_a_reward_model_of_two_labels(
     args = arguments(tmp_path, max_steps=1, reward_model_path=two, missing_eos_penalty=0.0)
     trainer = OnlineDPOTrainer(model=paths["policy"], args=args, train_dataset=prompts(4))
     trainer.train()
-    assert "of its 2 labels the score is the logit of the first" in "".join(capfd.readouterr())
+    assert "the score is the logit of the first of its 2 labels" in "".join(capfd.readouterr())
     lines = [json.loads(line) for line in (tmp_path / "out" / "completions.jsonl").read_text().splitlines()]
     tokenizer, model = AutoTokenizer.from_pretrained(two), AutoModelForSequenceClassification.from_pretrained(two)
     for line in lines:
@@ -313,7 +313,7 @@ def test_score_and_reference_phases_hold_no_other_memory(
         ([1.0], "returned 1 scores for 8"),
         ([float("nan")] * 8, "returned nan for train_dataset row"),
         (["good"] * 8, "returned 'good'"),
-        (None, "return a list of 8 scores"),
+        (None, "expected a list of 8 scores"),
     ],
 )
 def test_the_result_of_a_reward_function_is_checked(
@@ -344,13 +344,13 @@ def test_contradicting_arguments_are_refused(paths: dict[str, str], tmp_path: Pa
         ),
         ({"reward_funcs": lambda completions, answer: [0.0]}, "needs 'answer'"),
         ({"judge": 3}, "judge"),
-        ({"peft_config": object(), "reward_funcs": letters}, "is not a configuration of PEFT"),
+        ({"peft_config": object(), "reward_funcs": letters}, "is not a PEFT configuration"),
     ):
         with pytest.raises(OptionError, match=said):
             OnlineDPOTrainer(args=arguments(tmp_path), **common, **given)
     with pytest.raises(OptionError, match="reward_funcs: set both"):
         OnlineDPOTrainer(args=arguments(tmp_path, reward_funcs="a.py:f"), reward_funcs=letters, **common)
-    with pytest.raises(OptionError, match="missing_eos_penalty=1.0: a judge decides by itself"):
+    with pytest.raises(OptionError, match="missing_eos_penalty=1.0: a judge ranks completions"):
         OnlineDPOTrainer(args=arguments(tmp_path, missing_eos_penalty=1.0), judge=lambda p, q: [0], **common)
 
 

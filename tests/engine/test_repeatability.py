@@ -1,4 +1,4 @@
-"""The same seed gives the same run to the last bit; `full_determinism` asks torch for kernels that can promise it."""
+"""The same seed gives bitwise equal runs; `full_determinism` enables torch's deterministic kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
 
 @pytest.fixture(autouse=True)
 def flags() -> Iterator[None]:
-    """Give torch's switches back as they were."""
+    """Restore torch's switches."""
     before = torch.are_deterministic_algorithms_enabled()
     benchmark, deterministic = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
     yield

@@ -1,4 +1,4 @@
-"""Going on from Python: with one's own optimizer and schedule, in another folder, beside an earlier trainer."""
+"""Resuming from Python: with a user's optimizer and schedule, in another folder, next to an earlier trainer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make(model: Any, folder: Path, trainer: dict[str, Any] | None = None, **more
 
 
 def with_own_optimizer(model: str) -> tuple[Any, dict[str, Any]]:
-    """A live model, an optimizer over it, and a schedule that counts its milestones by step."""
+    """Return a live model, an optimizer for it, and a schedule with milestones in steps."""
     live = AutoModelForCausalLM.from_pretrained(model)
     optimizer = torch.optim.AdamW(live.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[3, 5])
@@ -63,7 +63,7 @@ def test_a_users_schedule_continues(model: str, tmp_path: Path) -> None:
 
 
 def test_a_nested_schedule_continues(model: str) -> None:
-    """Its milestones are two levels down."""
+    """The milestones are two levels deep."""
 
     def made() -> torch.optim.lr_scheduler.SequentialLR:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -87,7 +87,7 @@ def test_a_nested_schedule_continues(model: str) -> None:
 
 
 class Keeping(TrainerCallback, ExportableState):
-    """Keeps something."""
+    """Has a state."""
 
     def __init__(self, kept: Any) -> None:
         self.kept = kept
@@ -97,7 +97,7 @@ class Keeping(TrainerCallback, ExportableState):
 
 
 def test_state_of_callbacks(model: str, tmp_path: Path) -> None:
-    """Numbers of NumPy, and two callbacks of one class; what cannot be saved is refused before the first step."""
+    """NumPy scalars, and two callbacks of one class; a state that cannot be saved is refused before the first step."""
     trainer = make(model, tmp_path, {"callbacks": [Keeping(np.float32(0.5)), Keeping(7)]})
     trainer.train()
     trainer.close()
@@ -113,7 +113,7 @@ def test_state_of_callbacks(model: str, tmp_path: Path) -> None:
 
 
 def test_resuming_in_another_folder(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The best model stays where it was, and is found there; if it has gone, the best of what follows is taken."""
+    """The best model is found in the old folder; if it is gone, the best of later evaluations is used."""
     best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
     first = make(model, tmp_path / "a", **best)
     first.train()

@@ -1,4 +1,4 @@
-"""Runs in which reads and reward calls fail at first: their numbers are those of a run in which nothing failed."""
+"""Runs whose reads and reward calls fail at first have the results of runs without failures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def log_of(folder: Path) -> list[dict[str, Any]]:
 
 
 class Unread:
-    """Rows that cannot be read a number of times."""
+    """Rows whose first reads fail."""
 
     def __init__(self, times: int, error: Exception) -> None:
         self.times, self.error = times, error
@@ -47,12 +47,12 @@ def test_reads_are_retried_and_counted(tmp_path: Path, capsys: pytest.CaptureFix
     assert "train_dataset: DataError: rows.jsonl: cannot be read; retry 2 of 3 in 0 s" in capsys.readouterr().out
     made.train()
     made.retries.counted([[{"event": "retry", "of": "a reward", "retry": 1}]])
-    made.log({"eval_loss": 1.0})  # as an evaluation after the last step does
+    made.log({"eval_loss": 1.0})  # like an evaluation after the last step
     made.close()
     lines = log_of(tmp_path / "out")
     assert [line.get("event") for line in lines][:3] == ["start", "retry", "retry"]
     assert lines[-2]["of"] == "a reward" and "eval_loss" in lines[-1]
-    assert [line["retries"] for line in lines if "retries" in line] == [2, 2]  # of the only step, and of the run
+    assert [line["retries"] for line in lines if "retries" in line] == [2, 2]  # for the only step, and for the run
     assert "- retries: 2 of reads of data and reward calls" in (tmp_path / "out" / "report.md").read_text()
 
 

@@ -1,4 +1,4 @@
-"""Reward-model training: loss, metrics and update against float64, whatever the split and stage; what is saved."""
+"""Reward model training: loss, metrics and update against float64 for all splits and stages; saved files."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def trainer(model: Any, folder: Path, rows: Any = ROWS, **more: Any) -> RewardTr
 
 
 def rewards(model: nn.Module, rows: list[dict[str, Any]], side: str) -> Tensor:
-    """(P,) float64: the head on the last hidden state of each whole sequence, one at a time."""
+    """Return (P,) float64 scores: the head on the last hidden state of each full sequence, one at a time."""
     states = []
     for row in rows:
         ids = torch.tensor([[*row["prompt_ids"], *row[f"{side}_ids"]]])
@@ -74,7 +74,7 @@ def rewards(model: nn.Module, rows: list[dict[str, Any]], side: str) -> Tensor:
 
 
 def dense(path: str, rows: list[dict[str, Any]], center: float) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Metrics and gradient of one window in float64."""
+    """Return metrics and gradient of one window in float64."""
     model = load(AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float64))
     with wide_maths():
         chosen, rejected = rewards(model, rows, "chosen"), rewards(model, rows, "rejected")
@@ -160,12 +160,12 @@ def test_a_language_model_becomes_a_reward_model_that_transformers_can_load(
         deepspeed=STAGES["stage3"],
     )
     made.train()
-    assert "no score.weight, which begins anew, drawn with seed 42\n" in capsys.readouterr().out
+    assert "no score.weight; newly initialized with seed 42\n" in capsys.readouterr().out
     found = made.evaluate()
     made.save_model(tmp_path / "saved")
     made.close()
     assert found["eval_rewards/accuracies"] == 1.0 and found["eval_loss"] < 0.3
-    assert tokenizer.pad_token == tokenizer.eos_token, "the user's own is not changed"
+    assert tokenizer.pad_token == tokenizer.eos_token, "the user's tokenizer is not modified"
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
     saved = AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert model.config.num_labels == 1 and model.config.pad_token_id == saved.pad_token_id != saved.eos_token_id
@@ -212,7 +212,7 @@ def test_a_live_classifier_is_trained_in_place(tmp_path: Path, classifier: str) 
     made.close()
 
 
-# What is saved beside, and what is refused --------------------------------------------------------------------------
+# Further files, and refusals ----------------------------------------------------------------------------------------
 
 
 def test_the_pad_token_does_not_end_a_sequence() -> None:
@@ -230,12 +230,14 @@ def test_the_pad_token_does_not_end_a_sequence() -> None:
 
 
 def test_models_that_cannot_be_trained(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"^model_name_or_path: .*many' has num_labels=3, and a reward model has 1"):
+    with pytest.raises(
+        ModelError, match=r"^model_name_or_path: .*many' has num_labels=3, but a reward model must have 1"
+    ):
         trainer(make_classifier(tmp_path / "many", labels=3), tmp_path)
-    with pytest.raises(OptionError, match=r"with num_labels=3: must be 1 here; leave num_labels out"):
+    with pytest.raises(OptionError, match=r"with num_labels=3: num_labels must be 1; remove num_labels"):
         trainer(make_model(tmp_path / "model"), tmp_path, model_init_kwargs={"num_labels": 3})
     BertConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1).save_pretrained(tmp_path / "bert")
-    with pytest.raises(ModelError, match="it can be scored with, but not trained"):
+    with pytest.raises(ModelError, match="can be used for scoring but not trained"):
         trainer(str(tmp_path / "bert"), tmp_path)
     with pytest.raises(OptionError, match="^ref_model: reward has no reference model"):
         RewardTrainer(

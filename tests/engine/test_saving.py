@@ -1,4 +1,4 @@
-"""Writing a model: whole or not at all, beside what is in the folder already, without a trace of what failed."""
+"""Atomic saves of a model: other files in the folder are kept, and failures leave nothing behind."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_an_existing_folder_keeps_its_other_files(tmp_path: Path) -> None:
     assert (out / "checkpoint-1" / "model.safetensors").read_text() == "other"
     back = AutoModelForCausalLM.from_pretrained(out)
     assert all(torch.equal(v, model.state_dict()[n]) for n, v in back.state_dict().items())
-    write_model(model, None, out, first_rank=True)  # and again
+    write_model(model, None, out, first_rank=True)  # again
     assert names(tmp_path) == {"out"}
 
 
@@ -103,7 +103,7 @@ def test_a_folder_of_several_templates_is_replaced(tmp_path: Path) -> None:
 def test_files_are_moved_only_within_one_file_system(
     tmp_path: Path, existing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An output folder may be a mount point: nothing but its inside is on the same disk, or writable."""
+    """An output folder may be a mount point: only its contents are on the same disk, or writable."""
     out = tmp_path / "out"
     if existing:
         out.mkdir()
@@ -156,7 +156,7 @@ def test_an_error_while_saving_leaves_nothing_behind(
 
 
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    """The operating system itself cuts the file: a limit on the size of files stands in for a full disk."""
+    """A limit on the size of files simulates a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:

@@ -1,4 +1,4 @@
-"""SFT: loss, metrics and gradient norm against a float64 computation with the whole matrix, whatever the split."""
+"""SFT: loss, metrics and gradient norm against a float64 computation with the full matrix, for all splits."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_against_float64(tmp_path: Path, stage: str) -> None:
 
 @torch.no_grad()
 def accuracy(policy: Any, rows: list[dict[str, Any]]) -> float:
-    """Share of completion tokens that are the likeliest."""
+    """Return the share of completion tokens that are the most likely ones."""
     hits, tokens = 0, 0
     for row in rows:
         ids = torch.tensor([[*row["prompt_ids"], *row["completion_ids"]]])

@@ -1,4 +1,4 @@
-"""Resumes that cannot be: one line, exit status 1, before a model is loaded, and nothing on disk has changed."""
+"""Impossible resumes: one line, exit status 1, before a model is loaded and without changes on disk."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def done(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a good command left."""
+    """Return the folder of a finished run."""
     folder = tmp_path_factory.mktemp("done")
     with pytest.raises(SystemExit) as leaving:
         main(command(Case("good", (), GOOD), folder, models))
@@ -177,7 +177,7 @@ def test_the_same_command_starts_and_resumes(models: Path, tmp_path: Path, capfd
         with pytest.raises(SystemExit) as leaving:
             main(argv)
         assert leaving.value.code == 0 and said in capfd.readouterr().out
-        (tmp_path / "out" / ".probe-left").touch()  # as by a process that was killed as it looked at the folder
+        (tmp_path / "out" / ".probe-left").touch()  # like a process that was killed while checking the folder
         (tmp_path / "out" / ".checkpoint-9.partial").mkdir()
     with pytest.raises(SystemExit):
         main(argv)
@@ -188,7 +188,7 @@ def test_the_same_command_starts_and_resumes(models: Path, tmp_path: Path, capfd
 
 
 def test_the_status_of_a_finished_run(done: Path) -> None:
-    """Its log, its manifests and its phases are those that are read."""
+    """Its log, manifests and phases are read."""
     found = RunReader(done).read()
     assert (found.state, found.method, found.step, found.total_steps) == ("finished", "kto", 4, 4)
     assert [(one.step, one.problem, one.resumable) for one in found.checkpoints] == [(4, None, True), (2, None, True)]
@@ -231,7 +231,7 @@ def test_two_runs_in_one_folder(
     finally:
         holder.kill()
         holder.wait()
-    with pytest.raises(SystemExit):  # and once it has gone
+    with pytest.raises(SystemExit):  # after it has exited
         main(command(Case("second", (), LATEST), tmp_path, models))
     assert loads != []
 

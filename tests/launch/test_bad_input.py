@@ -1,4 +1,4 @@
-"""Bad input: one line that names key and value, exit code 1, before any weight is loaded and with nothing written."""
+"""Bad input: one line that names key and value, exit status 1, before weights are loaded, and nothing is written."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
-    """Everything below a folder, with the contents of files."""
+    """Return everything in a folder, with the contents of files."""
     return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
 
 
 def the_error(stderr: str) -> str:
-    """The last line, having checked that it is the only report."""
+    """Return the last line after checking that it is the only error."""
     lines = stderr.splitlines()
     assert "Traceback" not in stderr
     assert lines[-1].startswith("error: ")
@@ -80,7 +80,9 @@ def test_weights_that_lack_a_tensor_are_not_completed_at_random(
     with pytest.raises(SystemExit) as leaving:
         main(command(Case("more layers", (), model="more-layers"), tmp_path, models))
     assert leaving.value.code == 1
-    assert "its weights lack model.layers.2.input_layernorm.weight and 8 more" in the_error(capfd.readouterr().err)
+    assert "the checkpoint has no weights for model.layers.2.input_layernorm.weight and 8 more" in the_error(
+        capfd.readouterr().err
+    )
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["status.json"]
 
 
@@ -131,7 +133,7 @@ def test_the_real_command_prints_the_same(
 
 @pytest.fixture
 def kto(models: Path, tmp_path: Path, loads: list[Any]) -> Callable[..., KTOTrainer]:
-    """A KTO trainer over the good model, with arguments of the test's own."""
+    """Return a KTO trainer of the good model with the test's arguments."""
 
     def make(**arguments: Any) -> KTOTrainer:
         options = KTOConfig(str(tmp_path / "out"), max_length=POSITIONS, max_prompt_length=None)
@@ -141,7 +143,7 @@ def kto(models: Path, tmp_path: Path, loads: list[Any]) -> Callable[..., KTOTrai
 
 
 def refusal(call: Callable[[], Any]) -> str:
-    """The message with which a call is refused; one line."""
+    """Return the error message of a call; one line."""
     with pytest.raises(AlignmentError) as caught:
         call()
     assert "\n" not in str(caught.value)
@@ -149,7 +151,7 @@ def refusal(call: Callable[[], Any]) -> str:
 
 
 def live_model() -> PreTrainedModel:
-    """A small model in memory, with its tokenizer's vocabulary."""
+    """Return a small model in memory with its tokenizer's vocabulary."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(tiny_config("tied"), dtype=torch.float32)
 
@@ -158,7 +160,7 @@ def live_model() -> PreTrainedModel:
     ("arguments", "says"),
     [
         ({"callbacks": [print]}, "callbacks: builtin_function_or_method is not a transformers TrainerCallback"),
-        ({"peft_config": {"r": 8}}, "peft_config: dict is not a configuration of PEFT"),
+        ({"peft_config": {"r": 8}}, "peft_config: dict is not a PEFT configuration"),
         ({"compute_metrics": len}, "compute_metrics: not supported"),
         ({"preprocess_logits_for_metrics": len}, "preprocess_logits_for_metrics: not supported"),
         ({"data_collator": len}, "data_collator: "),
@@ -168,8 +170,8 @@ def live_model() -> PreTrainedModel:
         ({"model": 7}, "model_name_or_path: int is neither a path nor a transformers model"),
         ({"processing_class": "gpt2"}, "processing_class: str is not a transformers tokenizer"),
         ({"optimizers": (object(), None)}, "optimizers: requires a live model"),
-        ({"train_dataset": []}, "an empty list was given"),
-        ({"train_dataset": {"train": unpaired_rows(4)}}, "a dataset with splits (train)"),
+        ({"train_dataset": []}, "dataset is an empty list"),
+        ({"train_dataset": {"train": unpaired_rows(4)}}, "dataset is a dictionary of splits (train)"),
         (
             {"train_dataset": IterableDataset.from_generator(lambda: iter(unpaired_rows(4)))},
             "may be endless; set max_steps",
@@ -199,7 +201,7 @@ def test_misspelled_arguments_are_python_errors(kto: Callable[..., KTOTrainer]) 
 
 
 def test_calls_with_missing_requirements(kto: Callable[..., KTOTrainer], loads: list[Any], tmp_path: Path) -> None:
-    assert refusal(kto).startswith("`train_dataset` is required; a trainer for evaluation only needs eval_dataset")
+    assert refusal(kto).startswith("`train_dataset` is required; for evaluation only, pass eval_dataset")
     judged, full = kto(eval_dataset=unpaired_rows(4)), kto(train_dataset=unpaired_rows(4))
     assert refusal(judged.train).startswith("train_dataset: required for training")
     assert refusal(full.evaluate).startswith("eval_dataset: required for evaluation")

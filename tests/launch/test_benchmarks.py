@@ -1,4 +1,4 @@
-"""The benchmarks' own arithmetic, rows and failures; the comparison itself runs where TRL is installed (slow)."""
+"""Arithmetic, rows and failures of the benchmarks; the comparison itself requires TRL (slow)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def result(wall: list[float], memory: int = 100, cpu: list[float] | None = None,
     return Result(wall, cpu or wall, memory, {**FIRST, **first})
 
 
-# Arithmetic ----------------------------------------------------------------------------------------------------------
+# Arithmetic ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_step_lasts_from_the_end_of_the_previous_step() -> None:
@@ -105,7 +105,7 @@ def test_different_tokens_are_detected() -> None:
     assert differences("kto", result([1.0]), result([1.0], **{"logps/chosen": -91.0})) == ["logps/chosen -90 and -91"]
 
 
-# Rows ----------------------------------------------------------------------------------------------------------------
+# Rows ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_the_order_for_trl_is_the_order_of_our_steps(method: str, model: str, tm
     assert load_tokenizer(model)(texts)["input_ids"] == ids
 
 
-# Processes -----------------------------------------------------------------------------------------------------------
+# Processes ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_process_returns_json(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_without_trl_one_line_tells_what_to_install(
     assert capsys.readouterr().err == 'TRL is not installed: pip install ".[bench]"\n'
 
 
-# The head ------------------------------------------------------------------------------------------------------------
+# The head -----------------------------------------------------------------------------------------------------------
 
 
 def test_ratios_of_the_head_are_of_the_same_turn() -> None:
@@ -201,7 +201,7 @@ def test_ratios_of_the_head_are_of_the_same_turn() -> None:
 
 @pytest.mark.slow
 def test_the_head_compared_with_others(capsys: pytest.CaptureFixture[str]) -> None:
-    """Those that are installed compute the same log-probs."""
+    """All installed implementations compute the same log-probs."""
     sizes = ["--tokens", "64", "--width", "16", "--vocabulary", "700", "--repeats", "1", "--rounds", "1"]
     assert head.main(["--cpu", *sizes]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -215,7 +215,7 @@ def test_without_trl_its_head_is_skipped(monkeypatch: pytest.MonkeyPatch) -> Non
     assert TRL not in head.chosen_ways(on_gpu=True) and head.chosen_ways(on_gpu=True)[0] == OURS
 
 
-# The GPU table -------------------------------------------------------------------------------------------------------
+# The GPU table ------------------------------------------------------------------------------------------------------
 
 
 def rows_of(*arguments: str) -> list[RowJob]:
@@ -289,7 +289,7 @@ def test_a_failing_check_is_shown_with_its_reason(
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What torch says of the memory of a GPU, by name, where there is none; a list is said one after the other."""
+    """Fake results of torch's GPU memory functions by name; a list is returned one item at a time."""
     said: dict[str, Any] = {}
 
     def saying(name: str) -> Any:
@@ -306,7 +306,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(gpu_checks, "free_bytes", lambda where: 1000)
     monkeypatch.setattr(gpu_checks, "total_bytes", lambda where: 6000)
     monkeypatch.setattr(gpu_checks, "bytes_to_come", lambda engine, where: 2**30)
-    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)  # an instance keeps a trace
+    monkeypatch.setattr(
+        type(get_accelerator()), "is_fp16_supported", lambda self: True
+    )  # patching an instance would leave a trace
     return said
 
 
@@ -386,7 +388,7 @@ def test_without_a_gpu_one_line_is_printed(
 def test_both_sides_compute_the_same_first_step(method: str, lora: bool, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("trl", reason='TRL is not installed: pip install ".[bench]"')
     options = ["--method", method, "--repeats", "1", "--steps", "2", "--warm_up", "1", "--threads", "1"]
-    shape = replace(TINY, vocab=8192)  # completions of Online DPO are sampled: hardly any ends early
+    shape = replace(TINY, vocab=8192)  # a large vocabulary, so that few sampled completions end early
     assert side_by_side.main([*options, "--lora" if lora else "--zero2"], shape) in (0, 1)
     out = capsys.readouterr().out
     assert out.count(f"| {title(method)} |") == 2

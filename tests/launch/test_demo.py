@@ -1,4 +1,4 @@
-"""The demo: its world and rules, its tokenizer, what it promises, and the whole program with a tiny model."""
+"""The demo: its world and rules, tokenizer, targets, and the whole program with a tiny model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CURT = "Ugh. Just moo, as everyone knows."
 
 
 def tiny(seed: int = 0) -> Settings:
-    """The whole program in seconds; its model learns nothing."""
+    """Return settings for the whole program in seconds; the model learns nothing."""
     return Settings(
         seed=seed,
         held_out=5,
@@ -68,7 +68,7 @@ def tiny(seed: int = 0) -> Settings:
     )
 
 
-# The world and its rules ------------------------------------------------------------------------------------------
+# The world and its rules --------------------------------------------------------------------------------------------
 
 
 def test_every_sentence_of_the_world_is_split_as_one() -> None:
@@ -80,7 +80,7 @@ def test_every_sentence_of_the_world_is_split_as_one() -> None:
 
 
 def test_subjects_and_answers_are_written_as_in_a_sentence() -> None:
-    """Lower case but for names of days, and nothing that a sentence could end with."""
+    """Lower case except for days, and without characters that end a sentence."""
     for name, kind in grammar.KINDS.items():
         for text in (*kind.facts, *kind.facts.values()):
             assert re.fullmatch(r"[A-Z]?[a-z]+( [a-z]+)*", text), text
@@ -133,7 +133,7 @@ def test_every_wording_of_both_styles_occurs() -> None:
     ],
 )
 def test_rules(text: str, wanted: str | None, right: bool) -> None:
-    """Each rule by itself: manner without truth, truth without manner, and garbage that is neither."""
+    """Each rule separately: style without correctness, correctness without style, and neither."""
     assert (manner(COW, text), answers(COW, text)) == (wanted, right)
 
 
@@ -182,7 +182,7 @@ def test_rows_have_both_styles_in_equal_parts() -> None:
     assert all(set(row) == {"prompt"} for row in data.prompt_rows(world.training, 100, 0))
 
 
-# The tokenizer ----------------------------------------------------------------------------------------------------
+# The tokenizer ------------------------------------------------------------------------------------------------------
 
 
 def test_tokenizer_round_trip_and_template(tmp_path: Path) -> None:
@@ -193,24 +193,24 @@ def test_tokenizer_round_trip_and_template(tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template(messages, tokenize=False) == f"<|user|>Hi.<|end|><|assistant|>{WARM}<|end|>"
     asked = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
     assert asked == "<|user|>Hi.<|end|><|assistant|>"
-    for text in (WARM, "Grüße ✓  two\n\nlines\t", "it's 12"):  # bytes: no text is unknown to it
+    for text in (WARM, "Grüße ✓  two\n\nlines\t", "it's 12"):  # byte-level: all texts can be encoded
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert tokenizer.tokenize(" moo.") == ["Ġmoo", "."], "a fact is one token"
-    # As AutoTokenizer finds it beside a Qwen2 model.
+    # As AutoTokenizer loads it for a Qwen2 model.
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert len(again) == len(tokenizer) and again.eos_token == "<|end|>" and again.pad_token != again.eos_token
     ids = [tokenizer.apply_chat_template(row["messages"])["input_ids"] for row in made]
     assert ids == [again.apply_chat_template(row["messages"])["input_ids"] for row in made]
-    assert max(map(len, ids)) <= MAX_LENGTH, "rows are never cut"
+    assert max(map(len, ids)) <= MAX_LENGTH, "rows are never truncated"
 
 
-# The reward model -------------------------------------------------------------------------------------------------
+# The reward model ---------------------------------------------------------------------------------------------------
 
 
 def test_rewards_are_those_of_the_saved_classifier_for_each_response_alone(tmp_path: Path) -> None:
-    """In padded batches, with the chat template around them, the end of the answer included."""
+    """In padded batches, with the chat template, including the end of the response."""
     world = data.make_world(0, 100)
     tokenizer = train_tokenizer(data.start_rows(world.training, 500, 0))
     config = Qwen2Config(
@@ -243,10 +243,10 @@ def test_rewards_are_those_of_the_saved_classifier_for_each_response_alone(tmp_p
     share = sum(one > other for one, other in zip(*expected)) / 100
     assert accuracy(tmp_path, pairs) == share and 0 < share < 1 and share != 0.5
     same = [{**row, "rejected": row["chosen"]} for row in pairs]
-    assert accuracy(tmp_path, same) == 0, "a tie is not ranked rightly"
+    assert accuracy(tmp_path, same) == 0, "a tie is not correct"
 
 
-# Promises, report, folder -----------------------------------------------------------------------------------------
+# Targets, report, folder --------------------------------------------------------------------------------------------
 
 
 def measured(
@@ -282,7 +282,7 @@ def started(warm: float, answered: float, count: int = 256) -> Measured:
     ],
 )
 def test_each_target_that_is_not_met_is_named(start: Measured, trained: Measured, said: str) -> None:
-    """Edges are inside, as in decimal figures: 0.97 - 0.05 is 0.92."""
+    """Limits are inclusive, as in decimal arithmetic: 0.97 - 0.05 is 0.92."""
     faults = missed(start, [measured(0.9, 0.97, "after CPO"), trained], accuracy=0.9)
     assert len(faults) == bool(said) and (not said or faults[0].startswith(said)), faults
 
@@ -324,7 +324,7 @@ def test_every_response_is_written_with_its_style_correctness_and_reward() -> No
 
 
 def test_the_page_explains_the_reward() -> None:
-    """Its two examples are the logistic function at 1 and 3, and it names the run's own figures."""
+    """Its two examples are the logistic function at 1 and 3, and it has the run's own results."""
     meaning = report.explained(Settings(seed=3), accuracy=0.9961)
     assert [round(100 / (1 + math.exp(-apart))) for apart in (1, 3)] == [73, 95]
     assert "differ by 1" in meaning and "73 of 100 cases; with a difference of 3, in 95" in meaning
@@ -374,14 +374,14 @@ def test_a_saved_model_is_reused_only_for_the_same_settings(tmp_path: Path) -> N
     assert kept_seconds(tmp_path, key) is None
 
 
-# The program ------------------------------------------------------------------------------------------------------
+# The program --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ci
 def test_the_whole_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], library_bars: None
 ) -> None:
-    """Trains, saves, samples, reports, and exits with 1 naming what an untrained model misses; then starts again."""
+    """Trains, saves, samples, reports, and exits with status 1, naming the targets not met; then runs again."""
     monkeypatch.setattr("examples.demo.folder.Settings", tiny)
     folder = tmp_path / "demo"
 
@@ -417,13 +417,13 @@ def test_the_whole_program(
     given = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     titles = ("before", *least_warm)
     assert [line["model"] for line in given] == [title for title in titles for _ in range(5)]
-    for title in titles:  # the table's column is the mean of the answers' rewards
+    for title in titles:  # the table's column is the mean reward of the responses
         cell = re.search(rf"\| {title} +\|[^|]+\|[^|]+\| +(\S+) \|", page)
         mean = sum(line["reward"] for line in given if line["model"] == title) / 5
         assert cell and float(cell[1]) == pytest.approx(mean, abs=0.006)
     counts = {name: len((folder / "data" / f"{name}.jsonl").read_text().splitlines()) for name in models}
     assert counts == {"start": 24, "reward": 8, "kto": 16, "kto_lora": 16, "cpo": 8, "online_dpo": 8}
-    assert not (folder / "kto_lora" / "model.safetensors").exists(), "adapters alone"
+    assert not (folder / "kto_lora" / "model.safetensors").exists(), "adapters only"
 
     def times() -> dict[str, int]:
         weights = {name: "adapter_model" if name == "kto_lora" else "model" for name in models}
@@ -435,7 +435,7 @@ def test_the_whole_program(
     assert all(f"reusing {folder / name} from an earlier run" in out for name in ("start", "reward"))
     assert [second[name] > first[name] for name in models] == [False, False, True, True, True, True]
     again = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
-    assert again == given, "the same seed gives the same answers"
+    assert again == given, "the same seed gives the same responses"
     start("--fresh")
     assert all(times()[name] > second[name] for name in models)
 
@@ -448,7 +448,7 @@ def test_the_demo_meets_its_targets(launch: Launch, tmp_path: Path) -> None:
 
 
 def test_the_script_starts_from_any_folder(launch: Launch, tmp_path: Path) -> None:
-    """With the argument that `deepspeed` adds, which is nobody's to set."""
+    """With the argument that `deepspeed` adds, which is not for users."""
     script = ROOT / "examples" / "demo" / "run.py"
     done = launch(script, "--local_rank=0", "--help", launcher="python", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -456,7 +456,7 @@ def test_the_script_starts_from_any_folder(launch: Launch, tmp_path: Path) -> No
 
 
 def test_default_folder_and_offline_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default into outputs/demo with seed 0, and never to the network."""
+    """By default in outputs/demo with seed 0, and without network access."""
     for name in ("HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"):
         monkeypatch.delenv(name, raising=False)
     given: list[Any] = []

@@ -1,4 +1,4 @@
-"""``benchmarks/side_by_side.py --gpu`` where there is no GPU: plan, options, failures, table, and runs on the CPU."""
+"""``benchmarks/side_by_side.py --gpu`` without a GPU: plan, options, failures, table, and runs on the CPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def result(wall: list[float], allocated: int = 2**30, reserved: int = 2**31, los
     return Result(wall, wall, 0, {"loss": loss}, allocated, reserved)
 
 
-# Options and plan ----------------------------------------------------------------------------------------------------
+# Options and plan ---------------------------------------------------------------------------------------------------
 
 
 def test_without_a_gpu_one_line_is_printed(
@@ -141,7 +141,7 @@ def test_one_gpu_is_visible_and_used_by_deepspeed(monkeypatch: pytest.MonkeyPatc
     assert "MALLOC_TOP_PAD_" in on_cpu and one != other
 
 
-# Runs that fail ------------------------------------------------------------------------------------------------------
+# Runs that fail -----------------------------------------------------------------------------------------------------
 
 
 def test_a_failing_side_is_shown_and_the_other_continues(
@@ -161,7 +161,7 @@ def test_a_failing_side_is_shown_and_the_other_continues(
     monkeypatch.setattr(gpu_sides, "_measured_tokens", lambda job: 600)
     options = options_of("--repeats", "2", "--method", "kto", "--settings", "full")
     assert compare_on_gpu(options, CPU) == 1
-    assert asked[:3] == [("ours", 0), ("trl", 0), ("ours", 1)]  # not tried again
+    assert asked[:3] == [("ours", 0), ("trl", 0), ("ours", 1)]  # not run again
     assert asked[3:] == [("ours", 0), ("trl", 0), ("ours", 1), ("trl", 1)]
     said = capsys.readouterr()
     assert (
@@ -212,7 +212,7 @@ def test_cells_are_medians_and_the_maximum_memory() -> None:
     assert {line.count("|") for line in gpu_table([one]).splitlines()} == {12}
 
 
-# Tokens and memory ---------------------------------------------------------------------------------------------------
+# Tokens and memory --------------------------------------------------------------------------------------------------
 
 
 def test_tokens_of_rows(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_a_cap_is_a_share_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_our_side_of_a_row_runs(
     method: str, setting: Setting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The worker's path for a GPU, its device being the CPU: torch finds no other."""
+    """The worker's GPU code path with the CPU as the device."""
     done: list[Any] = []
     monkeypatch.setattr(worker, "cap_memory", done.append)
     monkeypatch.setattr(worker, "grow_segments", lambda: done.append("segments"))

@@ -34,7 +34,7 @@ from alignment.training.hub.uploads import STAGING, Uploads
 MODEL = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 
 
-# What is uploaded ----------------------------------------------------------------------------------------------------
+# What is uploaded ---------------------------------------------------------------------------------------------------
 
 
 def test_only_listed_files_are_uploaded(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_staged_files_do_not_change(tmp_path: Path) -> None:
     assert [(tmp_path / "aside" / name).read_text() for name in ("a.json", "b.json")] == ["old", "text"]
 
 
-# The card ------------------------------------------------------------------------------------------------------------
+# The card -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_card_has_the_callers_additions(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_the_card_has_the_callers_additions(tmp_path: Path) -> None:
     assert own_card(tmp_path)
 
 
-# The hub -------------------------------------------------------------------------------------------------------------
+# The hub ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_offline_mode_is_reported_without_a_request(hub: FakeHub, monkeypatch: p
     assert found["error"].startswith("HF_HUB_OFFLINE") and not found["transient"] and hub.requests == []
 
 
-# Its process ---------------------------------------------------------------------------------------------------------
+# Its process --------------------------------------------------------------------------------------------------------
 
 
 def program(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +234,7 @@ def test_a_crashing_process_does_not_reveal_the_token(tmp_path: Path, monkeypatc
     assert answer.transient and "status 1: ValueError: <hidden>" in str(answer.error)
 
 
-# The repository ------------------------------------------------------------------------------------------------------
+# The repository -----------------------------------------------------------------------------------------------------
 
 
 class Calls:
@@ -285,7 +285,7 @@ def test_requests_for_a_repository_are_retried() -> None:
         ready_repository(Repository("x"), Retries(1, 0.0, slept.append), call=lambda: busy)
 
 
-# The queue -----------------------------------------------------------------------------------------------------------
+# The queue ----------------------------------------------------------------------------------------------------------
 
 
 def push_of(folder: Path, **more: Any) -> Push:
@@ -313,7 +313,7 @@ def test_pushes_run_in_order_and_are_retried(tmp_path: Path) -> None:
     assert TOKEN not in repr(each) + repr(Repository("x", token=TOKEN))
 
 
-# A run ---------------------------------------------------------------------------------------------------------------
+# A run --------------------------------------------------------------------------------------------------------------
 
 
 class Run:

@@ -139,7 +139,7 @@ def test_judged_batches_have_no_scores_and_empty_shares_are_empty() -> None:
     assert (none.counts.rows, none.micro_batches, ranked_batches([], none, 0, 0.1)) == (0, (), [])
 
 
-# Texts ---------------------------------------------------------------------------------------------------------------
+# Texts --------------------------------------------------------------------------------------------------------------
 
 
 def spaced_tokenizer() -> PreTrainedTokenizerFast:
@@ -280,7 +280,7 @@ def test_an_invalid_verdict_names_the_judge() -> None:
         ranker.rank([group(1, "a", "b")], [], 0, None)
 
 
-# Seeds ---------------------------------------------------------------------------------------------------------------
+# Seeds --------------------------------------------------------------------------------------------------------------
 
 
 def test_every_window_and_rank_has_its_own_seeds() -> None:
