@@ -1,4 +1,4 @@
-"""Faulty commands of Online DPO and of reward-model training; see ``bad_commands``."""
+"""Invalid commands of Online DPO and reward model training; see ``bad_commands``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILES = {"rewards.py": REWARDS}
 
 
 def online(name: str, *says: str, data: object = None, files: dict[str, str] | None = None, **options: str) -> Case:
-    """A faulty command of Online DPO with a reward function, unless ``options`` have another source."""
+    """An invalid Online DPO command with a reward function, unless ``options`` set another source of rewards."""
     sources = ("reward_funcs", "reward_model_path", "judge")
     given = options if set(options) & set(sources) else {**FUNCTION, **options}
     return Case(name, says, dict(given), data=data, method="online_dpo", files={**FILES, **(files or {})})  # type: ignore[arg-type]
@@ -32,13 +32,13 @@ ONLINE = [
         "judge and rewards",
         "judge='@judges.py:Judge'",
         "reward_funcs='@rewards.py:letters'",
-        "leave one of them out",
+        "remove one of them",
         judge="@judges.py:Judge",
         reward_funcs="@rewards.py:letters",
     ),
-    online("vllm", "rollout_backend='vllm'", "not supported; set one of", rollout_backend="vllm"),
-    online("greedy", "temperature=0.0", "set it above 0", temperature="0"),
-    online("no room", "max_length=96", "no room for a prompt", "max_new_tokens=96", max_new_tokens=str(POSITIONS)),
+    online("vllm", "rollout_backend='vllm'", "not supported yet", rollout_backend="vllm"),
+    online("greedy", "temperature=0.0", "must be greater than 0", temperature="0"),
+    online("no room", "max_length=96", "no tokens for the prompt", "max_new_tokens=96", max_new_tokens=str(POSITIONS)),
     online(
         "prompts too long",
         "@data.jsonl: all 2 rows were dropped (2 × prompt longer than 16 tokens)",
@@ -76,7 +76,7 @@ ONLINE = [
     deepspeed_case(
         "stage 2 reward model",
         {"zero_optimization": {"stage": 2}},
-        "@reward_deepspeed.json: zero_optimization.stage=2: a frozen engine is stage 3 or 0",
+        "@reward_deepspeed.json: zero_optimization.stage=2: a frozen model requires stage 3",
         key="reward_deepspeed",
         method="online_dpo",
         reward_model_path="%classifier",
@@ -97,7 +97,7 @@ ONLINE = [
 
 
 def write_classifiers(folder: Path) -> None:
-    """Write ``classifier`` and copies of it with one fault each into ``folder``."""
+    """Write ``classifier`` and copies of it with one defect each to ``folder``."""
     for name, labels in (("classifier", 1), ("three-labels", 3), ("classifier-no-template", 1)):
         config = tiny_config("tied")
         config.num_labels = labels

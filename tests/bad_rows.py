@@ -1,4 +1,4 @@
-"""Faulty data files for ``test_bad_input``."""
+"""Invalid data files for ``test_bad_input``."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ CHAT_END = [{"role": "assistant", "content": "b"}]
 
 
 def rows(name: str, content: str | bytes, *says: str, file: str = "x.jsonl", method: str = "kto") -> Case:
-    """A data file with that content."""
+    """A data file with this content."""
     return Case(f"rows: {name}", says, {"dataset_name": f"@{file}"}, method=method, make=file_of(file, content))
 
 
 def row(name: str, *says: str, **values: object) -> Case:
-    """A KTO row with these values in the place of good ones."""
+    """A KTO row in which these values replace valid ones."""
     return rows(name, json.dumps({**LABELLED, **values}) + "\n", *says)
 
 
 def chat(name: str, prompt: object, *says: str, **more: object) -> Case:
-    """A conversation with that prompt."""
+    """A conversation with this prompt."""
     return row(name, *says, prompt=prompt, completion=CHAT_END, **more)
 
 

@@ -309,7 +309,7 @@ def test_two_references_are_one_too_many(base: str, tmp_path: Path) -> None:
         args = DPOConfig(**run_options(tmp_path, use_peft=True, **more))
         DPOTrainer(base, reference, args=args, train_dataset=paired_rows(2))
 
-    with pytest.raises(OptionError, match="a reference model was given as well"):
+    with pytest.raises(OptionError, match="ref_placement='adapter' and a reference model"):
         plan(reference=base, ref_placement="adapter")
     with pytest.raises(OptionError, match="ref_deepspeed=.*has no effect with ref_placement='adapter'"):
         plan(ref_placement="adapter", ref_deepspeed="ref_replica")

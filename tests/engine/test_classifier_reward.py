@@ -205,5 +205,5 @@ def test_its_engine_is_configured_apart_from_the_policys(tmp_path: Path) -> None
         OptionError, match="^DeepSpeed mapping: .*'offload', which contradicts reward_placement='replica'"
     ):
         source(path, tmp_path, deepspeed=mapping, placement="replica")
-    with pytest.raises(OptionError, match="zero_optimization.stage=2: a frozen engine is stage 3 or 0"):
+    with pytest.raises(OptionError, match="zero_optimization.stage=2: a frozen model requires stage 3"):
         source(path, tmp_path, deepspeed=zero(2))

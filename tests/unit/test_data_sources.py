@@ -18,7 +18,7 @@ ROWS = [{"prompt": f"p{i}", "completion": f"c{i}", "label": i % 2 == 0} for i in
 
 
 def write(path: Path, *rows: Any) -> str:
-    """Write JSON Lines; a string is written as it is."""
+    """Write JSON Lines; strings are written unchanged."""
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), "utf-8")
     return str(path)
 
@@ -123,12 +123,12 @@ def test_empty_files(tmp_path: Path, content: str, suffix: str) -> None:
         ),
     ],
 )
-def test_torn_or_mixed_lines_are_named(tmp_path: Path, lines: list[Any], message: str) -> None:
+def test_truncated_or_mixed_lines_are_named(tmp_path: Path, lines: list[Any], message: str) -> None:
     path = write(tmp_path / "data.jsonl", *lines)
     assert re.match(f"{re.escape(path)} {message}", refused(path))
 
 
-def test_torn_json_list_and_wrong_encoding(tmp_path: Path) -> None:
+def test_truncated_json_list_and_wrong_encoding(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
     path.write_text('[\n{"prompt": "a"},\n{"prompt": "b"\n')
     assert refused(str(path)).startswith(f"{path} line 4: not valid JSON")
@@ -200,7 +200,7 @@ def test_python_objects() -> None:
             dataset_from_python(value)
 
 
-def test_nothing_is_said_about_a_hub_split_but_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_error_of_a_hub_split_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, **kwargs: object) -> None:
         raise ValueError('Unknown split "x". Should be one of ["train"].\nMore')
 
@@ -209,7 +209,7 @@ def test_nothing_is_said_about_a_hub_split_but_its_error(monkeypatch: pytest.Mon
     assert message.startswith('dataset owner/name (config en), split x: cannot be loaded: Unknown split "x".')
 
 
-def test_files_of_two_kinds_in_one_split(tmp_path: Path) -> None:
+def test_two_file_types_in_one_split(tmp_path: Path) -> None:
     (tmp_path / "train-1.jsonl").write_text('{"a": 1}\n')
     (tmp_path / "train-2.csv").write_text("a\n1\n")
     with pytest.raises(DataError, match=r"the split mixes \.csv, \.jsonl files; use a single file type"):
@@ -217,7 +217,7 @@ def test_files_of_two_kinds_in_one_split(tmp_path: Path) -> None:
 
 
 def test_plain_columns_keep_their_types(tmp_path: Path) -> None:
-    """A column of one plain type is stored as that, so that nothing has to be decoded."""
+    """A column of one primitive type is stored with this type, so that no decoding is needed."""
     row = {"text": "a", "bool": True, "int": 1, "float": 0.5}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     loaded = load_split(str(tmp_path / "rows.jsonl"), None, "train")
