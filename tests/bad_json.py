@@ -1,4 +1,4 @@
-"""Faulty JSON for ``test_bad_input``: DeepSpeed's, and that of options."""
+"""Invalid JSON for ``test_bad_input``: DeepSpeed configurations and options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ZERO = '{"zero_optimization": %s}'
 
 
 def deepspeed(name: str, content: str | bytes, *says: str) -> Case:
-    """A DeepSpeed JSON with that content."""
+    """A DeepSpeed configuration with this content."""
     return Case(f"DeepSpeed: {name}", says, {"deepspeed": "@d.json"}, make=file_of("d.json", content))
 
 
@@ -21,14 +21,14 @@ def option(name: str, key: str, value: str, *says: str, **options: str | None) -
 JSON = [
     deepspeed("list", "[1]", "@d.json: expected a JSON object with DeepSpeed keys, found list"),
     deepspeed("null", "null", "@d.json: expected a JSON object with DeepSpeed keys, found NoneType"),
-    deepspeed("empty", "", "@d.json line 1: invalid JSON: Expecting value"),
+    deepspeed("empty", "", "@d.json, line 1: invalid JSON: Expecting value"),
     deepspeed("binary", bytes(range(256)), "@d.json: cannot be read ('utf-8' codec can't decode"),
     deepspeed("UTF-16", "{}".encode("utf-16"), "@d.json: cannot be read ('utf-8' codec can't decode"),
-    deepspeed("byte order mark", b"\xef\xbb\xbf{", "@d.json line 1: invalid JSON: Expecting property name"),
-    deepspeed("comment", '{\n// stage\n"bf16": {}}', "@d.json line 2: invalid JSON"),
-    deepspeed("trailing comma", '{"bf16": {},}', "@d.json line 1: invalid JSON"),
-    deepspeed("single quotes", "{'bf16': {}}", "@d.json line 1: invalid JSON"),
-    deepspeed("YAML", "zero_optimization:\n  stage: 2\n", "@d.json line 1: invalid JSON"),
+    deepspeed("byte order mark", b"\xef\xbb\xbf{", "@d.json, line 1: invalid JSON: Expecting property name"),
+    deepspeed("comment", '{\n// stage\n"bf16": {}}', "@d.json, line 2: invalid JSON"),
+    deepspeed("trailing comma", '{"bf16": {},}', "@d.json, line 1: invalid JSON"),
+    deepspeed("single quotes", "{'bf16': {}}", "@d.json, line 1: invalid JSON"),
+    deepspeed("YAML", "zero_optimization:\n  stage: 2\n", "@d.json, line 1: invalid JSON"),
     deepspeed("nested", NESTED, "@d.json: nested too deeply"),
     deepspeed("NaN", '{"gradient_clipping": NaN}', "@d.json: NaN is not a JSON value"),
     deepspeed("number of 5000 digits", '{"steps_per_print": %s}' % ("9" * 5000), "@d.json: Exceeds the limit"),

@@ -1,4 +1,4 @@
-"""Faulty commands of Online DPO and of reward-model training; see ``bad_commands``."""
+"""Invalid commands of Online DPO and reward model training; see ``bad_commands``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILES = {"rewards.py": REWARDS}
 
 
 def online(name: str, *says: str, data: object = None, files: dict[str, str] | None = None, **options: str) -> Case:
-    """A faulty command of Online DPO with a reward function, unless ``options`` have another source."""
+    """An invalid Online DPO command with a reward function, unless ``options`` set another source of rewards."""
     sources = ("reward_funcs", "reward_model_path", "judge")
     given = options if set(options) & set(sources) else {**FUNCTION, **options}
     return Case(name, says, dict(given), data=data, method="online_dpo", files={**FILES, **(files or {})})  # type: ignore[arg-type]
@@ -67,7 +67,7 @@ ONLINE = [
     online("three labels", "reward_model_path", "num_labels=3", reward_model_path="%three-labels"),
     online(
         "no template of the reward model's",
-        "reward_processing_class: @data.jsonl row 1 is conversational",
+        "reward_processing_class: @data.jsonl, row 1 is conversational",
         "no chat template",
         data=[{"prompt": CHAT["prompt"]}] * 2,
         reward_model_path="%classifier-no-template",
@@ -97,7 +97,7 @@ ONLINE = [
 
 
 def write_classifiers(folder: Path) -> None:
-    """Write ``classifier`` and copies of it with one fault each into ``folder``."""
+    """Write ``classifier`` and copies of it with one defect each to ``folder``."""
     for name, labels in (("classifier", 1), ("three-labels", 3), ("classifier-no-template", 1)):
         config = tiny_config("tied")
         config.num_labels = labels

@@ -1,4 +1,4 @@
-"""The command line by every entry point: usage lines, closed pipes, and the contents of an installed wheel."""
+"""One command line for all entry points: names in usage lines, closed pipes, and the contents of the wheel."""
 
 from __future__ import annotations
 
@@ -74,13 +74,11 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("given", [["--local_rank=1"], ["--local-rank", "1"], ["--local_rank=0", "--local-rank=0"]])
-def test_arguments_of_deepspeeds_launcher_before_the_command(
-    given: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arguments_added_by_deepspeeds_launcher(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert exits(capsys, *given, "--version") == (0, f"deepspeed-alignment {__version__}\n", "")
 
 
-def test_the_list_of_commands_is_printed_whatever_the_rank() -> None:
+def test_the_list_of_commands_is_printed_on_every_rank() -> None:
     done = run([sys.executable, "-m", "alignment", "--help"], RANK="1", WORLD_SIZE="2")
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: ")
 
@@ -109,7 +107,7 @@ def test_an_unknown_command(name: str, hint: str, capsys: pytest.CaptureFixture[
 
 
 def printed_to(descriptor: int, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run the command with its stdout redirected."""
+    """Run the command with this stdout."""
     command = [sys.executable, "-m", "alignment", *arguments]
     env = environment(PYTHONPATH=str(ROOT))
     return subprocess.run(
@@ -118,7 +116,7 @@ def printed_to(descriptor: int, arguments: list[str]) -> subprocess.CompletedPro
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]], ids=" ".join)
-def test_printing_commands_exit_quietly_on_a_closed_pipe(arguments: list[str]) -> None:
+def test_printing_commands_exit_quietly_if_the_pipe_is_closed(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     done = printed_to(writer, arguments)
@@ -127,7 +125,7 @@ def test_printing_commands_exit_quietly_on_a_closed_pipe(arguments: list[str]) -
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]], ids=" ".join)
-def test_printing_commands_report_errors_of_stdout(arguments: list[str]) -> None:
+def test_printing_commands_report_other_write_errors(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = printed_to(full.fileno(), arguments)
     error = "error: cannot write to standard output: No space left on device\n"
@@ -136,7 +134,7 @@ def test_printing_commands_report_errors_of_stdout(arguments: list[str]) -> None
 
 @pytest.mark.parametrize("buffering", [1, -1], ids=["by line", "in blocks"])
 @pytest.mark.parametrize("opened", [os.pipe, os.openpty], ids=["pipe", "terminal"])
-def test_output_of_a_run_to_a_closed_pipe_is_discarded(
+def test_output_is_discarded_after_the_pipe_is_closed(
     opened: Callable[[], tuple[int, int]], buffering: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader, writer = opened()
@@ -163,7 +161,7 @@ def test_a_missing_stream_stays_missing(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.faults
 @pytest.mark.parametrize("bars", [True, False], ids=["progress bars", "lines"])
-def test_a_run_continues_if_its_pipe_is_closed(bars: bool, tmp_path: Path) -> None:
+def test_a_training_run_continues_after_its_pipe_is_closed(bars: bool, tmp_path: Path) -> None:
     make_model(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in unpaired_rows(8)))
     options = {"model_name_or_path": tmp_path / "model", "dataset_name": tmp_path / "rows.jsonl"}
@@ -190,7 +188,7 @@ def test_a_run_continues_if_its_pipe_is_closed(bars: bool, tmp_path: Path) -> No
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel from a copy of the checkout, as the build leaves files behind."""
+    """A wheel built from a copy of the checkout, because the build leaves files in its folder."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("alignment", "ds_configs", "launch", "examples", "benchmarks", "tests", "tools"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -202,20 +200,22 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_contents_of_the_wheel(wheel: Path) -> None:
+def test_the_contents_of_the_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     expected = {f"alignment/{path.relative_to(ROOT / 'alignment')}" for path in (ROOT / "alignment").rglob("*.py")}
     expected |= {f"alignment/ds_configs/{path.name}" for path in (ROOT / "ds_configs").glob("*.json")}
     expected |= {f"alignment/launch/recipes/{path.name}" for path in (ROOT / "launch" / "recipes").glob("*.yaml")}
     expected |= {f"alignment/launch/slurm/{path.name}" for path in (ROOT / "launch" / "slurm").glob("*.sbatch")}
+    templates = (ROOT / "alignment" / "reporting" / "html" / "templates").iterdir()
+    expected |= {f"alignment/reporting/html/templates/{path.name}" for path in templates}
     assert expected | {"alignment/py.typed"} <= names
     others = {name for name in names - expected if not name.startswith("deepspeed_alignment-")}
     scripts = {f"alignment/launch/{path.name}" for path in (ROOT / "launch").glob("*.py")}
     assert others <= {"alignment/py.typed", "alignment/ds_configs/README.md", *scripts}
 
 
-def test_recipes_of_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_includes_the_recipes(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
     command = [sys.executable, "-m", "alignment", "train"]

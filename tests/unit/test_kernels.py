@@ -1,4 +1,4 @@
-"""Layer kernels: checks before weights are loaded, and the kernels applied to a loaded model."""
+"""Layer kernels: checks before a model is loaded, and patching of loaded models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from alignment.training.checkpointing.fingerprints import compared_options
 from tools.architectures.tiny import tiny_config as shrunk
 
 CPU = torch.device("cpu")
-KERNEL_OF = {  # by the class that has it
+KERNEL_OF = {  # by the class that supports it
     "LigerSwiGLUMLP": "swiglu",
     "LigerPhi3SwiGLUMLP": "swiglu",
     "LigerGEGLUMLP": "geglu",
@@ -39,7 +39,7 @@ KERNEL_OF = {  # by the class that has it
 
 @pytest.fixture(autouse=True)
 def plain_modelling_files() -> Iterator[None]:
-    """Restore modeling files: Liger's rotary embedding would run in Triton's interpreter in later tests."""
+    """Undo Liger's patch of the rotary embedding, which would run in Triton's interpreter in later tests."""
     yield
     for name, module in list(sys.modules.items()):
         if name.startswith("transformers.models."):
@@ -58,17 +58,17 @@ def check(*sources: ModelSource, **given: Any) -> list[str]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend that there is a GPU in the checks."""
+    """Simulate a GPU for the checks."""
     monkeypatch.setattr(kernels, "has_gpu", lambda: True)
 
 
-def test_no_kernels_requested() -> None:
+def test_no_kernels_by_default() -> None:
     assert check() == []
     assert check(use_liger_loss=False) == []
 
 
 @pytest.mark.usefixtures("gpu")
-def test_available_kernels() -> None:
+def test_supported_kernels() -> None:
     assert check(use_liger_kernel=True) == []
     assert check(use_liger_kernel=True, liger_kernel_config={"rope": False, "fused_linear_cross_entropy": False}) == []
 
@@ -139,11 +139,11 @@ def test_contradicting_kernel_options(monkeypatch: pytest.MonkeyPatch) -> None:
         check(source(), source(use_kernels=True), use_liger_kernel=True)
 
 
-# Where a model is loaded ---------------------------------------------------------------------------------------------
+# Loading a model -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_kernels_are_applied_when_a_model_is_loaded(
+def test_kernels_are_installed_when_a_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: bool
 ) -> None:
     put: list[Any] = []
@@ -171,7 +171,7 @@ def test_kernels_are_applied_when_a_model_is_loaded(
     ],
 )
 def test_another_activation_is_never_replaced(model_type: str, changes: dict[str, Any], kernel: str) -> None:
-    """Liger checks the activation of a configuration only when it builds a layer; other models keep theirs."""
+    """Liger only checks a configuration's activation when it builds a layer; other models are not affected."""
     before = dict(dict.items(ACT2FN))
     own = shrunk(model_type)
     put_liger_kernels(AutoModelForCausalLM.from_config(own), None)
@@ -184,7 +184,7 @@ def test_another_activation_is_never_replaced(model_type: str, changes: dict[str
     assert dict(dict.items(ACT2FN)) == before
 
 
-def test_a_class_unknown_to_liger_is_rejected() -> None:
+def test_a_class_that_liger_does_not_support_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(
         OPTConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=9, ffn_dim=8)
     )
@@ -192,8 +192,8 @@ def test_a_class_unknown_to_liger_is_rejected() -> None:
         put_liger_kernels(model, None)
 
 
-def test_kernels_that_cannot_be_imported_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as those of Qwen3.5 MoE in Liger 0.8.5, whose module imports a missing name."""
+def test_kernels_that_cannot_be_imported_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like those of Qwen3.5's mixture of experts in Liger 0.8.5, whose file imports a missing name."""
 
     def broken(model: Any, which: Any) -> None:
         raise ImportError("cannot import name 'Output' from 'liger_kernel'")
@@ -203,8 +203,8 @@ def test_kernels_that_cannot_be_imported_are_rejected(monkeypatch: pytest.Monkey
         put_liger_kernels(AutoModelForCausalLM.from_config(tiny_config("tied")), None)
 
 
-def test_hub_kernels_are_those_for_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are not passed to ``from_pretrained``, which would select them for evaluation."""
+def test_kernels_of_the_hub_are_selected_for_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not passed to ``from_pretrained``, which would select them in evaluation mode."""
     modes: list[Any] = []
     monkeypatch.setattr(
         LlamaForCausalLM, "set_use_kernels", lambda self, use, config=None: modes.append((self.training, use, config))
@@ -219,7 +219,7 @@ def test_hub_kernels_are_those_for_training(tmp_path: Path, monkeypatch: pytest.
     assert hub_kernels({"a": 1}) == ({"a": 1}, False)
 
 
-def test_unavailable_hub_kernels_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_kernels_of_the_hub_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Any, use: bool, config: Any = None) -> None:
         raise OSError("We couldn't connect to the hub\nand more")
 
@@ -229,31 +229,31 @@ def test_unavailable_hub_kernels_are_rejected(monkeypatch: pytest.MonkeyPatch) -
         put_hub_kernels(model)
 
 
-def test_hub_kernels_match_the_device_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models are loaded in host memory, and a reference never changes its mode: it would keep CPU kernels."""
+def test_kernels_of_the_hub_are_selected_on_the_engines_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are loaded into host memory, and a reference never changes its mode, so it would keep CPU kernels."""
     chosen: list[Any] = []
     monkeypatch.setattr(
         LlamaForCausalLM, "set_use_kernels", lambda self, use, config=None: chosen.append((self.device.type, use))
     )
     for asked in (False, True):
         model = AutoModelForCausalLM.from_config(tiny_config("tied")).to("meta")
-        model._use_kernels = asked  # what set_use_kernels leaves behind
+        model._use_kernels = asked  # the attribute set by set_use_kernels
         engine, task = mock.Mock(device=CPU, scorer=CompletionScorer(model), partitioned=False), mock.Mock()
         checked(engine, task)
         assert chosen == [("meta", True)] * asked
 
 
 @pytest.mark.usefixtures("gpu")
-def test_kernel_config_is_rejected() -> None:
-    """It replaces layers before the weights are read, with a class that JSON or YAML cannot express."""
+def test_a_configuration_of_kernels_is_refused() -> None:
+    """It replaces layers before the weights are read, with a class that cannot be written to JSON or YAML."""
     with pytest.raises(OptionError, match="kernel_config is not supported; remove it and set use_kernels: true"):
         check(source(kernel_config=object()))
 
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("model_type", "kernel"), [("deepseek_v3", "rope"), ("glm4", "rope"), ("gpt_oss", "swiglu")])
-def test_a_kernel_that_liger_would_skip_is_rejected(model_type: str, kernel: str) -> None:
-    """Liger only logs a warning, or raises an error after the weights have been loaded."""
+def test_a_kernel_that_liger_would_ignore_is_refused(model_type: str, kernel: str) -> None:
+    """Liger would log a warning and continue, or raise an error after loading the weights."""
     given = source(CONFIG_MAPPING[model_type]())
     assert check(given, use_liger_kernel=True, liger_kernel_config={kernel: False}) == []
     with pytest.raises(OptionError, match=f"{kernel}=True: Liger's kernel does not support {model_type} model"):
@@ -270,14 +270,14 @@ def test_liger_that_cannot_be_imported_is_rejected(monkeypatch: pytest.MonkeyPat
         check(use_liger_kernel=True)
 
 
-def test_a_run_resumes_with_the_same_kernels() -> None:
-    """Their rounding differs from that of transformers' layers."""
+def test_a_resumed_run_must_use_the_same_kernels() -> None:
+    """They round differently from transformers' layers."""
     compared = compared_options(KTOConfig("out", use_liger_kernel=True, liger_kernel_config={"rope": False}))
     assert compared["use_liger_kernel"] is True and compared["liger_kernel_config"] == {"rope": False}
     assert "use_liger_loss" not in compared
 
 
-def test_the_length_of_answers_at_evaluation_may_change() -> None:
+def test_the_length_of_completions_at_evaluation_may_change() -> None:
     assert "max_new_tokens" not in compared_options(KTOConfig("out", max_new_tokens=7))
     assert compared_options(OnlineDPOConfig("out", max_new_tokens=7))["max_new_tokens"] == 7
 

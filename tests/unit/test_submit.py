@@ -517,7 +517,7 @@ def test_an_invalid_recipe(slurm: Path, tmp_path: Path, capsys: pytest.CaptureFi
         main(["own.yaml", "--output_dir", "out"])
     out, err = capsys.readouterr()
     assert (leaving.value.code, out, err.count("\n")) == (1, "", 1) and err.startswith(
-        "error: own.yaml line 3: invalid YAML"
+        "error: own.yaml, line 3: invalid"
     )
     assert not (slurm / "sbatch.called").exists()
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from alignment.reporting.log_reading import number
 
 Point = tuple[float, float]
-_EVALUATION = "eval_"
+_EVALUATION, _RUNTIME = "eval_", "_runtime"
 _TERMINATED = "completions/mean_terminated_length"
 _MOST_POINTS = 500  # per curve; more cannot be told apart at the size of a chart
 
@@ -151,14 +151,10 @@ def compared(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Chart
 
 def _evaluations(history: Sequence[Mapping[str, Any]], metric: str) -> list[str]:
     """The names under which evaluations have logged a metric: ``eval_loss``, or ``eval_NAME_loss`` of a named set."""
-    names = dict.fromkeys(name for entry in history for name in entry if name.startswith(_EVALUATION))
-    others = {other for panel in PANELS for other in panel.metrics}
-    return [
-        name
-        for name in names
-        if name == f"{_EVALUATION}{metric}"
-        or (name.endswith(f"_{metric}") and name.removeprefix(_EVALUATION) not in others)
-    ]
+    found = dict.fromkeys(name for entry in history for name in entry if name.startswith(_EVALUATION))
+    # Each evaluation logs its runtime; without it, eval_nll_loss could be the loss of a set called nll.
+    sets = [name.removesuffix(_RUNTIME) for name in found if name.endswith(_RUNTIME)]
+    return [name for each in dict.fromkeys([_EVALUATION[:-1], *sets]) if (name := f"{each}_{metric}") in found]
 
 
 def points(history: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
