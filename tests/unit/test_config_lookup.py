@@ -108,16 +108,16 @@ def test_a_judge_is_an_object_with_that_method(file: Path) -> None:
         ("{folder}/own.py:Needs", "Needs() raised TypeError: "),
         (
             "{folder}/breaks.py:f",
-            ": importing breaks.py raised ZeroDivisionError: division by zero (breaks.py line 2)",
+            ": importing breaks.py raised ZeroDivisionError: division by zero (breaks.py, line 2)",
         ),
         ("{folder}/syntax.py:f", ": importing syntax.py raised SyntaxError: "),
-        ("{folder}/leaves.py:f", ": importing leaves.py raised SystemExit: 3 (leaves.py line 1)"),
-        ("{folder}/imports.py:f", "raised ModuleNotFoundError: No module named 'nowhere' (imports.py line 1)"),
+        ("{folder}/leaves.py:f", ": importing leaves.py raised SystemExit: 3 (leaves.py, line 1)"),
+        ("{folder}/imports.py:f", "raised ModuleNotFoundError: No module named 'nowhere' (imports.py, line 1)"),
         ("nowhere.module:f", ": no module named 'nowhere'; install it, or pass a file as file.py:name"),
         ("alignment.nothing:f", ": no module named 'alignment.nothing'"),
         ("alignment.objectives.likelihood:nl", "likelihood does not define 'nl'; did you mean 'nll'?"),
         ("_imports_beside:f", ": importing _imports_beside raised ModuleNotFoundError: No module named 'nowhere'"),
-        ("_breaks_beside:f", ": importing _breaks_beside raised KeyError: 'k' (_breaks_beside.py line 1)"),
+        ("_breaks_beside:f", ": importing _breaks_beside raised KeyError: 'k' (_breaks_beside.py, line 1)"),
     ],
 )
 def test_what_cannot_be_loaded(given: str, said: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
