@@ -49,8 +49,10 @@ ONLINE = [
     ),
     online("no prompt", "@data.jsonl: missing column prompt", "Online DPO", "text", data=[{"text": "a"}] * 2),
     online("no such file", "reward_funcs='@none.py:f'", "cannot be read", reward_funcs="@none.py:f"),
-    online("no such function", "has no 'letter'", "did you mean 'letters'", reward_funcs="@rewards.py:letter"),
-    online("no function", "number is 3", "cannot be called", reward_funcs="@rewards.py:number"),
+    online(
+        "no such function", "does not define 'letter'", "did you mean 'letters'", reward_funcs="@rewards.py:letter"
+    ),
+    online("no function", "number is 3", "expected a function", reward_funcs="@rewards.py:number"),
     online("missing column", "'graded' needs 'answer'", "further columns", reward_funcs="@rewards.py:graded"),
     online("too many weights", "reward_weights: 2 weights for 1 reward sources (letters)", reward_weights="[1, 2]"),
     online("penalty for a judge", "judge=", "missing_eos_penalty=1.0", judge="@j.py:J", missing_eos_penalty="1"),
