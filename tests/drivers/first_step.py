@@ -1,6 +1,6 @@
-"""The command, until the end of its first optimizer step: then what is imported goes into a file, and it ends.
+"""Run the training command until the end of its first optimizer step, write the imported modules to a file, and exit.
 
-``python first_step.py FILE.json ARGUMENT ...``
+Usage: ``python first_step.py FILE.json ARGUMENT ...``
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ find = METHODS.trainer
 
 
 def watched(options: Any) -> Any:
-    """The trainer class, with one more callback."""
+    """Return the trainer class with an additional callback."""
     trainer = find(options)
     from transformers import TrainerCallback
 

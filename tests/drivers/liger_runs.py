@@ -1,4 +1,4 @@
-"""The runs of ``runs.py`` with Triton's kernels interpreted, and a GPU as far as the checks of options know."""
+"""Run ``runs.py`` with interpreted Triton kernels, while the validation of options assumes a GPU."""
 
 from __future__ import annotations
 

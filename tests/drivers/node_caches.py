@@ -1,6 +1,6 @@
-"""Two ranks that are each the first of a node: ``node_caches.py FOLDER MODEL``. Each prints one line of JSON.
+"""Two ranks that are each the first rank of a node: ``node_caches.py FOLDER MODEL``. Each prints one line of JSON.
 
-A node is a cache: rank 1 gets another one than rank 0, or the same.
+A node is simulated by its cache: rank 1 uses a different cache than rank 0, or the same one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from alignment.training import data
 
 
 def trained(folder: Path, cache: Path, model: str, rows: Callable[[], Any], **more: Any) -> dict[str, Any]:
-    """What a run of two steps logs, how often this rank tokenized, and where its rows lie."""
+    """Return what a run of two steps logs, how often this rank tokenized, and where its rows are stored."""
     tokenised: list[str] = []
     prepare = data.prepare
 
