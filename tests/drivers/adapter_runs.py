@@ -1,8 +1,7 @@
 """Train adapters as ``runs.py`` trains models, and record them before the first and after every step.
 
-Usage: ``adapter_runs.py SPEC``. ``NAME/step-N`` contains the adapters after step N, as they are saved (without the
-tokenizer). ``NAME.json`` additionally contains, under ``before`` and ``after``, digests of the ``frozen`` and
-``trained`` weights before and after training.
+Usage: adapter_runs.py SPEC. ``NAME/step-N`` has the adapters after step N, as they are saved but for the tokenizer.
+``NAME.json`` has as well, under ``before`` and ``after`` training, the digests of ``frozen`` and ``trained`` weights.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from alignment.training.trainer import AlignmentTrainer
 
 
 def digest(tensor: Tensor) -> str:
-    """Return a digest of a tensor's bits, dtype and shape."""
+    """Of the bits of a tensor, and of its dtype and shape."""
     kept = hashlib.sha1(repr((tensor.dtype, tuple(tensor.shape))).encode())
     kept.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return kept.hexdigest()
 
 
 def packed_with(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the tensors that bitsandbytes stores alongside packed weights, by module name."""
+    """What bitsandbytes keeps beside packed weights, by the name of the module."""
     found: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         state = getattr(getattr(module, "weight", None), "quant_state", None)
@@ -47,7 +46,7 @@ def packed_with(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def digests(model: PreTrainedModel) -> dict[str, dict[str, str]]:
-    """Return digests of the unpartitioned ``frozen`` and ``trained`` parameters, at any ZeRO stage; collective."""
+    """Digests of ``frozen`` and ``trained`` parameters, whole whatever the ZeRO stage; collective."""
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     state = gathered_state_dict(model, keep=True) | packed_with(model)
     return {
@@ -65,7 +64,7 @@ class Recorder(TrainerCallback):
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model inside the engine."""
+        """The one inside the engine."""
         return self.trainer.engines.policy.scorer.model
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -86,14 +85,14 @@ class Recorder(TrainerCallback):
 
 
 def recorded(trainer: AlignmentTrainer, folder: Path) -> dict[str, Any]:
-    """Attach a recorder and return the dictionary that it fills."""
+    """Let a recorder watch; what it will have found."""
     recorder = Recorder(trainer, folder)
     trainer.add_callback(recorder)
     return recorder.found
 
 
 def main() -> None:
-    """Run every entry of the spec file."""
+    """Run everything that the file lists."""
     RolloutEngine.generate = canned  # type: ignore[method-assign]
     mock.patch("alignment.training.run_page.draw_page").start()
     spec = Path(sys.argv[1])

@@ -1,6 +1,6 @@
 """Completions and scores that are pure functions of the prompt, so that a test knows the pairs of every window.
 
-Prompts are encoded with ``char_tokenizer``. A leading digit selects a special behavior: see :class:`Kind`.
+Prompts are those of ``char_tokenizer``. One that begins with a digit behaves in a way of its own: see :class:`Kind`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ LONGEST = 20
 
 
 class Kind(IntEnum):
-    """The relation between the completions of a prompt, selected by its first digit."""
+    """What the completions of a prompt have to do with each other, by its first digit."""
 
-    IDENTICAL = 0  # the same text
-    TIED = 1  # different texts with equal scores
-    UNSCORED = 2  # no scores
-    SOME_UNSCORED = 3  # texts starting with a to m have no score
-    ENDED_APART = 4  # the same text, every second one with EOS
+    IDENTICAL = 0  # one text for all
+    TIED = 1  # different texts, one score
+    UNSCORED = 2  # none has a score
+    SOME_UNSCORED = 3  # those that begin with a to m have none
+    ENDED_APART = 4  # one text for all, every second one with EOS
 
 
 def completion(prompt: Sequence[int], number: int, count: int) -> tuple[int, ...]:
-    """Return the IDs of completion ``number`` of ``count``: 1 to 20 lowercase letters, with or without EOS."""
+    """The ids of completion ``number`` of ``count``: 1 to 20 lower-case letters, with EOS behind them or not."""
     kind = prompt[0] - DIGIT_0
     one_text = kind in (Kind.IDENTICAL, Kind.ENDED_APART)
     rng = random.Random(repr((list(prompt), None if one_text else (number, count))))
@@ -34,12 +34,12 @@ def completion(prompt: Sequence[int], number: int, count: int) -> tuple[int, ...
 
 
 def written(ids: Sequence[int]) -> str:
-    """Return the text of a completion."""
+    """The text of a completion."""
     return "".join(chr(ord("a") + token - LETTER_A) for token in ids if token != EOS)
 
 
 def score(prompt: str, text: str) -> float | None:
-    """Return the score that :func:`reward` assigns to a completion, or None."""
+    """What :func:`reward` says of a completion; None for nothing."""
     kind = int(prompt[0]) if prompt[0].isdigit() else -1
     if kind == Kind.UNSCORED or (kind == Kind.SOME_UNSCORED and text[0] < "n"):
         return None
@@ -52,7 +52,7 @@ def reward(prompts: Sequence[str], completions: Sequence[str]) -> list[float | N
 
 
 def judge(prompts: Sequence[str], pairs: Sequence[Sequence[str]]) -> list[int]:
-    """A judge that follows :func:`score`, and has no verdict if scores are equal or missing."""
+    """A judge that finds better what :func:`score` does, and cannot say where that is tied or missing."""
     verdicts = []
     for prompt, (first, second) in zip(prompts, pairs):
         one, other = score(prompt, first), score(prompt, second)

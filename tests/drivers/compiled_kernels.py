@@ -1,6 +1,6 @@
-"""Compile the head's kernels for NVIDIA GPUs, which need not be present, and print the results as JSON.
+"""Compile the head's kernels for NVIDIA cards that need not be there; print, in JSON, what came out.
 
-The exit status is 77 if the installed Triton cannot compile for NVIDIA GPUs.
+Exit status 77 if the installed Triton has no compiler for them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KINDS = {
 
 
 def signature(kernel: Any, dtype: str, constants: dict[str, Any]) -> dict[str, str]:
-    """Return the types of the arguments; ``dtype`` is that of coefficients and bias."""
+    """Types of the arguments; ``dtype`` is that of coefficients and bias."""
     types = {"stride": "i32", "out_stride": "i32", "columns": "i32", "scale": "fp32", "softcap": "fp32"}
     types |= {"targets_ptr": "*i64", "bias_ptr": f"*{dtype}"}
     if kernel.__name__ == "differentiate":
@@ -30,7 +30,7 @@ def signature(kernel: Any, dtype: str, constants: dict[str, Any]) -> dict[str, s
 
 
 def order(ptx: str) -> list[str]:
-    """Return the sequence of loads, barriers and stores; consecutive operations of one kind are merged."""
+    """Loads, barriers and stores in their order; neighbors of a kind are one."""
     found: list[str] = []
     for line in ptx.splitlines():
         kind = next((name for name, pattern in KINDS.items() if re.search(pattern, line)), None)
@@ -40,7 +40,7 @@ def order(ptx: str) -> list[str]:
 
 
 def main() -> int:
-    """Print the results."""
+    """Print what came out."""
     if importlib.util.find_spec("triton.backends.nvidia") is None:
         print("this build of triton does not compile for NVIDIA cards", file=sys.stderr)
         return 77

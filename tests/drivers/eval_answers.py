@@ -1,8 +1,8 @@
-"""Pairs of short runs, the second of which samples at each evaluation and in callbacks; on one or several ranks.
+"""Pairs of short runs, of which the second one samples at each evaluation, and by callbacks; on one or several ranks.
 
-Usage: ``eval_answers.py FOLDER CASES``. CASES is a JSON file with ``[{"name", "method", "args", "lora",
-"reference"}]``. FOLDER/model is the policy and FOLDER/reference the reference. FOLDER/NAME-plain and FOLDER/NAME are
-the output folders; FOLDER/NAME.json contains the log entries of both.
+Usage: eval_answers.py FOLDER CASES. CASES is a JSON file with ``[{"name", "method", "args", "lora", "reference"}]``,
+FOLDER/model the policy and FOLDER/reference the reference. FOLDER/NAME-plain and FOLDER/NAME are the output folders,
+FOLDER/NAME.json has what was logged by both.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ PROMPTS = 5  # fewer on the second rank
 
 
 def rows_of(method: str) -> list[dict[str, Any]]:
-    """Return 6 rows; the first two have the same prompt."""
+    """6 rows; the first two have one prompt."""
     rows = unpaired_rows(6, 3) if method == "KTO" else paired_rows(6, 3)
     rows[1]["prompt"] = rows[0]["prompt"]
     return rows
 
 
 def train(folder: Path, case: dict[str, Any], samples: bool) -> list[dict[str, Any]]:
-    """Run 2 steps, with evaluations before the first step and after each step."""
+    """One run of 2 steps, with evaluations before the first and after each."""
     method, name = case["method"], case["name"] if samples else f"{case['name']}-plain"
     given = options(folder, learning_rate=0.05, max_steps=2, eval_strategy="steps", eval_steps=1, eval_on_start=True)
     given |= {"output_dir": str(folder / name), "optim": "sgd", "gradient_accumulation_steps": 1}

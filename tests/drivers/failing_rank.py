@@ -1,6 +1,6 @@
-"""Under the guard, rank 1 fails in the requested way while rank 0 does something else.
+"""Under the guard, rank 1 fails in the way that is asked for while rank 0 does something else.
 
-Usage: ``failing_rank.py KIND WORK``, optionally preceded by ``--local_rank=N``, which the `deepspeed` launcher adds.
+Usage: failing_rank.py KIND WORK, after an optional --local_rank=N as the `deepspeed` launcher adds it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from alignment.engines.launch_env import rank, world_size
 
 
 def fail(kind: str) -> None:
-    """Raise the error named by `kind`."""
+    """Raise what `kind` names."""
     if kind == "data":
         raise DataError("train.jsonl, line 3: 'label' is 'yes': set true or false")
     if kind == "disk":
@@ -30,13 +30,13 @@ def fail(kind: str) -> None:
 
 
 def main() -> None:
-    """Fail on rank 1 (or, with `everyone-…`, on every rank); the others work until they are terminated."""
+    """Rank 1 (or with `everyone-…` each rank) fails; the others work until they are ended."""
     import torch
 
     kind, work = sys.argv[-2:]
     print(f"rank {rank()} of {world_size()} began", flush=True)
     if kind.startswith("everyone-"):
-        torch.distributed.barrier()  # a rank that is still connecting notices nothing until torch retries
+        torch.distributed.barrier()  # a rank that is still connecting hears of nothing until torch tries again
         fail(kind.removeprefix("everyone-"))
     if rank() == 1 and kind != "none":
         time.sleep(0.5)

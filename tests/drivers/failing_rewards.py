@@ -1,6 +1,6 @@
-"""A reward function or a judge fails on rank 1 of two ranks: every rank raises the same error without delay.
+"""Two ranks, on rank 1 of which a reward function or a judge fails: every rank gets one error, the same, and in time.
 
-Usage: ``failing_rewards.py OUT.json``. The last failure is not caught, as in a run.
+Usage: failing_rewards.py OUT.json; at last a failure that nobody catches, as in a run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from alignment.rewards.samples import Samples
 
 
 class Model:
-    """Calls a collective, like a reward model: it hangs if a rank does not take part."""
+    """Calls a collective, as a reward model does: it hangs if not every rank comes."""
 
     name, truncated, calls = "model", 0, 0
 
@@ -39,14 +39,14 @@ class Model:
 
 
 def samples(count: int) -> Samples:
-    """Return this many samples of this rank."""
+    """So many of this rank's."""
     texts: list[Any] = ["text"] * count
     places = [f"rank {rank()}'s row {number}" for number in range(count)]
     return Samples(texts, texts, [[1]] * count, [True] * count, {}, places, [{}] * count)
 
 
 def failing_on(*ranks: int, how: str = "raise") -> Callable[..., Any]:
-    """Return a reward function that fails on these ranks."""
+    """A reward function that fails on these ranks."""
 
     def length(completions: list[str]) -> list[float]:
         if rank() in ranks:
@@ -64,7 +64,7 @@ def judge(prompts: list[str], pairs: list[list[str]]) -> list[int]:
 
 
 def message(act: Callable[[], Any]) -> str:
-    """Return the error message on this rank."""
+    """What is said, on whatever rank."""
     try:
         act()
     except RewardError as error:
@@ -75,7 +75,7 @@ def message(act: Callable[[], Any]) -> str:
 
 
 def while_stopping() -> str:
-    """Return the message if the judge fails on rank 1 while only rank 0 knows about a stop request."""
+    """The judge's failure on rank 1, in a run of which rank 0 alone knows that it has to stop."""
     requests = StopRequests()
     if rank() == 0:
         requests.request(StopReason.SIGTERM)
@@ -84,7 +84,7 @@ def while_stopping() -> str:
 
 
 def main() -> None:
-    """Run all cases; rank 0 writes the messages of every rank."""
+    """All cases; every rank's messages are written by the first."""
     said: dict[str, list[str]] = {}
     model = Model()
 
@@ -97,7 +97,7 @@ def main() -> None:
     said["judge"] = gathered(message(lambda: Judge(judge).verdicts(["p"], [["a", "b"]], 0, [f"row {rank()}"])))
     said["stopping"] = gathered(while_stopping())
     assert model.calls == 0, "a reward model ran although a function had failed"
-    # Rank 1 has no samples: its function is not called, but the model is.
+    # Rank 1 has no samples: its function is not called, the model is.
     scores = rewards(failing_on(1)).score(samples(2 - 2 * rank()))
     said["good"] = gathered(str(scores.total))
     if rank() == 0:

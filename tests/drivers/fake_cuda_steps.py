@@ -1,7 +1,7 @@
-"""Trace a step of every method on a fake CUDA device: ``python fake_cuda_steps.py LIBRARY RESULT.json [CASE ...]``.
+"""Traces a step of every method on a fake CUDA device: ``python fake_cuda_steps.py LIBRARY RESULT.json [CASE ...]``.
 
-LIBRARY is built from ``data/fake_cuda.cpp``. RESULT contains, for each method and kind of weights, the number of
-gradients or the error. With MIXED=1 in the environment, one tensor of each window stays in host memory.
+LIBRARY is built from ``data/fake_cuda.cpp``. RESULT: for each method and kind of weights the number of gradients, or
+what went wrong. With MIXED=1 in the environment one tensor of each window stays in host memory.
 """
 
 from __future__ import annotations
@@ -81,19 +81,19 @@ class TracedReference:
         self.engine = engine
 
     def sequence_logps(self, batch: Batch, ids: RowIds) -> torch.Tensor:
-        """See :class:`~alignment.references.base.Reference`."""
+        """As :class:`~alignment.references.base.Reference` says."""
         return self.engine.sequence_scores(batch)
 
     def token_logps(self, batch: Batch, ids: RowIds) -> torch.Tensor:
-        """See :class:`~alignment.references.base.Reference`."""
+        """As :class:`~alignment.references.base.Reference` says."""
         return self.engine.token_logps(batch)
 
     def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+        """There is nothing to release."""
 
 
 def scorer_of(method: Any, weights: str, architecture: str) -> Any:
-    """Return a tiny model in its scorer, and its trained parameters."""
+    """A tiny model in its scorer, with what is trained of it."""
     config = tiny_config(architecture)
     config.num_labels, config.pad_token_id = 1, 2
     auto = AutoModelForSequenceClassification if method.options.method == "reward" else AutoModelForCausalLM
@@ -109,14 +109,14 @@ def scorer_of(method: Any, weights: str, architecture: str) -> Any:
 
 
 def step(method: Any, weights: str, architecture: str) -> int:
-    """Trace the forward and backward passes of a window of two micro-batches; return the number of gradients."""
+    """Trace two micro-batches of a window, forward and backward; the number of gradients."""
     scorers = [scorer_of(method, weights, architecture) for _ in range(2)]
     real = [replace(BATCHES[method.options.method](), rows=(2 * n, 2 * n + 1)) for n in range(2)]
     mode = FakeTensorMode()
     for scorer in scorers:
         onto_cuda(scorer, mode)
     batches = [faked(batch, mode) for batch in real]
-    # Kept on the host, where it has values: the end of each sequence, for a reward model.
+    # On the host, where there are values: the end of each sequence, for a reward model.
     scored = {batch.rows: faked(method.scored(batch), mode) for batch in real}
     method.scored = lambda batch: scored[batch.rows]
     with tracing(mode):
@@ -142,7 +142,7 @@ def options_of(name: str, **more: Any) -> AlignmentConfig:
 
 
 def main() -> None:
-    """Trace all cases, and write the results."""
+    """Trace everything, and write what came of it."""
     found: dict[str, Any] = {}
     cases: list[tuple[str, str, dict[str, Any], str]]
     cases = [(name, kind, {}, "untied") for name, kind in itertools.product(BATCHES, KINDS)]

@@ -1,6 +1,6 @@
-"""Run the training command until the end of its first optimizer step, write the imported modules to a file, and exit.
+"""The command, until the end of its first optimizer step: then what is imported goes into a file, and it ends.
 
-Usage: ``python first_step.py FILE.json ARGUMENT ...``
+``python first_step.py FILE.json ARGUMENT ...``
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ find = METHODS.trainer
 
 
 def watched(options: Any) -> Any:
-    """Return the trainer class with an additional callback."""
+    """The trainer class, with one more callback."""
     trainer = find(options)
     from transformers import TrainerCallback
 

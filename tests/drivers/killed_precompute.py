@@ -1,6 +1,6 @@
-"""Run the ``precompute`` command and kill it ``KILLED_AFTER`` seconds after the reference was loaded (0: never).
+"""The command ``precompute``, killed some time after its reference was loaded: ``KILLED_AFTER`` seconds, 0 for never.
 
-``PART_ROWS`` is the number of rows in a part of its stores.
+``PART_ROWS`` are the rows of a part of its stores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ build, write = ReferencePlan.build, store.LogpStore.write
 
 
 def built(plan: ReferencePlan, options: Any) -> EngineReference:
-    """Build the reference, and start the timer on every rank."""
+    """The reference; from now on the time is running, on every rank."""
     reference = build(plan, options)
     if SECONDS:
         threading.Timer(SECONDS, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -29,7 +29,7 @@ def built(plan: ReferencePlan, options: Any) -> EngineReference:
 
 
 def written(one: store.LogpStore, *args: Any) -> None:
-    """Write a part and pause, so that the process can be killed in between."""
+    """A part, and a pause, so that there is time to be killed in."""
     write(one, *args)
     time.sleep(0.02 if SECONDS else 0)
 

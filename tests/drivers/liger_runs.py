@@ -1,4 +1,4 @@
-"""Run ``runs.py`` with interpreted Triton kernels, while the validation of options assumes a GPU."""
+"""The runs of ``runs.py`` with Triton's kernels interpreted, and a GPU as far as the checks of options know."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Log-probs and gradients of tiny models with and without Liger's kernels in Triton's interpreter: ``OUT TYPE …``.
+"""Log-probs and gradients of tiny models with and without Liger's kernels, in Triton's interpreter: ``OUT TYPE …``.
 
-This is a separate process because Triton decides at import time whether to interpret kernels.
+A process of its own, because Triton decides when it is imported whether it interprets.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Processes that acquire a lock: ``lock_owner.py hold FOLDER`` and ``lock_owner.py race FOLDER ROUNDS PROCESSES``.
+"""Processes that want a lock: ``lock_owner.py hold FOLDER`` and ``lock_owner.py race FOLDER ROUNDS PROCESSES``.
 
-``hold`` acquires it, prints ``held`` and waits for the end of its input. ``race`` prints, for each round, how many of
-the processes acquired a lock left behind by a dead process. Neither imports torch.
+``hold`` takes it, prints ``held`` and waits for the end of its input. ``race`` prints, for each round, how many of the
+processes got a lock that a dead one had left. Neither imports torch.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from alignment.engines.checkpoints.owner import Owner
 
 
 def hold(folder: Path) -> None:
-    """Acquire the lock, and exit without releasing it."""
+    """Hold it, and end without giving it back."""
     OutputLock(folder).acquire()
     print("held", flush=True)
     sys.stdin.read()
 
 
 def contend(folder: Path, rounds: int, barrier: Barrier, results: multiprocessing.SimpleQueue[int]) -> None:
-    """Take part in every round; the winner holds the lock until all have tried."""
+    """Take part in every round; the winner keeps the lock until all have tried."""
     for _ in range(rounds):
         lock = OutputLock(folder, wait=lambda seconds: time.sleep(min(seconds, 0.05)))
         barrier.wait()
@@ -39,14 +39,14 @@ def contend(folder: Path, rounds: int, barrier: Barrier, results: multiprocessin
         try:
             lock.check()
         except OutputError:
-            won = 100  # two processes held it
+            won = 100  # two had it
         results.put(won)
         lock.release()
         barrier.wait()
 
 
 def race(folder: Path, rounds: int, processes: int) -> None:
-    """Print the number of winners per round."""
+    """Winners per round."""
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(processes + 1), context.SimpleQueue()
     for _ in range(processes):

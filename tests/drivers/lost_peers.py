@@ -1,6 +1,6 @@
-"""Print the errors that torch raises when another rank is lost, each as one line, formatted by ``describe``.
+"""What torch raises when another rank has gone: each error as one line, by ``describe``. Usage: lost_peers.py CASE.
 
-Usage: ``lost_peers.py CASE``. It runs without the guard, which would terminate the rank first.
+Without the guard, which would end the rank before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from alignment.internals.torch import default_store, set_group_timeout
 
 
 def tell(name: str, call: Callable[[], Any]) -> None:
-    """Print the error that a call raises."""
+    """Print what a call raises."""
     try:
         call()
         print(f"{name}: nothing", flush=True)
@@ -32,7 +32,7 @@ def tell(name: str, call: Callable[[], Any]) -> None:
 
 
 def silent(store: Any) -> None:
-    """Rank 1 does not respond."""
+    """Rank 1 answers nobody."""
     if rank() == 1:
         store.wait(["done"], timedelta(seconds=30))
         return
@@ -54,7 +54,7 @@ def killed(store: Any) -> None:
 
 
 def store_killed(store: Any) -> None:
-    """Rank 0, which hosts the store, is killed."""
+    """Rank 0, which serves the store, is killed."""
     if rank() == 0:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)

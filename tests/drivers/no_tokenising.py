@@ -1,4 +1,4 @@
-"""Run the ``train`` command without tokenizing: it finds all rows in the cache, or fails."""
+"""The command ``train`` where no row can be tokenized: it finds all of them in the cache, or fails."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from alignment.data.row_mapper import RowMapper
 
 
 def refuse(self: RowMapper, *batch: Any) -> None:
-    """Replace the function that ``Dataset.map`` calls."""
-    raise RuntimeError("a row was tokenized")
+    """What ``Dataset.map`` would run."""
+    raise RuntimeError("a row was tokenised")
 
 
 if __name__ == "__main__":

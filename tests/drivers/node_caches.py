@@ -1,6 +1,6 @@
-"""Two ranks that are each the first rank of a node: ``node_caches.py FOLDER MODEL``. Each prints one line of JSON.
+"""Two ranks that are each the first of a node: ``node_caches.py FOLDER MODEL``. Each prints one line of JSON.
 
-A node is simulated by its cache: rank 1 uses a different cache than rank 0, or the same one.
+A node is a cache: rank 1 gets another one than rank 0, or the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from alignment.training import data
 
 
 def trained(folder: Path, cache: Path, model: str, rows: Callable[[], Any], **more: Any) -> dict[str, Any]:
-    """Return what a run of two steps logs, how often this rank tokenized, and where its rows are stored."""
+    """What a run of two steps logs, how often this rank tokenized, and where its rows lie."""
     tokenised: list[str] = []
     prepare = data.prepare
 

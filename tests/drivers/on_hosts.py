@@ -1,6 +1,6 @@
-"""A rank that moves to its own host and joins the others: ``on_hosts.py HOSTS_FILE PID_OF_A PID_OF_B``.
+"""A rank that moves to a host of its own and joins the others: on_hosts.py HOSTS_FILE PID_OF_A PID_OF_B.
 
-Ranks are forked from a server that has already imported the libraries, which takes a third of the time of a launcher.
+Ranks are forked from a server that has imported the libraries, which takes a third of a start by a launcher.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tools.hosts.network import NAMES, Host
 
 
 def main() -> None:
-    """Sum the ranks' numbers."""
+    """Add up the ranks' numbers."""
     import torch
 
     total = torch.tensor([float(os.environ["RANK"]) + 1])

@@ -1,7 +1,7 @@
-"""Rollouts of very different lengths on two ranks, at every stage and with every backend, and training after them.
+"""Rollouts on two ranks that stop at very different lengths, at every stage and backend, and the training after them.
 
-Usage: ``rollout.py SPEC``. SPEC is a JSON file with ``{"model"}``; the results of each rank are written to
-``rank0.json`` and ``rank1.json`` next to it. ``policy_engine`` and ``train`` are also used by single-process tests.
+Usage: rollout.py SPEC, a JSON file with ``{"model"}``; what each rank found goes to ``rank0.json`` and ``rank1.json``
+beside it. ``policy_engine`` and ``train`` serve tests of one process as well.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ Between = Callable[[PolicyEngine, int], None]
 def policy_engine(
     model: str, stage: str, adapted: Callable[[PreTrainedModel, dict[str, Any]], None] | None = None, **loaded: Any
 ) -> PolicyEngine:
-    """Return a policy under plain SGD with a large learning rate, at one of ``helpers.STAGES``.
+    """A policy under plain SGD with a large learning rate, at one of ``helpers.STAGES``.
 
     Args:
         model: path of the model.
-        stage: name of the stage.
-        adapted: called with the model in its scorer and the engine's configuration; adds adapters.
+        stage: its name.
+        adapted: given the model in its scorer and the engine's configuration, puts adapters into it.
         **loaded: further arguments of ``load_model``.
     """
     init_distributed(use_cpu=True)
@@ -78,14 +78,14 @@ def policy_engine(
 
 
 def sampling(**more: Any) -> Sampling:
-    """Return sampling of 8 tokens at temperature 1, ended by the tokenizer's EOS."""
+    """8 tokens at temperature 1, ended by the tokenizer's EOS."""
     return Sampling(**{"max_new_tokens": 8, "eos_token_ids": (EOS,), "pad_token_id": PAD, **more})
 
 
 def train(
     model: str, stage: str, between: Between = lambda policy, step: None, steps: int = 3, **made: Any
 ) -> dict[str, Tensor]:
-    """Return the weights after steps of two micro-batches each, with ``between`` called before each step.
+    """The weights after some steps of two micro-batches, with ``between`` called before each step.
 
     ``made`` are further arguments of :func:`policy_engine`.
     """
@@ -106,7 +106,7 @@ def train(
 
 
 def whole(policy: PolicyEngine) -> list[str]:
-    """Return the names of weights that are gathered on this rank, but should not be."""
+    """Names of the weights that are whole on this rank, and should not be."""
     return [
         name
         for name, parameter in policy.scorer.named_parameters()
@@ -127,7 +127,7 @@ class FailsAt:
 
 
 def failing_rollout(policy: PolicyEngine, step: int, rollout: RolloutEngine) -> None:
-    """Run a rollout during which a layer of this rank fails."""
+    """A rollout during which a layer of this rank fails."""
     hook = policy.scorer.model.model.layers[1].mlp.register_forward_hook(FailsAt(4))
     try:
         rollout.generate(RolloutRequest(PROMPTS, 2, sampling(), step))
@@ -140,15 +140,15 @@ def failing_rollout(policy: PolicyEngine, step: int, rollout: RolloutEngine) -> 
 
 
 def lengths(rollout: RolloutEngine, prompts: list[list[int]], seed: int, **more: Any) -> list[list[int]]:
-    """Return the lengths of two completions of each prompt."""
+    """Lengths of two completions of each prompt."""
     answers = rollout.generate(RolloutRequest(prompts, 2, sampling(**more), seed))
     return [[len(completion.ids) for completion in completions] for completions in answers]
 
 
 def unequal(policy: PolicyEngine, backend: str, gather: bool) -> dict[str, Any]:
-    """Run rollouts of one engine that differ widely between ranks."""
+    """Rollouts of one engine in which ranks have little in common."""
     rollout = RolloutEngine(policy, backend, gather=gather, batch_size=4, longest_context=64)
-    # Every token ends a completion on one rank, none does on the other; then one rank has no prompts.
+    # Every token ends a completion of one rank, none that of the other; then one rank has no prompt at all.
     stops = {"eos_token_ids": tuple(range(VOCABULARY))}
     runs = {"eos_token_ids": ()}
     first, second = (stops, runs) if rank() == 0 else (runs, stops)
@@ -162,7 +162,7 @@ def unequal(policy: PolicyEngine, backend: str, gather: bool) -> dict[str, Any]:
 
 
 def token_step(policy: PolicyEngine) -> float:
-    """Return the gradient norm of a token loss for which the second rank has no tokens."""
+    """The gradient norm of a loss over tokens, of which the second rank has none."""
     scores = policy.forward(collate([] if rank() else SEQUENCES[0], 9), tokens=True)
     assert scores.token_logps is not None
     policy.backward(scores.token_logps.exp().sum() / 9, last=True)
@@ -170,7 +170,7 @@ def token_step(policy: PolicyEngine) -> float:
 
 
 def fitting(policy: PolicyEngine) -> int:
-    """Return the batch size if the first rank's device has memory for 40 completions, and the second one's for 5."""
+    """How many completions fit where the first rank's device has room for 40, and the second's for 5."""
     each = memory.completion_bytes(policy.scorer.model, 64)
     free = int((5 if rank() else 40) * each / 0.8) + 1
     with mock.patch.object(memory, "free_bytes", lambda where: free):
@@ -178,7 +178,7 @@ def fitting(policy: PolicyEngine) -> int:
 
 
 def trained(model: str) -> dict[str, bool]:
-    """Return whether training with rollouts equals training without them bitwise."""
+    """Whether training after rollouts equals training without, to the bit."""
 
     def between(backend: str, gather: bool, fails: bool = False) -> Between:
         made: list[RolloutEngine] = []
@@ -205,8 +205,8 @@ def trained(model: str) -> dict[str, bool]:
 
 
 def main() -> None:
-    """Run all cases."""
-    gc.freeze()  # DeepSpeed collects garbage for every engine, which would scan the objects of every library
+    """Run all of it."""
+    gc.freeze()  # DeepSpeed collects garbage with every engine, and looks through every library
     spec = Path(sys.argv[-1])
     model = json.loads(spec.read_text())["model"]
     found: dict[str, Any] = {}

@@ -1,6 +1,6 @@
 """Two ranks and a folder that both should see: ``shared_folder.py FOLDER``. Each prints one line of JSON.
 
-A second host is simulated by a second folder: rank 1 uses a different one, as with a node-local path.
+A second host is a second folder: rank 1 gets another one, as it would if the path were node-local.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LATE_S = 0.4
 
 
 def waited() -> list[float]:
-    """Return the times of two barriers that another rank enters late, while an all-reduce returns immediately."""
+    """Seconds in two barriers, to each of which another rank comes late, where an all-reduce returns at once."""
     reduce, works = dist.all_reduce, []
 
     def at_once(*arguments: Any, **options: Any) -> None:
@@ -47,7 +47,7 @@ def waited() -> list[float]:
 
 
 def said(folder: Path) -> str:
-    """Return the error message about this rank's folder, or "shared"."""
+    """What this rank is told of its folder."""
     try:
         probe.check_shared_folder(folder)
     except OutputError as error:
@@ -57,7 +57,7 @@ def said(folder: Path) -> str:
 
 @contextmanager
 def on_rank(number: int, *patches: Any) -> Iterator[None]:
-    """Apply patches on one of the ranks."""
+    """Patches on one of the ranks."""
     with ExitStack() as stack:
         for patch in patches if rank() == number else ():
             stack.enter_context(patch)
@@ -65,12 +65,12 @@ def on_rank(number: int, *patches: Any) -> Iterator[None]:
 
 
 def appears(link: Path, target: Path) -> None:
-    """Let a folder appear late, as with the caches of a network file system."""
+    """Let a folder come into sight late, as through the caches of a network file system."""
     threading.Timer(0.3, lambda: link.symlink_to(target)).start()
 
 
 def cases(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
-    """Yield the names of the cases and their functions."""
+    """Names of cases and what they do."""
     own = folder / str(rank())
     shared = folder / "0"
     own.mkdir()

@@ -1,10 +1,9 @@
-"""A run as SLURM sees it, without training: it starts within a moment and writes ``status.json`` like a run.
+"""A run's part towards SLURM, without training: it starts in a moment, and writes ``status.json`` as a run does.
 
-The batch script calls it in place of Python: ``-m alignment COMMAND RECIPE --output_dir FOLDER …``. The variable
-``WORKER`` selects its behavior: ``wait`` for a signal; ``save``, which takes 3 seconds after the signal; ``late``,
-which runs until the job is told to terminate; ``stall``, which requests a requeue without a new checkpoint;
-``requeue``, which does so once and then finishes; or ``stop``, which does so once a STOP file exists. ``prepare`` is
-the real command.
+The batch script calls it in the place of Python: ``-m alignment COMMAND RECIPE --output_dir FOLDER …``. The variable
+``WORKER`` says what to do: ``wait`` for a signal; ``save``, which takes 3 seconds after it; ``late``, which takes
+until the job is told to end; ``stall``, which asks for a requeue without a new checkpoint; ``requeue``, which does so
+once and then finishes; or ``stop``, which does so when a file STOP has come. ``prepare`` is the real command.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def end(status: StatusFile, reason: StopReason) -> None:
-    """End like a run that was asked to stop."""
+    """As a run that was asked to stop."""
     status.update(state=reason.state, signal=reason.name)
     sys.exit(reason.code)
 
 
 def main() -> None:
-    """Run one attempt."""
+    """One attempt."""
     command, folder = sys.argv[3], Path(sys.argv[sys.argv.index("--output_dir") + 1])
     if command == "prepare":
         os.execv(sys.executable, [sys.executable, *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""Print the number of threads requested by the user, as seen by a rank started by a launcher."""
+"""Print the threads that the user has asked for, as a rank that a launcher has started sees it."""
 
 from alignment.engines.cores import users_threads
 

@@ -1,7 +1,7 @@
-"""Steps whose gradients are reduced once, on the given number of ranks; for ``test_gradient_traffic.py``.
+"""Steps whose gradients are reduced once, on this many ranks; for ``test_gradient_traffic.py``.
 
-Usage: ``traffic.py FOLDER``. ``RANKS.pt`` in FOLDER contains, for each case, the change of the master weights in each
-step and the number of reductions of every micro-batch.
+Usage: traffic.py FOLDER. ``RANKS.pt`` in it has for each case what the masters changed by in each step, and how many
+reductions every micro-batch made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from alignment.engines.guard import guarded
 from alignment.engines.launch_env import init_distributed, rank, world_size
 from alignment.engines.scoring import PolicyEngine
 
-# The last ones partition gradients in another order, and reduce in another format than they compute in.
+# The last ones divide gradients among the ranks in another order, and sum in another format than they compute in.
 CASES = (
     "stage1/fp32/sgd",
     "stage2/fp32/sgd",
@@ -35,23 +35,23 @@ CASES = (
 )
 LAYERS["stage2-offload-round-robin"] = zero(2, optimizer=True)  # zero2_offload.json on several ranks
 LAYERS["stage2-offload-round-robin"]["zero_optimization"]["round_robin_gradients"] = True
-MICRO_BATCHES = 6  # of a window, over all ranks; one window has only one on each rank
-# No token is routed to one expert: not in the last micro-batch of the first rank, nor in any of the second one.
+MICRO_BATCHES = 6  # of a window, over all ranks; one window has but one on each
+# An expert that no token goes through: not in the last micro-batch of the first rank, nor in any of the second one.
 IDLE = {2, 3, 4, 5}
-# Sums in 16 bits lose the second micro-batch; the third one equals the first.
+# Sums in 16 bits forget the second micro-batch; the third one is the first again.
 WEIGHTS = (256.0, 1.0, -256.0, 1.0, 1.0, 1.0)
 PLAIN = (1.0,) * MICRO_BATCHES
 
 
 def micro_batch(number: int) -> Batch:
-    """Return a micro-batch; the third one equals the first."""
+    """The third is the first one again."""
     generator = torch.Generator().manual_seed(0 if number == 2 else number)
     row = torch.randint(2, 53, (9,), generator=generator).tolist()
     return collate([(row[:3], row[3:])], 20)
 
 
 def passed(policy: PolicyEngine, numbers: list[int], idle: set[int], weights: tuple[float, ...]) -> Iterator[int]:
-    """Run the backward passes of these micro-batches; yield the number of reductions of each."""
+    """Backward passes of these micro-batches; how many reductions each made."""
     mlp = policy.scorer.model.model.layers[1].mlp
     forward = mlp.forward
     for place, number in enumerate(numbers):
@@ -67,17 +67,14 @@ def passed(policy: PolicyEngine, numbers: list[int], idle: set[int], weights: tu
 
 
 def share(count: int) -> list[int]:
-    """Return this rank's consecutive micro-batches."""
+    """This rank's micro-batches: one after the other."""
     each = count // world_size()
     return list(range(rank() * each, (rank() + 1) * each))
 
 
 def steps(case: str, folder: Path, once: bool) -> dict[str, Any]:
-    """Run four steps and a discarded window.
-
-    The steps have an idle expert, weights that cancel, one micro-batch per rank, and an expert that is idle in all of
-    them.
-    """
+    """An idle expert, weights that cancel, one micro-batch on each rank, an expert that is idle in all of them; then a
+    window that is given up."""
     policy = engine(Case.of(case), folder, reduce_once=once)
     found: dict[str, Any] = {"calls": [], "updates": [], "norms": []}
     for count, idle, weights in (
@@ -93,7 +90,7 @@ def steps(case: str, folder: Path, once: bool) -> dict[str, Any]:
     before = masters(policy)
     if once:
         for _ in passed(policy, share(MICRO_BATCHES), set(), WEIGHTS):
-            break  # the window is discarded after its first micro-batch
+            break  # the window is given up after its first micro-batch
         policy.discard()
         found["discarded"] = all(torch.equal(after, before[name]) for name, after in masters(policy).items())
         list(passed(policy, share(2), set(), WEIGHTS))
@@ -103,7 +100,7 @@ def steps(case: str, folder: Path, once: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run all cases."""
+    """Every case."""
     folder = Path(sys.argv[1])
     init_distributed(use_cpu=True)
     results = {case: steps(case, folder, once=world_size() > 1) for case in CASES}
