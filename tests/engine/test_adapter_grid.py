@@ -1,4 +1,4 @@
-"""Adapters for all combinations of method, kind, ZeRO stage, offload and ranks, new or loaded from a folder.
+"""Adapters under every configuration: method, kind, ZeRO stage, offload, ranks, new adapters and continued ones.
 
 Every run is compared at every step with PEFT's model in dense float64 (``oracle/adapters.py``). By default, a subset
 in which every pair of values occurs is tested; ``-m slow`` tests all cases and also compares each run with the
@@ -26,7 +26,7 @@ from split_runs import METHOD
 
 from tools.ranks import RankServer
 
-# For losses, gradient norms and updates: two runs this close to float64 are about as close to each other.
+# Tolerance of losses, gradient norms and updates: two runs this close to float64 are about as close to each other.
 CLOSE = 1e-5
 _SAMPLED = "test_every_step_matches_peft_in_float64"
 OPTIONS = {"KTO": KTOOptions, "CPO": CPOOptions, "DPO": DPOOptions, "OnlineDPO": DPOOptions}
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.ci
 
 
 class Oracle:
-    """The steps of runs in float64, computed once for runs that only differ in their engines."""
+    """The steps of runs in float64, computed once for runs that differ only in their engine."""
 
     def __init__(self) -> None:
         self.bases: dict[Any, Any] = {}
@@ -63,7 +63,7 @@ class Oracle:
 
 
 def task_of(run: dict[str, Any]) -> Task:
-    """Return what a run computes."""
+    """The task of a run."""
     method = run["trainer"]
     if method not in OPTIONS:
         return Task(method, center=run["args"].get("center_rewards_coefficient", 0.0))
@@ -82,7 +82,7 @@ def oracle() -> Oracle:
 def outcomes(
     cases: list[Combination], bases: dict[str, str], starts: Path, folder: Path, ranks: RankServer
 ) -> Results:
-    """Run the cases, in one job per number of ranks; return the outcomes by name."""
+    """The results of the cases by name: one job for each number of ranks."""
     found: Results = {}
     for world in (1, 2):
         place = folder / str(world)
@@ -96,7 +96,7 @@ def outcomes(
 
 
 def outcome_of(run: dict[str, Any], place: Path) -> dict[str, Any]:
-    """Return the driver's output, with ``logs`` and ``updates`` of each step, ``tensors`` before each, and ``run``."""
+    """The driver's output, with ``logs`` and ``updates`` of each step, ``tensors`` before each and ``run``."""
     outcome, folder = json.loads((place / f"{run['name']}.json").read_text()), place / run["name"]
     logs = [entry for entry in outcome["log"] if "grad_norm" in entry]
     tensors = [load_file(folder / f"step-{step}" / "adapter_model.safetensors") for step in range(len(logs) + 1)]
@@ -108,12 +108,12 @@ def outcome_of(run: dict[str, Any], place: Path) -> dict[str, Any]:
 
 
 def check(outcome: dict[str, Any], steps: list[AdapterStep]) -> None:
-    """Check all steps of a run: logs, updates, and frozen weights."""
+    """Check all steps of a run: the log, the changes, and what did not change."""
     case = outcome["run"]["case"]
     assert [len(rows) for rows in outcome["windows"]] == [4, 4, 3]
     for number, (expected, log, update) in enumerate(zip(steps, outcome["logs"], outcome["updates"], strict=True)):
         what = f"step {number + 1}"
-        # Before new adapters have changed, all rewards are 0 up to rounding, and none is higher.
+        # Before new adapters have changed, all rewards are 0 up to rounding, and none is the higher one.
         undecided = {"rewards/accuracies"} if case["start"] == "new" and number == 0 else set()
         assert_same(log, expected.metrics, 1e-4, what, expected.metrics.keys() - undecided)
         assert_same(log, expected.metrics, CLOSE, what, ("loss", "grad_norm"))
@@ -123,7 +123,7 @@ def check(outcome: dict[str, Any], steps: list[AdapterStep]) -> None:
 
 
 def check_moved(outcome: dict[str, Any], case: Combination) -> None:
-    """Check that all trained weights have changed (A of new adapters only once B is not 0), and bitwise no others."""
+    """Trained weights have changed, including A of new adapters once B is not 0; nothing else has, bitwise."""
     before, after = outcome["before"], outcome["after"]
     assert before["frozen"] and before["frozen"] == after["frozen"]
     assert before["trained"].keys() == after["trained"].keys()
@@ -158,13 +158,13 @@ def test_every_step_matches_peft_in_float64(case: Combination, found: Results, o
 
 
 def test_the_kl_of_the_sampled_runs_is_not_clamped(found: Results, oracle: Oracle) -> None:
-    """Otherwise nothing would depend on the reference's mismatched sequences."""
+    """Otherwise nothing would depend on the reference's mismatched pairs."""
     runs = [outcome for outcome in found.values() if outcome["run"]["trainer"] == "KTO"]
     assert all(oracle(outcome)[-1].metrics["kl"] > 0.01 for outcome in runs)
 
 
 def test_new_adapters_are_initialized_identically_in_every_engine(found: Results) -> None:
-    """Random values determined by the seed, for each number of ranks and each ZeRO stage."""
+    """Random but seeded, identical for each number of ranks and each ZeRO stage."""
     first: dict[Any, dict[str, Any]] = {}
     compared = 0
     for outcome in found.values():
@@ -184,7 +184,7 @@ def test_new_adapters_are_initialized_identically_in_every_engine(found: Results
 def test_every_combination(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, ranks: RankServer, method: str, kind: str
 ) -> None:
-    """With two layers, and each run is also compared with the simplest one with the same adapters."""
+    """With two layers; each run is also compared with the plainest one of the same adapters."""
     bases, oracle, cases = make_bases(tmp_path / "bases", layers=2), Oracle(), part(method, kind)
     wanted = {name_of(case): case for case in [*map(reference_of, cases), *cases]}
     found = outcomes(list(wanted.values()), bases, tmp_path / "starts", tmp_path, ranks)

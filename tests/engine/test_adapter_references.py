@@ -1,4 +1,4 @@
-"""A reference computed with the policy: equal to a frozen copy, before and after training, for every placement."""
+"""A reference that is the policy itself: equal to a frozen copy, before and after training and in every placement."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.ci
 
 
 def case_of(kind: str, stage: str, start: str, ranks: int = 1) -> Combination:
-    """Return a KTO case of ``adapter_grid``."""
+    """A KTO case of ``adapter_grid``."""
     case = {"method": "KTO", "kind": kind, "stage": stage, "ranks": ranks, "start": start}
     return case | {"checkpointing": "unchecked"}
 
@@ -69,7 +69,7 @@ def closed() -> Iterator[list[KTOTrainer]]:
 def test_it_equals_a_frozen_copy(
     bases: dict[str, str], starts: Path, tmp_path: Path, closed: list[KTOTrainer], kind: str, stage: str, start: str
 ) -> None:
-    """The copy is PEFT's model in float64 on the same base model; log-probs of tokens agree to 1e-5."""
+    """The copy is PEFT's model in float64, on the base as loaded; each token's log-prob matches to 1e-5."""
     run = adapter_run(case_of(kind, stage, start), bases, tmp_path, starts)
     copy = dense_base(run["model"], False, BITS.get(kind))
     if start == "continued":
@@ -112,7 +112,7 @@ def test_it_equals_a_frozen_copy(
 def placed(
     bases: dict[str, str], starts: Path, folder: Path, case: Combination, placements: Sequence[str] = PLACEMENTS
 ) -> list[dict[str, Any]]:
-    """Return the same run with its reference in each placement."""
+    """The same run with each placement of its reference."""
     runs = []
     for placement in placements:
         run = adapter_run(case, bases, folder, starts)
@@ -123,7 +123,7 @@ def placed(
 
 
 def check_placements(sets: list[list[dict[str, Any]]], folder: Path, ranks: RankServer, world: int) -> None:
-    """Train all runs, and compare the logs and final adapters within each group."""
+    """Train all runs, and compare the logs and final adapters within each set."""
     (folder / "spec.json").write_text(json.dumps([run for runs in sets for run in runs]))
     ranks.run(DRIVERS / "adapter_runs.py", folder / "spec.json", nproc=world, timeout=600)
     for runs in sets:
@@ -164,10 +164,10 @@ def test_a_live_model_with_a_saved_head_trains_like_its_folder(
         assert_logged(found, expected, 1e-6, f"step {number + 1}")
 
 
-def test_packed_weights_are_not_repacked_by_the_cpu(
+def test_packed_weights_are_not_repacked_on_a_cpu(
     bases: dict[str, str], starts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A CPU with AVX512-BF16 repacks in the first forward pass: in the policy's engine, and in a frozen one."""
+    """A CPU with AVX512-BF16 does so in a reference's first pass, in the policy's engine and in a frozen one."""
     case, logs = case_of("qlora", "stage0", "continued"), []
     for kernel in (False, True):
         for run in placed(bases, starts, tmp_path / str(kernel), case, ("adapter", "replica")):

@@ -1,4 +1,4 @@
-"""Rollouts from a policy with adapters, with both backends, gathered and layer by layer."""
+"""Rollouts from a policy with adapters, with both backends, gathered and by layer, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def adapted(kind: str, model: PreTrainedModel, ds_config: dict[str, Any]) -> None:
-    """Random adapters, A and B, and a frozen copy of them that must not be used."""
+    """Random adapters, A and B, and a frozen copy that must not be active."""
     config = LoraConfig(
         r=4,
         lora_alpha=4,
@@ -49,7 +49,7 @@ def adapted(kind: str, model: PreTrainedModel, ds_config: dict[str, Any]) -> Non
 
 
 def arguments(kind: str) -> dict[str, Any]:
-    """Return the arguments of ``policy_engine`` for a kind of adapters."""
+    """The arguments of ``policy_engine`` for a kind of adapters."""
     loaded = {"quantization": Quantization(quantization(4)), "device": torch.device("cpu")} if kind == "qlora" else {}
     return {"adapted": partial(adapted, kind), **loaded}
 
@@ -68,8 +68,8 @@ def answers_of(policy: PolicyEngine, backend: str, gather: bool, seed: int, **mo
         for kind, stage in (("qlora", "stage3"), ("dora", "stage3"), ("saved", "stage3-offload"), ("dora", "stage0"))
     ],
 )
-def test_rollouts_use_the_policys_adapters_and_have_no_side_effects(model: str, kind: str, stage: str) -> None:
-    """Their log-probs equal those in training, and the training that follows is bitwise unchanged."""
+def test_they_use_the_policys_adapters_and_leave_nothing_behind(model: str, kind: str, stage: str) -> None:
+    """Their log-probs match those of the train phase; training after them is bitwise unchanged."""
 
     def between(policy: PolicyEngine, step: int, backend: str, gather: bool) -> None:
         answers = answers_of(policy, backend, gather, step, logps=True)

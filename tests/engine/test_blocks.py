@@ -1,4 +1,4 @@
-"""A batch of rows of different lengths passes through the model in blocks of similar lengths, with the same scores."""
+"""A batch of unequal rows passes through the model in blocks of similar lengths, without any effect on scores."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from alignment.models.scorer import CompletionScorer
     [
         ([1], ((1, 1),)),
         ([500] * 4, ((4, 500),)),
-        ([500, 500, 100, 100], ((2, 500), (2, 100))),  # saves 800 tokens for one additional pass
-        ([500, 300], ((2, 500),)),  # would save 200 tokens, less than the cost of a pass
+        ([500, 500, 100, 100], ((2, 500), (2, 100))),  # saves 800 tokens with one more pass
+        ([500, 300], ((2, 500),)),  # would save 200, less than the pass costs
         ([2000, 1000, 990, 300, 100], ((1, 2000), (2, 1000), (2, 300))),
     ],
 )
@@ -55,7 +55,7 @@ def test_scores_are_the_same_and_padding_is_not_computed(tmp_path: Path, monkeyp
 def test_zero2_trains_with_either_checkpointing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reentrant: bool
 ) -> None:
-    """DeepSpeed reduces each weight's gradient once; reentrant checkpointing would complete it once per block."""
+    """DeepSpeed accepts each weight's gradient once; re-entrant checkpointing would deliver it once per block."""
     model, found = make_model(tmp_path / "model"), []
     for cost in (1, 10**9):
         monkeypatch.setattr(batching, "_BLOCK_COST", cost)

@@ -1,4 +1,4 @@
-"""A reward model as a reward source: order, batches, truncation, templates, and unsupported models."""
+"""A reward model as a source of rewards: order, batches, truncation, templates, and errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def source(model: Any, folder: Path, tokenizer: Any = None, **more: Any) -> Clas
 
 @torch.no_grad()
 def own_scores(path: str, texts: list[str], tokenizer: Any) -> list[float]:
-    """Return transformers' score of each text on its own; the texts contain their special tokens."""
+    """transformers' score of each text by itself; the texts contain their special tokens."""
     model = AutoModelForSequenceClassification.from_pretrained(path)
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     return [float(model(input_ids=torch.tensor([one])).logits[0, 0]) for one in ids]
@@ -144,7 +144,7 @@ def test_long_sequences_are_truncated_on_the_right_and_counted(tmp_path: Path) -
         reward.close()
 
 
-def test_an_empty_sample_has_no_score(tmp_path: Path) -> None:
+def test_empty_input_has_no_score(tmp_path: Path) -> None:
     reward = source(make_classifier(tmp_path / "reward"), tmp_path, char_tokenizer(eos=None))
     found = reward.score(samples(["", "a"], ["", "b"]))
     assert found[0] is None and isinstance(found[1], float)
@@ -164,7 +164,7 @@ def test_a_score_that_is_not_finite_names_model_and_row(tmp_path: Path) -> None:
     reward.close()
 
 
-def test_errors_before_weights_are_loaded(tmp_path: Path) -> None:
+def test_errors_before_anything_is_loaded(tmp_path: Path) -> None:
     path, chat = make_classifier(tmp_path / "reward"), [{"role": "user", "content": "hello"}]
     reward = source(path, tmp_path, char_tokenizer())
     reward.check("hello", "rows.jsonl, row 1", {})
@@ -194,7 +194,7 @@ def test_errors_before_weights_are_loaded(tmp_path: Path) -> None:
         source(path, tmp_path, char_tokenizer(template=PLAIN, merges=(("a", "b"), ("c", "d"), ("e", "f"))))
 
 
-def test_its_engine_has_a_separate_configuration(tmp_path: Path) -> None:
+def test_its_engine_is_configured_separately_from_the_policys(tmp_path: Path) -> None:
     path = make_classifier(tmp_path / "reward")
     mapping = zero(3, parameters=True)
     reward = source(path, tmp_path, deepspeed=mapping, batch_size=5)

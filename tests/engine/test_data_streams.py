@@ -1,4 +1,4 @@
-"""Streaming datasets: the required number of rows is written to disk, with the same result as for a list."""
+"""Streamed data: the required number of rows is written to disk, identical to those of a list."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNS = ("prompt", "completion", "label")
 
 
 def endless() -> Iterator[dict[str, Any]]:
-    """Yield rows endlessly, with an unused column that JSON does not support."""
+    """Endless rows, with an unused column that JSON does not support."""
     number = 0
     while True:
         for row in unpaired_rows(50, seed=number):
@@ -27,7 +27,7 @@ def endless() -> Iterator[dict[str, Any]]:
 
 
 def stream_of(rows: list[Any]) -> IterableDataset:
-    """Return a stream with exactly these values."""
+    """A stream of exactly these values."""
     return IterableDataset.from_generator(lambda: iter(rows))
 
 
@@ -84,7 +84,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def trainer_of(model: str, out: Path, evaluation: Any = None, **options: Any) -> KTOTrainer:
-    """Return a trainer with an endless stream."""
+    """A trainer over an endless stream."""
     args = KTOConfig(str(out), max_length=96, per_device_train_batch_size=2, gradient_accumulation_steps=2, **options)
     stream = IterableDataset.from_generator(endless)
     return KTOTrainer(model=model, args=args, train_dataset=stream, eval_dataset=evaluation)
@@ -99,7 +99,7 @@ def trainer_of(model: str, out: Path, evaluation: Any = None, **options: Any) ->
         ({"max_steps": 3, "max_train_samples": 20}, 12),
     ],
 )
-def test_the_number_of_rows_read(model: str, tmp_path: Path, options: dict[str, Any], rows: int) -> None:
+def test_rows_that_are_used(model: str, tmp_path: Path, options: dict[str, Any], rows: int) -> None:
     data = trainer_of(model, tmp_path / "out", **options).train_data
     assert data is not None
     assert data.report.rows_in == rows

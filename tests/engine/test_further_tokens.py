@@ -33,7 +33,7 @@ IDS = torch.arange(2, 26)[None]
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a tokenizer whose template uses tokens that the model's does not have."""
+    """A folder with a tokenizer whose template uses tokens that the models' tokenizers lack."""
     tokenizer = char_tokenizer(template=PLAIN)
     tokenizer.add_special_tokens({"additional_special_tokens": [OPEN, END]})
     tokenizer.eos_token = END
@@ -47,7 +47,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(model: Any, source: str, folder: Path, stage: str = "stage0", resume: Any = None, **more: Any) -> SFTTrainer:
-    """Two windows, saved; the engines are returned."""
+    """Two windows, saved; the engines still exist."""
     plain = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "num_train_epochs": 1}
     given = {**options(folder), **plain, "deepspeed": STAGES[stage], "chat_template_path": source, **more}
     tokenizer = char_tokenizer(template=PLAIN)
@@ -98,7 +98,7 @@ def test_a_run_resumes_with_them(source: str, tmp_path: Path) -> None:
 
 
 def test_adapters_are_saved_with_the_new_rows(source: str, tmp_path: Path) -> None:
-    """At both stages. PEFT resizes the base model when loading them, and so does the merge."""
+    """At both stages; PEFT loads them onto the base, which it extends by these rows, as does the merge."""
     base = make_model(tmp_path / "base", "untied")
     outputs = []
     for stage in ("stage0", "stage3"):
@@ -129,7 +129,7 @@ def test_reward_models_with_additional_tokens(source: str, tmp_path: Path) -> No
     assert len(AutoTokenizer.from_pretrained(trainer.output_dir)) == saved.config.vocab_size == 128
 
 
-def test_adapters_are_merged_if_a_configuration_is_passed(tmp_path: Path) -> None:
+def test_adapters_with_a_peft_configuration_are_merged(tmp_path: Path) -> None:
     """The reference is the merged model: the first KTO loss is that of a policy that equals its reference."""
     base = make_model(tmp_path / "base", "untied")
     live = get_peft_model(

@@ -99,7 +99,8 @@ class RunFolder:
         args = self.args
         if asked and args.overwrite_output_dir:  # no earlier check sees an argument of train()
             raise OptionError(
-                f"{setting('resume_from_checkpoint', asked)}: cannot be combined with overwrite_output_dir; set it to false"
+                f"{setting('resume_from_checkpoint', asked)}: cannot be combined with overwrite_output_dir; set it to "
+                "false"
             )
         again = self._entered  # this trainer's own earlier run is moved aside
         if not asked and not again:
