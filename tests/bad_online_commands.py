@@ -67,7 +67,7 @@ ONLINE = [
     online("three labels", "reward_model_path", "num_labels=3", reward_model_path="%three-labels"),
     online(
         "no template of the reward model's",
-        "reward_processing_class: @data.jsonl row 1 is conversational",
+        "reward_processing_class: @data.jsonl, row 1 is conversational",
         "no chat template",
         data=[{"prompt": CHAT["prompt"]}] * 2,
         reward_model_path="%classifier-no-template",

@@ -19,7 +19,7 @@ from alignment.config.errors import DataError
 
 def collate(*args: Any) -> Any:
     """In place of the collation of a batch."""
-    raise DataError("rows.jsonl row 3: the completion cannot be read; correct the row")
+    raise DataError("rows.jsonl, row 3: the completion cannot be read; correct the row")
 
 
 def loss(*args: Any, **kwargs: Any) -> Any:
