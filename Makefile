@@ -15,7 +15,9 @@
 #                hour; an interrupted call goes on with the next one (SIGNALS_ARGS="--only 'torchrun TERM'")
 # make demo      a small model from nothing, aligned with KTO (LoRA too), CPO and Online DPO, in minutes (DEMO_ARGS="--fresh --seed 1")
 # make quality   lint, types and the floors of alignment/
-# make tables    regenerate the option tables in docs/reference/
+# make tables    regenerate the pages of docs/reference/ that are made from the code
+# make docs      regenerate them and build the site in docs/_build/html; a warning or a broken link is an error
+# make linkcheck check the links to other sites, over the network; a report in docs/_build/linkcheck
 # make style     format, and mend what can be mended by itself
 # make release VERSION=0.2.0  date the changelog, build and check the wheel and the sdist, commit and tag
 # make clean     remove .venv and caches
@@ -30,6 +32,7 @@ JOBS ?= 2
 RECORD ?= outputs/test-slow.jsonl
 BIN := $(VENV)/bin
 CPU = $(if $(HAS_GPU),,DS_ACCELERATOR=cpu)
+SPHINX = $(BIN)/python -m sphinx -n -j $(JOBS)
 PYTEST = $(CPU) $(BIN)/python -m pytest
 # Workers take groups of tests in the order of tests/conftest.py, the longest first.
 WORKERS = -n $(JOBS) --dist loadgroup --no-loadscope-reorder
@@ -41,11 +44,11 @@ RANGE = "$(shell sed -n 's/^ *"\($(1)[<>=].*\)",.*/\1/p' setup.py)"
 TORCH := $(call RANGE,torch)
 DEEPSPEED := $(call RANGE,deepspeed)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
-SOURCES := alignment benchmarks examples launch tests tools setup.py
+SOURCES := alignment benchmarks docs/conf.py examples launch tests tools setup.py
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
 
-.PHONY: install test test-ci test-slow resume-matrix chaos signals slurm hosts test-newest mutations mutants renames demo quality style tables release \
-	clean
+.PHONY: install test test-ci test-slow resume-matrix chaos signals slurm hosts test-newest mutations mutants renames demo quality style tables \
+	docs linkcheck release clean
 
 install: $(READY)
 
@@ -131,6 +134,15 @@ style: $(READY)
 tables: $(READY)
 	@$(BIN)/python -m alignment.cli.help docs/reference/options.md
 	@$(BIN)/python -m alignment.cli.coming_from_trl docs/reference/trl-options.md
+	@$(BIN)/python -m tools.documentation
+
+# Links to files of the repository lead to DOCS_REPOSITORY_URL, such as https://github.com/me/this/blob/main.
+docs: tables
+	@DS_ACCELERATOR=cpu $(SPHINX) -W --keep-going -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+linkcheck: $(READY)
+	@DS_ACCELERATOR=cpu $(SPHINX) -q -b linkcheck docs docs/_build/linkcheck
 
 release: $(READY)
 	@$(BIN)/python -m tools.release $(VERSION)

@@ -49,7 +49,6 @@ napoleon_use_ivar = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-autodoc_default_options = {"show-inheritance": False}
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 90
 
@@ -58,6 +57,9 @@ html_title = project
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
+html_copy_source = False
+html_theme_options = {"top_of_page_buttons": []}
+toc_object_entries_show_parents = "hide"
 html_show_copyright = False
 copybutton_prompt_text = "$ "
 copybutton_only_copy_prompt_lines = True
@@ -70,6 +72,12 @@ linkcheck_retries = 1
 linkcheck_ignore = [r"http://localhost.*", r"http://127\.0\.0\.1.*"]
 
 
+def _is_plain_field(app: Sphinx, what: str, name: str, member: object, skip: bool, options: object) -> bool | None:
+    """Skip the fields of named tuples that only say "Alias for field number N"; their classes describe them."""
+    return True if str(getattr(member, "__doc__", "")).startswith("Alias for field number") else None
+
+
 def setup(app: Sphinx) -> None:
     """JSON Lines are shown as JSON."""
     app.add_lexer("jsonl", JsonLexer)
+    app.connect("autodoc-skip-member", _is_plain_field)

@@ -23,7 +23,7 @@ from typing import Any
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 
 from alignment import SFTConfig, SFTTrainer
-from alignment.config.options_training import SaveStrategy
+from alignment.config.fields import SaveStrategy
 
 END = "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")

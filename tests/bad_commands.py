@@ -1,4 +1,4 @@
-"""Faulty commands for ``test_bad_input``; those of Online DPO and reward models are in ``bad_online_commands``."""
+"""Invalid commands for ``test_bad_input``; those of Online DPO and reward models are in ``bad_online_commands``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS = [
     Case("negative beta", ("beta=-0.5", "greater than 0"), {"beta": "-0.5"}, method="cpo"),
     Case("empty batch", ("per_device_train_batch_size=0", "at least 1"), {"per_device_train_batch_size": "0"}),
     Case("other method's option", ("simpo_gamma='1'", "of method cpo"), {"simpo_gamma": "1"}),
-    Case("unknown method", ("method='ppo'", "no such method"), {"method": "ppo"}),
+    Case("unknown method", ("method='ppo'", "unknown method"), {"method": "ppo"}),
     Case("option to come", ("activation_offloading=True", "not supported yet"), {"activation_offloading": "true"}),
     Case("rank without adapters", ("lora_r=8", "set use_peft: true"), {"lora_r": "8"}),
     Case("4 bits without adapters", ("4-bit weights cannot be trained", "use_peft"), {"load_in_4bit": "true"}),
@@ -38,25 +38,25 @@ OPTIONS = [
         {"use_peft": "true", "lora_target_modules": "q_prj"},
     ),
     Case(
-        "the whole model as its own reference",
-        ("ref_placement='adapter': the whole model is trained", "set use_peft"),
+        "the full model as its own reference",
+        ("ref_placement='adapter': requires adapters", "set use_peft"),
         {"ref_placement": "adapter"},
     ),
     Case(
         "precomputed without a reference",
-        ("ref_placement='precomputed': CPO has no reference model",),
+        ("ref_placement='precomputed': CPO does not use a reference model",),
         {"ref_placement": "precomputed"},
         method="cpo",
     ),
     Case(
         "precomputed completions",
-        ("ref_placement='precomputed': Online DPO scores completions that do not exist",),
+        ("ref_placement='precomputed': Online DPO scores completions that are generated",),
         {"ref_placement": "precomputed"},
         method="online_dpo",
     ),
     Case(
         "two placements",
-        ("precompute_ref_log_probs=True and ref_placement='replica'", "leave one out"),
+        ("precompute_ref_log_probs=True and ref_placement='replica'", "remove one of them"),
         {"precompute_ref_log_probs": "true", "ref_placement": "replica"},
     ),
     Case(
@@ -87,12 +87,12 @@ OPTIONS = [
         ("lr_scheduler_type 'cosine'", "lr_scheduler_kwargs {'foo': 1}"),
         {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": '{"foo": 1}'},
     ),
-    Case("no data set", ("dataset_name=None", "set dataset_name"), {"dataset_name": None}),
-    Case("no model", ("model_name_or_path=None", "set model_name_or_path"), {"model_name_or_path": None}),
+    Case("no data set", ("dataset_name is required", "set it to a file"), {"dataset_name": None}),
+    Case("no model", ("model_name_or_path is required", "set it to a folder"), {"model_name_or_path": None}),
     Case("no evaluation data", ("eval_strategy='steps'", "set dataset_test_split"), {"eval_strategy": "steps"}),
     Case(
         "window of one row",
-        ("gradient_accumulation_steps=1", "per_device_train_batch_size=1", ">= 2; 16 advised"),
+        ("gradient_accumulation_steps=1", "per_device_train_batch_size=1", "to 2 or more (16 recommended)"),
         {"per_device_train_batch_size": "1", "gradient_accumulation_steps": "1"},
     ),
     Case(
@@ -106,12 +106,15 @@ OPTIONS = [
 DATA = [
     Case("missing file", ("@absent.jsonl", "no such file", "dataset_name"), {"dataset_name": "@absent.jsonl"}),
     Case("torn file", ("@data.jsonl line 3: not valid JSON",), data='{"prompt": "a"}\n\n{"prompt": "b", "compl'),
-    Case("empty file", ("@data.jsonl", "holds no rows"), data=""),
-    Case("missing split", ("@data.jsonl", "has no split 'test'", "train"), {"dataset_test_split": "test"}),
+    Case("empty file", ("@data.jsonl", "contains no rows"), data=""),
+    Case("missing split", ("@data.jsonl", "split 'test' does not exist", "train"), {"dataset_test_split": "test"}),
     Case(
-        "cpo on unpaired", ("CPO needs chosen and rejected", "completion, label"), data=unpaired_rows(4), method="cpo"
+        "cpo on unpaired",
+        ("CPO requires chosen and rejected", "completion, label"),
+        data=unpaired_rows(4),
+        method="cpo",
     ),
-    Case("kto without labels", ("KTO needs the missing label", "prompt, completion"), data=UNLABELLED),
+    Case("kto without labels", ("missing column label", "prompt, completion"), data=UNLABELLED),
     Case(
         "label is a text",
         ("@data.jsonl line 5: label is 'yes' (a string)", "true or false"),
@@ -129,18 +132,18 @@ DATA = [
     ),
     Case(
         "nothing left",
-        ("@data.jsonl: none of the 3 rows is left (3 × ", "identical"),
+        ("@data.jsonl: all 3 rows were dropped (3 × ", "identical"),
         data=[IDENTICAL] * 3,
         method="cpo",
     ),
     Case(
         "column that is not there",
-        ("@data.jsonl: column_map takes prompt from 'question', which is missing; columns: prompt, completion",),
+        ("@data.jsonl: column_map maps prompt to column 'question', which does not exist; columns: prompt",),
         {"column_map": '{"prompt": "question"}'},
     ),
     Case(
-        "map the wrong way round",
-        ("column_map={'instruction': 'prompt'}", "as in {prompt: instruction}"),
+        "inverted column map",
+        ("column_map={'instruction': 'prompt'}", "{prompt: instruction}"),
         {"column_map": '{"instruction": "prompt"}'},
     ),
     Case(
@@ -185,18 +188,26 @@ DATA = [
 ]
 
 MODEL = [
-    Case("missing model", ("model_name_or_path: '@nowhere': no such folder",), {"model_name_or_path": "@nowhere"}),
+    Case(
+        "missing model", ("model_name_or_path: folder '@nowhere' does not exist",), {"model_name_or_path": "@nowhere"}
+    ),
     Case(
         "missing reference",
-        ("ref_model_name_or_path: '@nowhere': no such folder",),
+        ("ref_model_name_or_path: folder '@nowhere' does not exist",),
         {"ref_model_name_or_path": "@nowhere"},
     ),
-    Case("torn weights", ("model_name_or_path: ", "model.safetensors is torn"), model="torn"),
-    Case("torn older weights", ("model_name_or_path: ", "pytorch_model.bin is torn"), model="torn-older"),
-    Case("torn index", ("model_name_or_path: ", "model.safetensors.index.json is torn"), model="torn-index"),
-    Case("missing shard", ("model_name_or_path: ", "2.safetensors is named in", "missing"), model="missing-shard"),
-    Case("no weights", ("model_name_or_path: ", "holds no weights"), model="no-weights"),
-    Case("torn configuration", ("model_name_or_path: ", "no usable configuration"), model="torn-config"),
+    Case("torn weights", ("model_name_or_path: ", "model.safetensors is truncated or corrupt"), model="torn"),
+    Case(
+        "torn older weights", ("model_name_or_path: ", "pytorch_model.bin is truncated or corrupt"), model="torn-older"
+    ),
+    Case(
+        "torn index",
+        ("model_name_or_path: ", "model.safetensors.index.json is truncated or corrupt"),
+        model="torn-index",
+    ),
+    Case("missing shard", ("model_name_or_path: ", "2.safetensors is listed in", "missing"), model="missing-shard"),
+    Case("no weights", ("model_name_or_path: ", "contains no weights"), model="no-weights"),
+    Case("torn configuration", ("model_name_or_path: ", "the configuration of "), model="torn-config"),
     Case("wrong configuration", ("model_name_or_path: ", "'hidden_size' expected int"), model="wrong-config"),
     Case("torn tokenizer", ("processing_class: ", "no tokenizer could be loaded"), model="torn-tokenizer"),
     Case("encoder-decoder", ("model_name_or_path: ", "encoder-decoder", "decoder-only"), model="encoder-decoder"),
@@ -243,7 +254,7 @@ DEEPSPEED = [
     deepspeed_case(
         "stage 2 reference",
         {"zero_optimization": {"stage": 2}},
-        "@ref_deepspeed.json: zero_optimization.stage=2: a frozen engine is stage 3 or 0",
+        "@ref_deepspeed.json: zero_optimization.stage=2: a frozen model requires stage 3",
         key="ref_deepspeed",
     ),
     Case("no such deepspeed file", ("'zero9': no such file", "zero2"), {"deepspeed": "zero9"}),
@@ -271,7 +282,7 @@ CASES = [*OPTIONS, *DATA, *MODEL, *DEEPSPEED, *OUTPUT, *ONLINE]
 
 
 def write_models(folder: Path) -> Path:
-    """Write models into ``folder``, which is returned: ``good``, and copies of it with one fault each."""
+    """Write models to ``folder`` and return it: ``good``, and copies of it with one defect each."""
     make_model(folder / "good")
     write_classifiers(folder)
 
@@ -304,7 +315,7 @@ def write_models(folder: Path) -> Path:
 
 
 def command(case: Case, folder: Path, models: Path) -> list[str]:
-    """Write the case's files into ``folder``; the arguments of its command."""
+    """Write the case's files to ``folder`` and return the arguments of its command."""
     if case.arguments is not None:
         return [in_folder(argument, folder) for argument in case.arguments]
     rows = case.data if case.data is not None else (unpaired_rows if case.method == "kto" else paired_rows)(8)
@@ -330,5 +341,5 @@ def command(case: Case, folder: Path, models: Path) -> list[str]:
 
 
 def in_folder(text: str, folder: Path) -> str:
-    """The text with ``@name`` as a path in ``folder``."""
+    """Replace ``@name`` with a path in ``folder``."""
     return text.replace("@", f"{folder}/")

@@ -1,4 +1,4 @@
-"""Faulty models and tokenizers for ``test_bad_input``: a good one with a file that is not as it should be."""
+"""Invalid models and tokenizers for ``test_bad_input``: copies of a valid model with one defective file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Edit = Callable[[Path], object]
 
 
 def model(name: str, edit: Edit, *says: str, kind: str = "model", data: Any = None, **options: str) -> Case:
-    """A copy of the good model after ``edit``."""
+    """A copy of the valid model, modified by ``edit``."""
 
     def make(folder: Path, models: Path) -> None:
         shutil.copytree(models / "good", folder / "m")
@@ -25,22 +25,22 @@ def model(name: str, edit: Edit, *says: str, kind: str = "model", data: Any = No
 
 
 def tokenizer(name: str, edit: Edit, *says: str, data: Any = None) -> Case:
-    """The same, with a fault in the tokenizer."""
+    """A copy of the valid model with a defective tokenizer."""
     return model(name, edit, *says, kind="tokenizer", data=data)
 
 
 def template(name: str, text: str | bytes, *says: str) -> Case:
-    """The same, with a chat template and a conversation."""
+    """A copy of the valid model with a chat template, and conversational data."""
     return tokenizer(f"template {name}", written("chat_template.jinja", text), *says, data=[CHAT])
 
 
 def written(name: str, content: str | bytes) -> Edit:
-    """Puts a file in the place of one that is there."""
+    """Return a function that replaces a file."""
     return lambda folder: (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def folder_instead(name: str) -> Edit:
-    """Puts a folder in the place of a file."""
+    """Return a function that replaces a file with a folder."""
 
     def edit(folder: Path) -> None:
         (folder / name).unlink()
@@ -50,17 +50,17 @@ def folder_instead(name: str) -> Edit:
 
 
 def changed(name: str, **values: Any) -> Edit:
-    """Changes values of a JSON file."""
+    """Return a function that changes values in a JSON file."""
     return lambda folder: (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), **values}))
 
 
 def config(**values: Any) -> Edit:
-    """Changes the configuration."""
+    """Change the configuration."""
     return changed("config.json", **values)
 
 
 def own(**values: Any) -> Edit:
-    """Changes the tokenizer's configuration."""
+    """Change the tokenizer's configuration."""
     return changed("tokenizer_config.json", **values)
 
 
@@ -71,7 +71,7 @@ def adapter(folder: Path) -> None:
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
-UNUSABLE, TORN, NO_TOKENIZER = "has no usable configuration", "is torn", "no tokenizer could be loaded from"
+UNUSABLE, TORN, NO_TOKENIZER = "the configuration of", "is truncated or corrupt", "no tokenizer could be loaded from"
 
 MODELS = [
     model("configuration a list", written("config.json", "[]"), UNUSABLE),
@@ -90,7 +90,7 @@ MODELS = [
     model("positions a word", config(max_position_embeddings="long"), UNUSABLE, "max_position_embeddings"),
     model("of another quantisation", config(quantization_config={"quant_method": "gptq"}), "quantised by gptq"),
     model("with code of its own", config(auto_map={"AutoConfig": "a.B"}, model_type="z"), "trust_remote_code"),
-    model("weights a pointer", written(WEIGHTS, POINTER), "is a pointer of Git LFS", "git lfs pull"),
+    model("weights a pointer", written(WEIGHTS, POINTER), "is a Git LFS pointer", "git lfs pull"),
     model("weights empty", written(WEIGHTS, b""), TORN),
     model("weights with a huge header", written(WEIGHTS, (2**62).to_bytes(8, "little") + b"{}"), TORN),
     model("weights without a header", written(WEIGHTS, (9).to_bytes(8, "little") + b"x" * 9), TORN),
@@ -99,10 +99,10 @@ MODELS = [
     model("index null", written(INDEX, "null"), INDEX, TORN),
     model("index nested", written(INDEX, NESTED), INDEX, TORN),
     model("index of numbers", written(INDEX, '{"weight_map": {"a": 5}}'), INDEX, TORN),
-    model("index of nothing", written(INDEX, '{"weight_map": {}}'), "holds no weights"),
+    model("index of nothing", written(INDEX, '{"weight_map": {}}'), "contains no weights"),
     model("index of another place", written(INDEX, '{"weight_map": {"a": "../../b"}}'), "but missing"),
     Case("model: a file", (UNUSABLE,), {"model_name_or_path": "@data.jsonl"}),
-    model("adapters", adapter, "holds adapters and no model", "adapter_name_or_path"),
+    model("adapters", adapter, "contains adapters but no model", "adapter_name_or_path"),
     Case("model: no name of the hub's", (UNUSABLE, "Repo id"), {"model_name_or_path": "what is this?"}),
     Case("model: an address", (UNUSABLE, "Repo id"), {"model_name_or_path": "https://huggingface.co/gpt2"}),
     Case("model: offline", (UNUSABLE, "couldn't"), {"model_name_or_path": "gpt2"}),

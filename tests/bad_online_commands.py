@@ -1,4 +1,4 @@
-"""Faulty commands of Online DPO and of reward-model training; see ``bad_commands``."""
+"""Invalid commands of Online DPO and reward model training; see ``bad_commands``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILES = {"rewards.py": REWARDS}
 
 
 def online(name: str, *says: str, data: object = None, files: dict[str, str] | None = None, **options: str) -> Case:
-    """A faulty command of Online DPO with a reward function, unless ``options`` have another source."""
+    """An invalid Online DPO command with a reward function, unless ``options`` set another source of rewards."""
     sources = ("reward_funcs", "reward_model_path", "judge")
     given = options if set(options) & set(sources) else {**FUNCTION, **options}
     return Case(name, says, dict(given), data=data, method="online_dpo", files={**FILES, **(files or {})})  # type: ignore[arg-type]
@@ -32,22 +32,22 @@ ONLINE = [
         "judge and rewards",
         "judge='@judges.py:Judge'",
         "reward_funcs='@rewards.py:letters'",
-        "leave one of them out",
+        "remove one of them",
         judge="@judges.py:Judge",
         reward_funcs="@rewards.py:letters",
     ),
-    online("vllm", "rollout_backend='vllm'", "not supported; set one of", rollout_backend="vllm"),
-    online("greedy", "temperature=0.0", "set it above 0", temperature="0"),
-    online("no room", "max_length=96", "no room for a prompt", "max_new_tokens=96", max_new_tokens=str(POSITIONS)),
+    online("vllm", "rollout_backend='vllm'", "not supported yet", rollout_backend="vllm"),
+    online("greedy", "temperature=0.0", "must be greater than 0", temperature="0"),
+    online("no room", "max_length=96", "no tokens for the prompt", "max_new_tokens=96", max_new_tokens=str(POSITIONS)),
     online(
         "prompts too long",
-        "@data.jsonl: none of the 2 rows is left (2 × prompt longer than 16 tokens)",
+        "@data.jsonl: all 2 rows were dropped (2 × prompt longer than 16 tokens)",
         "max_length",
         "max_new_tokens",
         data=[{"prompt": "a" * 40}] * 2,
         max_new_tokens="80",
     ),
-    online("no prompt", "@data.jsonl: Online DPO needs", "prompt", "text", data=[{"text": "a"}] * 2),
+    online("no prompt", "@data.jsonl: missing column prompt", "Online DPO", "text", data=[{"text": "a"}] * 2),
     online("no such file", "reward_funcs='@none.py:f'", "cannot be read", reward_funcs="@none.py:f"),
     online("no such function", "has no 'letter'", "did you mean 'letters'", reward_funcs="@rewards.py:letter"),
     online("no function", "number is 3", "cannot be called", reward_funcs="@rewards.py:number"),
@@ -62,7 +62,7 @@ ONLINE = [
         "set it as top_k",
         generation_kwargs='{"top_k": 2}',
     ),
-    online("no reward model", "reward_model_path: '@none': no such folder", reward_model_path="@none"),
+    online("no reward model", "reward_model_path: folder '@none' does not exist", reward_model_path="@none"),
     online("language model as reward model", "reward_model_path", "score", "reward", reward_model_path="%good"),
     online("three labels", "reward_model_path", "num_labels=3", reward_model_path="%three-labels"),
     online(
@@ -76,7 +76,7 @@ ONLINE = [
     deepspeed_case(
         "stage 2 reward model",
         {"zero_optimization": {"stage": 2}},
-        "@reward_deepspeed.json: zero_optimization.stage=2: a frozen engine is stage 3 or 0",
+        "@reward_deepspeed.json: zero_optimization.stage=2: a frozen model requires stage 3",
         key="reward_deepspeed",
         method="online_dpo",
         reward_model_path="%classifier",
@@ -97,7 +97,7 @@ ONLINE = [
 
 
 def write_classifiers(folder: Path) -> None:
-    """Write ``classifier`` and copies of it with one fault each into ``folder``."""
+    """Write ``classifier`` and copies of it with one defect each to ``folder``."""
     for name, labels in (("classifier", 1), ("three-labels", 3), ("classifier-no-template", 1)):
         config = tiny_config("tied")
         config.num_labels = labels

@@ -1,4 +1,4 @@
-"""Faulty data files for ``test_bad_input``."""
+"""Invalid data files for ``test_bad_input``."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ CHAT_END = [{"role": "assistant", "content": "b"}]
 
 
 def rows(name: str, content: str | bytes, *says: str, file: str = "x.jsonl", method: str = "kto") -> Case:
-    """A data file with that content."""
+    """A data file with this content."""
     return Case(f"rows: {name}", says, {"dataset_name": f"@{file}"}, method=method, make=file_of(file, content))
 
 
 def row(name: str, *says: str, **values: object) -> Case:
-    """A KTO row with these values in the place of good ones."""
+    """A KTO row in which these values replace valid ones."""
     return rows(name, json.dumps({**LABELLED, **values}) + "\n", *says)
 
 
 def chat(name: str, prompt: object, *says: str, **more: object) -> Case:
-    """A conversation with that prompt."""
+    """A conversation with this prompt."""
     return row(name, *says, prompt=prompt, completion=CHAT_END, **more)
 
 
@@ -39,21 +39,35 @@ TEXTS = [
     rows("nested", '{"prompt": ' + "[" * DEEP + "]" * DEEP + "}\n", "@x.jsonl: cannot be read: maximum recursion"),
     rows("NaN", OK.replace("true", "NaN"), "@x.jsonl line 1: not valid JSON: NaN is not a JSON value"),
     rows("5000 digits", OK.replace("true", "9" * 5000), "@x.jsonl line 1: not valid JSON: Exceeds the limit"),
-    rows("half a character", OK.replace('"a"', '"\\ud800"'), "@x.jsonl line 1: a string holds a half-written char"),
+    rows("half a character", OK.replace('"a"', '"\\ud800"'), "@x.jsonl line 1: a string contains an unpaired surr"),
     rows("strings", '"hello"\n', "@x.jsonl line 1: the row is 'hello' (a string)"),
     rows("nulls", "null\n", "@x.jsonl line 1: the row is null"),
     rows("lists", "[[1], [2]]", "@x.json row 1: the row is [1] (a list)", file="x.json"),
-    rows("an object around them", '{"data": [1]}', "KTO needs the missing prompt", "columns: data", file="x.json"),
-    rows("trailing comma", '[{"prompt": "a"},]', "@x.json line 1: not valid JSON", file="x.json"),
-    rows("empty list", "[]", "@x.json: holds no rows", file="x.json"),
-    rows("empty objects", "{}\n{}\n", "@x.jsonl: holds no rows"),
-    rows("blank lines", "\n\n", "@x.jsonl: holds no rows"),
-    rows("header alone", "prompt,completion,label\n", "@x.csv: holds no rows", file="x.csv"),
     rows(
-        "too few cells", "prompt,completion,label\na,b\n", "@x.csv line 2: has 2 cells where the header", file="x.csv"
+        "an object around them",
+        '{"data": [1]}',
+        "missing columns prompt, completion, label",
+        "columns: data",
+        file="x.json",
     ),
-    rows("too many cells", "prompt,completion\na,b,c\n", "@x.csv line 2: has 3 cells where the header", file="x.csv"),
-    rows("header twice", "prompt,prompt\na,b\n", "@x.csv line 1: the header names the column 'prompt'", file="x.csv"),
+    rows("trailing comma", '[{"prompt": "a"},]', "@x.json line 1: not valid JSON", file="x.json"),
+    rows("empty list", "[]", "@x.json: contains no rows", file="x.json"),
+    rows("empty objects", "{}\n{}\n", "@x.jsonl: contains no rows"),
+    rows("blank lines", "\n\n", "@x.jsonl: contains no rows"),
+    rows("header alone", "prompt,completion,label\n", "@x.csv: contains no rows", file="x.csv"),
+    rows(
+        "too few cells",
+        "prompt,completion,label\na,b\n",
+        "@x.csv line 2: the row has 2 cells, but the header",
+        file="x.csv",
+    ),
+    rows(
+        "too many cells",
+        "prompt,completion\na,b,c\n",
+        "@x.csv line 2: the row has 3 cells, but the header",
+        file="x.csv",
+    ),
+    rows("header twice", "prompt,prompt\na,b\n", "@x.csv line 1: the header contains column 'prompt'", file="x.csv"),
     rows("open quote", 'prompt,label\n"a,true\n', "@x.csv line 2: not valid CSV", file="x.csv"),
     rows("label in a table", "prompt,completion,label\na,b,1\n", "@x.csv line 2: label is '1'", file="x.csv"),
     rows("semicolons", "prompt;label\na;true\n", "columns: prompt;label", file="x.csv"),
@@ -63,19 +77,19 @@ TEXTS = [
     Case(
         "rows: torn saved dataset", ("@x: cannot be read",), {"dataset_name": "@x"}, make=file_of("x/state.json", "{")
     ),
-    Case("rows: folder", ("holds neither a saved dataset nor",), {"dataset_name": "@x"}, make=folder_of("x")),
+    Case("rows: folder", ("contains neither a saved dataset nor",), {"dataset_name": "@x"}, make=folder_of("x")),
     Case(
         "rows: pipe",
-        ("no such file or folder",),
+        ("file or folder does not exist",),
         {"dataset_name": "@x.jsonl"},
         make=lambda folder, models: os.mkfifo(folder / "x.jsonl"),
     ),
     Case("rows: no path and no name", ("cannot be loaded",), {"dataset_name": "a/b/c/d"}),
     Case("rows: offline", ("Couldn't reach 'nobody/nothing' on the Hub",), {"dataset_name": "nobody/nothing"}),
-    Case("rows: address", ("no such file or folder",), {"dataset_name": "https://example.com/x.jsonl"}),
+    Case("rows: address", ("file or folder does not exist",), {"dataset_name": "https://example.com/x.jsonl"}),
     Case("rows: no such slice", ("split 'train[:x]' cannot be read",), {"dataset_train_split": "train[:x]"}),
-    Case("rows: empty slice", ("(split train[:0]): holds no rows",), {"dataset_train_split": "train[:0]"}),
-    Case("rows: no split", ("has no split ''; it has: train",), {"dataset_train_split": ""}),
+    Case("rows: empty slice", ("(split train[:0]): contains no rows",), {"dataset_train_split": "train[:0]"}),
+    Case("rows: no split", ("split '' does not exist; available: train",), {"dataset_train_split": ""}),
 ]
 
 CONTENTS = [
@@ -95,7 +109,7 @@ CONTENTS = [
     chat("tools a number", [{"role": "user", "content": "a"}], "tools is 5 (an integer)", tools=5),
     rows("half a pair", '{"prompt": "a", "chosen": "b"}\n' * 2, "CPO needs", method="cpo"),
     rows("answer a list of strings", '{"chosen": ["b"], "rejected": "c"}\n', "chosen[0] is 'b'", method="cpo"),
-    rows("nothing for SFT", '{"foo": 1}\n', "SFT needs prompt and completion", "foo", method="sft"),
+    rows("nothing for SFT", '{"foo": 1}\n', "SFT requires prompt and completion", "foo", method="sft"),
 ]
 
 ROWS = [*TEXTS, *CONTENTS]

@@ -1,1 +1,1 @@
-"""Instruments of development: what runs, measures and compares the project, and is no part of it."""
+"""Development tools that run, measure and compare the project, but are not part of the package."""

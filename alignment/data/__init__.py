@@ -1,8 +1,9 @@
-"""Data: rows of preference data in, token ids out.
+"""Data loading and preparation: from rows of preference data to token IDs.
 
-The trip of a row: ``sources`` and ``readers`` (a file, folder, hub name, object or stream becomes a dataset) →
-``columns`` (by the names that are expected) → ``messages`` and ``formats`` (a row becomes a canonical, checked one) →
-``tokenization`` and ``truncation`` (text becomes ids, prompt and completion apart) → ``row_mapper`` and ``prepare``
-(all of it, once, cached on disk) → ``mixture`` (several datasets become one) → ``windows`` (which rows make up each
-optimizer step) → ``batching`` (their tensors). What reward functions get of a prompt's row is in ``json_columns``.
+The steps: ``sources`` and ``readers`` load a file, folder, hub name, object or stream into a dataset; ``columns``
+selects and renames its columns; ``messages`` and ``formats`` convert rows to canonical, validated rows;
+``tokenization`` and ``truncation`` convert text to the token IDs of prompts and completions; ``row_mapper`` and
+``prepare`` run all of this once and cache the result on disk; ``mixture`` combines several datasets; ``windows`` plans
+the rows of each optimizer step; ``batching`` collates them into tensors. ``json_columns`` stores the data that reward
+functions get for a prompt.
 """

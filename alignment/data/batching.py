@@ -1,7 +1,7 @@
-"""From planned rows to tensors.
+"""Collate planned rows into tensors.
 
-A batch is a set of *sequences*, each a prompt and a completion; only completion tokens are scored. Consumers see
-sequences, never rows of a matrix, so that several sequences may share a row of ``input_ids`` later on.
+A batch is a set of *sequences*, each a prompt and a completion; only completion tokens are scored. Callers work with
+sequences, never with rows of a matrix, so that several sequences could share a row of ``input_ids``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from alignment.data.packing.rows import PackedRows
 from alignment.data.transfer import transferred
 from alignment.data.windows import MicroBatch, RowTable, WindowPlan, WindowSampler
 
-# What one more pass through the model costs, as a number of padded tokens.
+# Cost of an additional pass through the model, in padded tokens.
 _BLOCK_COST = 256
 TokenIds = Sequence[int]
 Self = TypeVar("Self", bound="OnDevice")
 
 
 class AnyBatch(Protocol):
-    """What the batches of every method have: the ids of the rows that they are made of."""
+    """The interface of all batches: the IDs of their rows."""
 
     @property
     def rows(self) -> tuple[int, ...]: ...
@@ -37,21 +37,21 @@ BatchT = TypeVar("BatchT", bound=AnyBatch)
 
 @dataclass(frozen=True)
 class OnDevice:
-    """Something whose tensor fields move to a device together, in one copy that the host does not wait for."""
+    """Base class of batches whose tensors move to a device together, in one asynchronous copy."""
 
     def to(self: Self, device: torch.device, leave: Collection[str] = ()) -> Self:
-        """The same batch with every tensor on ``device``, but for those in the fields that ``leave`` names."""
+        """Return the batch with all tensors on ``device``, except those in the fields named in ``leave``."""
         return self._with(iter(transferred(self._tensors(leave), device)), leave)
 
     def _tensors(self, leave: Collection[str]) -> list[Tensor]:
-        """Those of this batch and of the batches in it, in the order of the fields."""
+        """Return the tensors of this batch and of nested batches, in the order of the fields."""
         found: list[Tensor] = []
         for value in self._moving(leave).values():
             found += [value] if isinstance(value, Tensor) else value._tensors(leave)
         return found
 
     def _with(self: Self, tensors: Iterator[Tensor], leave: Collection[str]) -> Self:
-        """The same batch with other tensors, in the order of :meth:`_tensors`."""
+        """Return the batch with its tensors replaced, in the order of :meth:`_tensors`."""
         values = self._moving(leave).items()
         return replace(
             self, **{n: next(tensors) if isinstance(v, Tensor) else v._with(tensors, leave) for n, v in values}
@@ -64,17 +64,18 @@ class OnDevice:
 
 @dataclass(frozen=True)
 class Batch(OnDevice):
-    """Sequences for one forward.
+    """Sequences for one forward pass.
 
     Attributes:
         input_ids: (B, T) int64, padded on the right.
-        attention_mask: (B, T) int64, 1 on real tokens.
-        positions: (N,) int64 into the flattened (B*T) positions: the one before each completion token that is scored.
-        targets: (N,) int64, the completion tokens that are scored.
-        segments: (N,) int64, the sequence that each of them belongs to.
-        lengths: (S,) int64, how many each sequence has.
-        longest: the largest N of any rank in this forward.
-        blocks: ``(rows, width)`` of consecutive rows of ``input_ids``; right of its width a block is padding.
+        attention_mask: (B, T) int64, 1 for tokens and 0 for padding.
+        positions: (N,) int64 indices into the flattened (B*T) positions: the position before each scored token.
+        targets: (N,) int64, the scored completion tokens.
+        segments: (N,) int64, the sequence to which each scored token belongs.
+        lengths: (S,) int64, the number of scored tokens of each sequence.
+        longest: largest N on any rank in this forward pass.
+        blocks: ``(rows, width)`` of groups of consecutive rows of ``input_ids``; everything beyond the width is
+            padding.
     """
 
     input_ids: Tensor
@@ -88,18 +89,18 @@ class Batch(OnDevice):
 
     @property
     def tokens(self) -> int:
-        """Real tokens, prompts included."""
+        """The number of tokens without padding, including prompts."""
         return int(self.attention_mask.sum()) if len(self.lengths) else 0
 
 
 def collate(
     sequences: Sequence[tuple[TokenIds, TokenIds]], longest: int, scored: Sequence[Sequence[bool] | None] | None = None
 ) -> Batch:
-    """Pad (prompt, completion) pairs on the right; no sequence at all gives one dummy token that nothing scores.
+    """Pad (prompt, completion) pairs on the right. An empty batch gets one dummy token, which is not scored.
 
-    The fill value is 0 and is never scored nor attended to by a token that is, so no pad token is needed. Rows are in
-    the order of the sequences, or where that saves padding from the longest to the shortest, cut into blocks.
-    ``scored`` says of each sequence which of its completion tokens are scored; None for all.
+    The fill value is 0. It is neither scored nor attended to by scored tokens, so no pad token is needed. Rows are in
+    the order of the sequences, or sorted by descending length and cut into blocks if that saves padding. ``scored``
+    contains a mask of the scored completion tokens for each sequence; None means all of them.
     """
     count = max(1, len(sequences))
     totals = [len(p) + len(c) for p, c in sequences] or [1]
@@ -136,13 +137,13 @@ def collate(
 
 
 def ends(batch: Batch, longest: int | None = None) -> Batch:
-    """The same sequences, seen at their last tokens only, where a reward model reads its score.
+    """Return the same sequences with their last tokens only, from which a reward model computes its score.
 
-    Unlike in other batches a position is that of the token itself, not of the one before it; S of each are left.
+    Unlike in other batches, a position is that of the token itself, not the one before it. There is one per sequence.
 
     Args:
-        batch: S sequences, each of at least one completion token; none at all is possible.
-        longest: the largest S of any rank in this forward; this batch's own S where None.
+        batch: S sequences with at least one completion token each; S may be 0.
+        longest: largest S on any rank in this forward pass; None for the batch's own S.
     """
     assert bool(batch.lengths.all()), "a sequence without completion tokens has no known end"
     count, last = len(batch.lengths), batch.lengths.cumsum(0) - 1
@@ -157,10 +158,10 @@ def ends(batch: Batch, longest: int | None = None) -> Batch:
 
 
 def cut_into_blocks(widths: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """``(rows, width)`` of blocks of rows that fall in width, so that padding and the cost of each block are least."""
+    """Cut rows of descending width into blocks ``(rows, width)`` that minimize padding plus a fixed cost per block."""
     count, width = len(widths), np.asarray(widths, dtype=np.int64)
-    least = np.zeros(count + 1, dtype=np.int64)  # [n]: the cost of the first n rows
-    begins = np.zeros(count + 1, dtype=np.int64)  # [n]: where the last of their blocks begins
+    least = np.zeros(count + 1, dtype=np.int64)  # [n]: minimal cost of the first n rows
+    begins = np.zeros(count + 1, dtype=np.int64)  # [n]: start of the last of their blocks
     for stop in range(1, count + 1):
         costs = least[:stop] + np.arange(stop, 0, -1) * width[:stop] + _BLOCK_COST
         begins[stop] = costs.argmin()
@@ -175,15 +176,15 @@ def cut_into_blocks(widths: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class UnpairedBatch(OnDevice):
-    """PromptCompletion answers with a label, for KTO.
+    """Completions with a label, for KTO.
 
     Attributes:
-        rows: row ids.
-        partners: (R,) row ids of the rows whose completions make the mismatched sequences; -1: none.
+        rows: row IDs.
+        partners: (R,) IDs of the rows whose completions are used in the mismatched sequences; -1: none.
         labels: (R,) bool.
         matched: R sequences, each prompt with its own completion.
-        mismatched: K <= R sequences, the prompts that have a partner with the partner's completion.
-        joint: the R + K sequences of both, for a model that needs one pass without gradients.
+        mismatched: K <= R sequences, each prompt that has a partner with the partner's completion.
+        joint: the R + K sequences of both, for a single pass without gradients.
     """
 
     rows: tuple[int, ...]
@@ -196,7 +197,7 @@ class UnpairedBatch(OnDevice):
 
 @dataclass(frozen=True)
 class PreferenceBatch(OnDevice):
-    """Pairs: ``pairs`` holds 2P sequences, the chosen answers first; ``margins`` (P,) fp32, where rows have them."""
+    """Pairs: ``pairs`` has 2P sequences, the chosen completions first; ``margins`` is (P,) fp32 or None."""
 
     rows: tuple[int, ...]
     pairs: Batch
@@ -205,7 +206,7 @@ class PreferenceBatch(OnDevice):
 
 @dataclass(frozen=True)
 class CompletionBatch(OnDevice):
-    """Answers to imitate: ``completions`` holds one sequence per entry of ``rows``; of a pack there may be several."""
+    """Completions for SFT: ``completions`` has one sequence per entry of ``rows``, in which a pack may be repeated."""
 
     rows: tuple[int, ...]
     completions: Batch
@@ -213,19 +214,19 @@ class CompletionBatch(OnDevice):
 
 @dataclass(frozen=True)
 class PromptBatch(OnDevice):
-    """Prompts to answer, as token ids: nothing to score yet, so no tensors."""
+    """Prompts for which completions are generated, as token IDs. There is nothing to score yet, so no tensors."""
 
     rows: tuple[int, ...]
     prompts: tuple[tuple[int, ...], ...]
 
 
-# Makes one rank's batch of a micro-batch: (dataset, table, plan, number of the micro-batch, rank). The dataset may be
-# PackedRows for a method that packs.
+# Collates one rank's micro-batch: (dataset, table, plan, index of the micro-batch, rank). The dataset is PackedRows if
+# packing is used.
 Collate = Callable[[Any, RowTable, WindowPlan, int, int], AnyBatch]
 
 
 def collate_unpaired(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> UnpairedBatch:
-    """The tensors of one rank's micro-batch of labelled single answers."""
+    """Collate one rank's micro-batch of labeled completions."""
     own: MicroBatch = plan.micro_batches[micro][rank]
     data = dataset[list(own.rows)]
     matched = list(zip(data["prompt_ids"], data["completion_ids"]))
@@ -245,7 +246,7 @@ def collate_unpaired(dataset: Dataset, table: RowTable, plan: WindowPlan, micro:
 
 
 def collate_preference(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> PreferenceBatch:
-    """The tensors of one rank's micro-batch of (chosen, rejected) pairs."""
+    """Collate one rank's micro-batch of (chosen, rejected) pairs."""
     own = plan.micro_batches[micro][rank]
     return _pairs_of(own, dataset[list(own.rows)], plan.longest[micro])
 
@@ -253,7 +254,7 @@ def collate_preference(dataset: Dataset, table: RowTable, plan: WindowPlan, micr
 def collate_preference_margin(
     dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int
 ) -> PreferenceBatch:
-    """The tensors of one rank's micro-batch of (chosen, rejected, margin)."""
+    """Collate one rank's micro-batch of (chosen, rejected, margin)."""
     own = plan.micro_batches[micro][rank]
     data = dataset[list(own.rows)]
     margins = torch.tensor(data["margin"], dtype=torch.float32)
@@ -263,12 +264,12 @@ def collate_preference_margin(
 def collate_preference_ids(
     rows: tuple[int, ...], pairs: Sequence[tuple[TokenIds, TokenIds, TokenIds]], longest: int
 ) -> PreferenceBatch:
-    """The tensors of pairs that are given as token ids.
+    """Collate pairs of token IDs.
 
     Args:
-        rows: (P,) row ids, for messages.
-        pairs: P times prompt, first and second answer; none at all is possible.
-        longest: the largest number of answers' tokens of any rank in this forward.
+        rows: (P,) row IDs, for messages.
+        pairs: P tuples of prompt, first and second completion; P may be 0.
+        longest: largest number of completion tokens on any rank in this forward pass.
     """
     firsts = [(prompt, first) for prompt, first, _ in pairs]
     seconds = [(prompt, second) for prompt, _, second in pairs]
@@ -284,7 +285,7 @@ def _pairs_of(own: MicroBatch, data: Mapping[str, Any], longest: int) -> Prefere
 def collate_completion(
     dataset: Dataset | PackedRows, table: RowTable, plan: WindowPlan, micro: int, rank: int
 ) -> CompletionBatch:
-    """The tensors of one rank's micro-batch of answers to imitate: the sequences of packs are as those of rows."""
+    """Collate one rank's micro-batch of completions for SFT. Sequences of packs are handled like those of rows."""
     own = plan.micro_batches[micro][rank]
     data = dataset[list(own.rows)]
     sequences = list(zip(data["prompt_ids"], data["completion_ids"]))
@@ -293,14 +294,14 @@ def collate_completion(
 
 
 def collate_prompts(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> PromptBatch:
-    """One rank's share of the prompts of a window."""
+    """Collate one rank's share of a window's prompts."""
     own = plan.micro_batches[micro][rank]
     prompts = dataset[list(own.rows)]["prompt_ids"] if own.rows else []
     return PromptBatch(own.rows, tuple(map(tuple, prompts)))
 
 
 class MicroBatches(Sequence[AnyBatch]):
-    """One rank's micro-batches of a plan, collated each time they are asked for."""
+    """One rank's micro-batches of a plan, collated on access."""
 
     def __init__(
         self,
@@ -322,7 +323,7 @@ class MicroBatches(Sequence[AnyBatch]):
 
 
 class EpochWindows(torch.utils.data.Dataset[tuple[WindowPlan, Sequence[AnyBatch]]]):
-    """Window number -> (plan, this rank's micro-batches, collated); a map-style dataset for a torch ``DataLoader``."""
+    """A map-style dataset for a torch ``DataLoader``: window index -> (plan, this rank's collated micro-batches)."""
 
     def __init__(
         self, function: Collate, dataset: Dataset | PackedRows, sampler: WindowSampler, epoch: int, rank: int

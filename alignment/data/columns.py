@@ -1,4 +1,4 @@
-"""Which of a dataset's columns are used, and by which name: what ``column_map`` says, and what a method needs."""
+"""Select and rename the columns of a dataset, according to ``column_map`` and to what a method needs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from alignment.data.targets.tokenised import all_token_columns, check_tokenised,
 
 PROMPT_COLUMNS = ("prompt", "tools", "chat_template_kwargs")
 IMAGES = ("image", "images")
-_PACKED = "seq_lengths"  # beside token ids: the lengths of the sequences of a pack
-_TURNS = "conversations"  # what ShareGPT calls messages
+_PACKED = "seq_lengths"  # in datasets of token IDs: the lengths of the sequences of a pack
+_TURNS = "conversations"  # ShareGPT's name of the messages column
 
 
 def arranged(
@@ -30,21 +30,21 @@ def arranged(
     method: str = "training",
     rules: RowRules = USUAL,
 ) -> Dataset:
-    """The columns that rows are made of, by their expected names, and no others unless reward functions get them.
+    """Return the dataset with the columns that are used, by their expected names, and those for reward functions.
 
-    Columns of token ids, where they are all there, come before any text. A column that is mapped is known by its new
-    name only, and takes the place of one that has this name already. Rows are made of ``query`` and ``system`` only if
-    they are mapped. What reward functions would get and JSON cannot hold is left out with a warning.
+    A complete set of token ID columns takes precedence over text. A mapped column is only available under its new
+    name, and replaces a column that already has this name. ``query`` and ``system`` are only used if they are mapped.
+    Columns for reward functions that cannot be represented in JSON are dropped with a warning.
 
     Raises:
         DataError: a column of the map, or one that ``kind`` needs, is missing; there are images; or rows are packs.
     """
     there = dataset.column_names
     if dataset.format["type"] == "custom":
-        skipping = " (with skip_prepare_dataset too: trainer-ready rows are read once)"
+        skipping = " (also with skip_prepare_dataset, where rows are read only once)"
         raise DataError(
-            f"{where}: Dataset.with_transform() makes new rows each time, and rows are tokenised once"
-            f"{skipping if kind == 'prompt_completion' else ''}; apply it by Dataset.map()"
+            f"{where}: Dataset.with_transform() is not supported, because rows are tokenized only once"
+            f"{skipping if kind == 'prompt_completion' else ''}; use Dataset.map() instead"
         )
     _refuse_images(dataset, where)
     tokens = token_columns(kind, there)
@@ -52,8 +52,8 @@ def arranged(
         check_tokenised(tokens, where, there)
     if kind == "prompt_completion" and tokens is not None and _PACKED in there:
         raise DataError(
-            f"{where}: these rows are packs ({_PACKED!r}), whose sequences would see one another; give the rows that "
-            "they were made of, and set packing: true"
+            f"{where}: the rows are already packed ({_PACKED!r}), so their sequences would attend to one another; "
+            "pass the original rows and set packing: true"
         )
     if tokens is not None and not column_map:
         return dataset.with_format(None).select_columns(list(tokens.names))
@@ -61,7 +61,8 @@ def arranged(
     for name, column in column_map.items():
         if column not in there:
             raise DataError(
-                f"{where}: column_map takes {name} from {column!r}, which is missing; columns: {listing(there)}"
+                f"{where}: column_map maps {name} to column {column!r}, which does not exist; columns: "
+                f"{listing(there)}"
             )
     mapped = {*column_map, *column_map.values()}
     own = [name for name in _row_columns(kind) if name in there and name not in mapped]
@@ -76,7 +77,7 @@ def arranged(
 
 
 def extra_columns(dataset: Dataset, column_map: Mapping[str, str] | None, kind: Kind) -> list[str]:
-    """The columns of an :func:`arranged` dataset that rows are not made of: they are handed to reward functions."""
+    """Return the columns of an :func:`arranged` dataset that are passed to reward functions only."""
     if kind != "prompt_only":
         return []
     made_of = {*PROMPT_COLUMNS, *(name for name in MAPPED_COLUMNS if name in (column_map or {}))}
@@ -84,7 +85,7 @@ def extra_columns(dataset: Dataset, column_map: Mapping[str, str] | None, kind: 
 
 
 def stream_columns(column_map: Mapping[str, str] | None, kind: Kind, rules: RowRules = USUAL) -> set[str] | None:
-    """The columns of a stream that :func:`arranged` may take, by their own names; None for every one."""
+    """Return the columns of a stream that :func:`arranged` may use, by their original names; None for all."""
     if kind == "prompt_only":
         return None
     further = {rules.text_field, _TURNS} if kind == "prompt_completion" else set()
@@ -94,10 +95,10 @@ def stream_columns(column_map: Mapping[str, str] | None, kind: Kind, rules: RowR
 def mapped_columns(
     column_map: Mapping[str, str] | None, kind: Kind, there: Collection[str], where: str, rules: RowRules
 ) -> dict[str, str]:
-    """The map with what ``dataset_text_field`` and ShareGPT's name of a conversation add to it.
+    """Return the map extended by ``dataset_text_field`` and by ShareGPT's name of the messages column.
 
     Raises:
-        DataError: there is no column of the text field, nor any other to make rows of.
+        DataError: neither the text field nor any other usable column exists.
     """
     found = dict(column_map or {})
     if not found and token_columns(kind, there) is not None:
@@ -110,13 +111,13 @@ def mapped_columns(
         return {**found, "messages": _TURNS}
     if rules.text_field != "text" and not {"messages", "completion"} & {*there}:
         raise DataError(
-            f"{where}: dataset_text_field={rules.text_field!r}: there is no such column; columns: {listing(there)}"
+            f"{where}: dataset_text_field={rules.text_field!r}: this column does not exist; columns: {listing(there)}"
         )
     return found
 
 
 def check_no_images(row: Mapping[str, Any], where: str) -> None:
-    """Refuse a row with pictures; ``where`` names it in messages."""
+    """Reject a row with images; ``where`` names it in messages."""
     for name in IMAGES:
         if row.get(name) not in (None, []):
             raise _images(name, where)
@@ -124,20 +125,20 @@ def check_no_images(row: Mapping[str, Any], where: str) -> None:
 
 def _images(name: str, where: str) -> DataError:
     return DataError(
-        f"{where}: column {name!r} holds pictures, and models here read text only; remove the column to train on the "
-        "text alone"
+        f"{where}: column {name!r} contains images, but only text models are supported; remove the column to train on "
+        "the text only"
     )
 
 
 def _refuse_images(dataset: Dataset, where: str) -> None:
-    """Refuse pictures, which a model of texts would be trained without."""
+    """Reject images, which would otherwise be ignored silently."""
     for name in IMAGES:
         if name in dataset.column_names and _holds_something(dataset.with_format("arrow")[:][name]):
             raise _images(name, where)
 
 
 def _holds_something(column: pa.ChunkedArray) -> bool:
-    """Whether any value is neither null nor an empty list."""
+    """Return whether any value is neither null nor an empty list."""
     kind = column.type.storage_type if isinstance(column.type, pa.BaseExtensionType) else column.type
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return bool(pc.sum(pc.list_value_length(column)).as_py())
@@ -145,7 +146,7 @@ def _holds_something(column: pa.ChunkedArray) -> bool:
 
 
 def _row_columns(kind: Kind) -> tuple[str, ...]:
-    """The columns that rows of a kind may be made of without a map."""
+    """Return the columns that rows of a kind may use without a map."""
     if kind == "prompt_only":
         return PROMPT_COLUMNS
     return tuple(name for name in COLUMNS if name != "margin" or kind == "preference_margin")
@@ -157,42 +158,47 @@ def check_columns(
     """Check that a dataset has the columns that ``kind`` needs.
 
     Args:
-        names: its columns, by the names that are expected.
-        kind: the rows to make.
-        where: names the dataset in messages.
-        there: its columns by their own names, for messages; the same where None.
-        method: what needs the rows, for messages.
+        names: its columns, by their expected names.
+        kind: the kind of rows.
+        where: name of the dataset in messages.
+        there: its columns by their original names, for messages; None if they are the same.
+        method: name of the method in messages.
 
     Raises:
-        DataError: a column is missing, or the columns are those of the other kind.
+        DataError: a column is missing, or the columns are those of another kind of rows.
     """
     has = set(names).__contains__
     columns = listing(there if there is not None else names)
-    renamed = "; if they have other names, set column_map"
+    renamed = "; if your columns have other names, set column_map"
     if kind == "prompt_completion":
         if has("messages") or has("text") or (has("prompt") and has("completion")):
             return
-        needs = f"{method} needs prompt and completion, or messages, or text"
-        raise DataError(f"{where}: {needs}; the columns are {columns}{renamed}")
+        needs = f"{method} requires prompt and completion, or messages, or text"
+        raise DataError(f"{where}: {needs}; columns: {columns}{renamed}")
     if kind == "prompt_only":
         if has("prompt"):
             return
-        raise DataError(f"{where}: {method} needs the missing prompt; columns: {columns}{renamed}")
+        raise DataError(f"{where}: missing column prompt, which {method} requires; columns: {columns}{renamed}")
     answers = has("label") and (has("messages") or (has("prompt") and has("completion")))
     if (has("chosen") and has("rejected")) or (kind == "unpaired_preference" and answers):
         return
     if kind == "preference" and (has("completion") or has("label")):
         raise DataError(
-            f"{where}: {method} needs chosen and rejected, but the columns are {columns}; "
-            "rows with completion and label are for a method on unpaired rows"
+            f"{where}: {method} requires chosen and rejected, but the columns are {columns}; "
+            "for rows with completion and label, use a method for unpaired data such as kto"
         )
     if kind in ("preference", "preference_margin") or has("chosen") or has("rejected"):
         missing = [name for name in ("chosen", "rejected") if not has(name)]
-        raise DataError(f"{where}: {method} needs the missing {listing(missing)}; columns: {columns}{renamed}")
+        plural = "columns" if missing[1:] else "column"
+        raise DataError(
+            f"{where}: missing {plural} {listing(missing)}; {method} requires chosen and rejected; "
+            f"columns: {columns}{renamed}"
+        )
     missing = [name for name in ("prompt", "completion", "label") if not has(name)]
     if missing:
         remedy = " (label is true for a desirable completion, false otherwise)" if "label" in missing else ""
+        plural = "columns" if missing[1:] else "column"
         raise DataError(
-            f"{where}: {method} needs the missing {listing(missing)}{remedy}, or chosen and rejected; "
-            f"columns: {columns}{renamed}"
+            f"{where}: missing {plural} {listing(missing)}{remedy}; {method} requires prompt, completion and label, "
+            f"or chosen and rejected; columns: {columns}{renamed}"
         )

@@ -1,8 +1,8 @@
-"""From a row in any accepted format to a canonical, checked one.
+"""Convert a row in any accepted format to a canonical, validated row.
 
-The types of rows go by TRL's names. Text is a string (standard rows) or a list of messages (conversational rows), the
-same throughout a row. Every fault is a :class:`~alignment.config.errors.DataError` that names row, key, value and
-remedy.
+The row types have the names used by TRL. Text is a string (standard rows) or a list of messages (conversational rows),
+the same for all columns of a row. Every invalid value raises a :class:`~alignment.config.errors.DataError` that names
+the row, the key, the value and the fix.
 """
 
 from __future__ import annotations
@@ -28,20 +28,23 @@ from alignment.data.messages import (
 )
 
 Kind = Literal["unpaired_preference", "preference", "preference_margin", "prompt_completion", "prompt_only"]
-"""What a method trains on.
+"""The kind of rows that a method trains on.
 
-- ``unpaired_preference`` (KTO): a completion with a label; pairs are accepted too, each as two rows.
+- ``unpaired_preference`` (KTO): a completion with a label. A pair is also accepted and becomes two rows.
 - ``preference`` (CPO, DPO): a chosen and a rejected completion.
-- ``preference_margin`` (reward models): the same, with the margin by which the chosen one is better.
-- ``prompt_completion`` (SFT): a completion to imitate; whole conversations and texts are accepted too.
-- ``prompt_only`` (Online DPO): a prompt that the policy completes.
+- ``preference_margin`` (reward models): a pair with the margin by which the chosen completion is better.
+- ``prompt_completion`` (SFT): a target completion. Full conversations and plain text are also accepted.
+- ``prompt_only`` (Online DPO): a prompt for which the policy generates completions.
 """
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
 class UnpairedPreference:
-    """One answer and whether it is desirable. ``template`` goes to the chat template (``tools`` and so on)."""
+    """A completion and whether it is desirable.
+
+    ``template`` has variables for the chat template, such as ``tools``.
+    """
 
     prompt: Text
     completion: Text
@@ -51,7 +54,7 @@ class UnpairedPreference:
 
 @dataclass(frozen=True)
 class Preference:
-    """Two answers to one prompt, the better one first."""
+    """Two completions of one prompt."""
 
     prompt: Text
     chosen: Text
@@ -61,7 +64,7 @@ class Preference:
 
 @dataclass(frozen=True)
 class PromptCompletion:
-    """One answer to imitate; ``whole``: the prompt's tokens are learned as well."""
+    """A target completion. If ``whole``, the loss includes the prompt's tokens."""
 
     prompt: Text
     completion: Text
@@ -71,23 +74,23 @@ class PromptCompletion:
 
 @dataclass(frozen=True)
 class PromptOnly:
-    """A prompt that the policy is to answer."""
+    """A prompt for which the policy generates completions."""
 
     prompt: Text
     template: Mapping[str, Any] = field(default_factory=dict)
 
 
 def unpaired_rows(row: Mapping[str, Any], where: str) -> list[UnpairedPreference]:
-    """The canonical KTO rows of one row: one for an answer with a label; a pair gives two, True then False.
+    """Convert a row to canonical KTO rows: one for a labeled completion; two for a pair, True then False.
 
     Args:
         row: one row of the dataset: ``prompt, completion, label``, or ``messages, label``, or a pair. Columns that
-            only other rows fill are null.
-        where: names the row in messages, such as ``data.jsonl row 12``.
+            only other rows use are null.
+        where: name of the row in messages, such as ``data.jsonl row 12``.
 
     Raises:
-        DataError: the row is faulty.
-        DropRow: a pair that cannot be split into prompt and completions.
+        DataError: the row is invalid.
+        DropRow: the row is a pair that cannot be split into prompt and completions.
     """
     if _is_pair(row, where):
         pair = preference_row(row, where)
@@ -104,29 +107,30 @@ def unpaired_rows(row: Mapping[str, Any], where: str) -> list[UnpairedPreference
 
 
 def label_of(row: Mapping[str, Any], where: str) -> bool:
-    """Whether the row's completion is desirable.
+    """Return whether the row's completion is desirable.
 
     Raises:
-        DataError: its label is neither true nor false.
+        DataError: the label is neither true nor false.
     """
     label = row["label"]
     if type(label) is not bool:
-        raise DataError(f"{where}: label is {show(label)}; set it to true or false")
+        raise DataError(f"{where}: label is {show(label)}; expected true or false")
     return label
 
 
 def preference_row(row: Mapping[str, Any], where: str) -> Preference:
-    """The canonical pair of one row with ``chosen``, ``rejected`` and, optionally, ``prompt``.
+    """Convert a row with ``chosen``, ``rejected`` and, optionally, ``prompt`` to a canonical pair.
 
-    Without a prompt it is the common head of both answers. Conversations that repeat the prompt's messages lose them.
+    Without a prompt column, the prompt is the common prefix of both completions. Messages of the prompt that are
+    repeated in the completions are removed from them.
 
     Raises:
-        DataError: the row is faulty.
-        DropRow: there is no prompt, and the answers are identical.
+        DataError: the row is invalid.
+        DropRow: there is no prompt, and the completions are identical.
     """
     for key in ("chosen", "rejected"):
         if row.get(key) is None:
-            raise DataError(f"{where}: {key} is missing; every row needs chosen and rejected")
+            raise DataError(f"{where}: {key} is missing; every row must have chosen and rejected")
     chosen, rejected = text_of(row, "chosen", where), text_of(row, "rejected", where)
     check_same_kind(where, chosen=chosen, rejected=rejected)
     prompt = _prompt(row, where)
@@ -145,7 +149,7 @@ def preference_row(row: Mapping[str, Any], where: str) -> Preference:
 
 
 def _spoken_prompt(prompt: str, chosen: list[Message], rejected: list[Message]) -> tuple[Text, Text, Text]:
-    """A text beside conversations, in which it is what the user says: in both of them, or before both answers."""
+    """Handle a string prompt with conversational completions: it is a user message in both or precedes both."""
     if chosen[0]["role"] == rejected[0]["role"] == "assistant":
         return [{"role": "user", "content": prompt}], chosen, rejected
     shared, better, worse = split_messages(chosen, rejected)
@@ -156,13 +160,13 @@ def _spoken_prompt(prompt: str, chosen: list[Message], rejected: list[Message]) 
 
 
 def margin_of(row: Mapping[str, Any], where: str) -> float:
-    """By how much the chosen answer is better: column ``margin``, 0 where it is null, empty or not there.
+    """Return the margin of a pair: column ``margin``, or 0 if it is null, empty or missing.
 
-    A text that reads as a number is taken as one, because a CSV file holds nothing else; so is a list of one number,
-    as TRL's releases up to 0.23 wanted it.
+    A string is parsed as a number, because CSV files only have strings. A list with one number, the format of TRL up
+    to 0.23, is also accepted.
 
     Raises:
-        DataError: it is no finite number that fits 32 bits.
+        DataError: the margin is not a finite number that fits in 32 bits.
     """
     value = row.get("margin")
     if isinstance(value, list) and len(value) == 1:
@@ -174,21 +178,21 @@ def margin_of(row: Mapping[str, Any], where: str) -> float:
         with contextlib.suppress(ValueError, OverflowError):
             margin = float(value)
     if not abs(margin) <= _LARGEST:
-        raise DataError(f"{where}: margin is {show(value)}; set it to a finite number, or to null for none")
+        raise DataError(f"{where}: margin is {show(value)}; expected a finite number or null")
     return margin
 
 
 def prompt_completion_row(row: Mapping[str, Any], where: str, completion_only: bool | None = None) -> PromptCompletion:
-    """The canonical row of ``prompt, completion``, of ``messages`` or of ``text``.
+    """Convert a row with ``prompt, completion``, with ``messages`` or with ``text`` to a canonical row.
 
     Args:
         row: one row of the dataset.
-        where: names the row in messages.
-        completion_only: learn the answer alone, which of ``messages`` is the last one; or (False) all of a row. None:
-            the answer of ``prompt, completion``, all of the others.
+        where: name of the row in messages.
+        completion_only: True: the loss covers the completion only (the last message of ``messages``). False: it covers
+            the full row. None: the completion of ``prompt, completion``, the full row of other formats.
 
     Raises:
-        DataError: the row is faulty, or a text has to be divided.
+        DataError: the row is invalid, or plain text would have to be split into prompt and completion.
     """
     template = template_variables(row, where)
     if row.get("completion") is not None:
@@ -198,50 +202,50 @@ def prompt_completion_row(row: Mapping[str, Any], where: str, completion_only: b
             if isinstance(row[key], str):
                 if completion_only:
                     raise DataError(
-                        f"{where}: completion_only_loss needs to know the completion, and {key} is one text; give "
-                        "prompt and completion"
+                        f"{where}: completion_only_loss requires a separate completion, but {key} is plain text; use "
+                        "the columns prompt and completion"
                     )
                 return PromptCompletion("", row[key], whole=True)  # a text has no chat template
             if completion_only:
                 return PromptCompletion(*_conversation(row, where, key), template)
             return PromptCompletion([], _with_system(_messages(row, key, where), row, where), template, whole=True)
-    raise DataError(f"{where}: completion is missing; every row needs prompt and completion, or messages, or text")
+    raise DataError(f"{where}: completion is missing; every row must have prompt and completion, or messages, or text")
 
 
 def _messages(row: Mapping[str, Any], key: str, where: str) -> Text:
     text = text_of(row, key, where)
     if isinstance(text, str):
-        raise DataError(f"{where}: {key} is {show(text)}; give a list of {{role, content}} messages")
+        raise DataError(f"{where}: {key} is {show(text)}; expected a list of {{role, content}} messages")
     return text
 
 
 def prompt_only_row(row: Mapping[str, Any], where: str) -> PromptOnly:
-    """The canonical row of a ``prompt`` alone.
+    """Convert a row with a ``prompt`` to a canonical row.
 
     Raises:
-        DataError: the row is faulty.
+        DataError: the row is invalid.
     """
     prompt = _prompt(row, where)
     if prompt is None:
-        raise DataError(f'{where}: prompt is missing; every row needs one (an empty one is "" or [])')
+        raise DataError(f'{where}: prompt is missing; every row must have one (use "" or [] for an empty prompt)')
     return PromptOnly(_with_system(prompt, row, where), template_variables(row, where))
 
 
 def _is_pair(row: Mapping[str, Any], where: str) -> bool:
-    """Whether a row for KTO is a pair; in one dataset some rows may be, and others have a label."""
+    """Return whether a KTO row is a pair. A dataset may contain both pairs and labeled completions."""
     answers = [row.get(key) is not None for key in ("chosen", "rejected")]
     if row.get("completion") is None or row.get("label") is None:
         return any(answers) or "label" not in row
     if all(answers):
-        raise DataError(f"{where}: has completion and label, and chosen and rejected as well; keep one of the two")
+        raise DataError(f"{where}: both completion, label and chosen, rejected are set; keep one of the two formats")
     return False
 
 
 def _answered(row: Mapping[str, Any], where: str) -> tuple[Text, Text]:
-    """Prompt and completion of a row that has both."""
+    """Return the prompt and completion of a row that has both."""
     prompt = _prompt(row, where)
     if prompt is None:
-        raise DataError(f'{where}: prompt is missing; give one beside completion (an empty one is "" or [])')
+        raise DataError(f'{where}: prompt is missing; every row must have one (use "" or [] for an empty prompt)')
     completion = text_of({"completion": None, **row}, "completion", where)
     check_same_kind(where, prompt=prompt, completion=completion)
     if isinstance(prompt, list) and isinstance(completion, list):
@@ -250,34 +254,34 @@ def _answered(row: Mapping[str, Any], where: str) -> tuple[Text, Text]:
 
 
 def _conversation(row: Mapping[str, Any], where: str, key: str = "messages") -> tuple[Text, Text]:
-    """Prompt and completion of a conversation that ends with the answer."""
+    """Split a conversation into the prompt and the final assistant message."""
     prompt, completion = split_conversation(row, key, where)
     return _with_system(prompt, row, where), completion
 
 
 def _prompt(row: Mapping[str, Any], where: str) -> Text | None:
-    """The row's prompt, with its ``query`` on a new line below; None where it has no prompt."""
+    """Return the row's prompt, followed by its ``query`` on a new line, or None if it has no prompt."""
     prompt = None if row.get("prompt") is None else text_of(row, "prompt", where)
     query = row.get("query")
     if query is None or query == "":
         return prompt
     if not isinstance(prompt, str) or not isinstance(query, str):
         raise DataError(
-            f"{where}: query is {show(query)} and prompt is {show(row.get('prompt'))}; give both as strings, or leave "
-            "query out of column_map"
+            f"{where}: query is {show(query)} and prompt is {show(row.get('prompt'))}; expected strings; fix them, or "
+            "remove query from column_map"
         )
     return f"{prompt}\n{query}" if prompt else query
 
 
 def _with_system(prompt: Text, row: Mapping[str, Any], where: str) -> Text:
-    """The prompt after the system turn in column ``system``, if there is one."""
+    """Return the prompt, preceded by the system message in column ``system`` if present."""
     system = row.get("system")
     if system is None or system == "":
         return prompt
     if not isinstance(system, str):
-        raise DataError(f"{where}: system is {show(system)}; give a string")
+        raise DataError(f"{where}: system is {show(system)}; expected a string")
     if not isinstance(prompt, list):
-        raise DataError(f"{where}: system needs a conversation, but prompt is a string; give prompt as messages")
+        raise DataError(f"{where}: system requires a conversation, but prompt is a string; convert prompt to messages")
     if prompt and prompt[0]["role"] == "system":
-        raise DataError(f"{where}: system is given, but its messages begin with a system turn already; keep one")
+        raise DataError(f"{where}: system is set, but the messages already start with a system message; remove one")
     return [{"role": "system", "content": system}, *prompt]

@@ -1,9 +1,8 @@
-"""What a prompt's row keeps beside token ids, as JSON texts, which are alike in every dataset of a mixture.
+"""JSON columns that are stored with tokenized prompts, with the same types in every dataset of a mixture.
 
-That is the prompt as it was given, its template variables, and the columns that rows are not made of: these are kept
-for reward functions, and are never a reason to refuse a dataset. What JSON cannot hold becomes null (a number that is
-not finite, which is how pandas says that a value is missing), or the whole column is left out and named once (bytes,
-images, decimals).
+They contain the original prompt, its template variables and all unused columns, which are stored for reward functions
+and never make a dataset invalid. Non-finite numbers, with which pandas represents missing values, become null. A
+column that cannot be represented in JSON (bytes, images, decimals) is dropped with one warning.
 """
 
 from __future__ import annotations
@@ -31,28 +30,28 @@ STORED = Features({name: Value("string") for name in ("prompt", "template", "col
 
 
 def json_text(name: str, value: object, where: str, dates: bool = True) -> str:
-    """``value`` as JSON text.
+    """Encode ``value`` as JSON.
 
     Args:
-        name: the column that it is from.
-        value: anything.
-        where: names the row in messages.
-        dates: write dates and times as ISO text.
+        name: its column.
+        value: any value.
+        where: name of the row in messages.
+        dates: encode dates and times as ISO strings.
 
     Raises:
-        DataError: JSON cannot hold it.
+        DataError: the value cannot be represented in JSON.
     """
     try:
         return json.dumps(value, allow_nan=False, default=_iso_text if dates else None)
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{where}: {name} is {show(value)}, which cannot be stored: {one_line(error)}; use JSON-like values "
-            "(text, finite numbers, lists, objects), or remove the column"
+            f"{where}: {name} is {show(value)}, which cannot be stored: {one_line(error)}; use values that JSON "
+            "supports (strings, finite numbers, lists, objects), or remove the column"
         ) from error
 
 
 def json_object(values: Mapping[str, Any], where: str, dates: bool = True) -> str:
-    """Values by column as the text of one JSON object; see :func:`json_text`."""
+    """Encode values by column as one JSON object; see :func:`json_text`."""
     texts = (f"{json.dumps(name)}: {json_text(name, value, where, dates)}" for name, value in values.items())
     return "{" + ", ".join(texts) + "}"
 
@@ -64,7 +63,7 @@ def _iso_text(value: object) -> str:
 
 
 def finite(value: Any) -> Any:
-    """The value with null in the place of every number in it that is not finite."""
+    """Return the value with every non-finite number replaced with null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -73,14 +72,14 @@ def finite(value: Any) -> Any:
 
 
 def foreign_columns(features: Features) -> list[str]:
-    """The columns of a type that JSON has nothing for; images, audio and video are bytes with a path."""
+    """Return the columns whose types JSON does not support. Images, audio and video are bytes with a path."""
     return [field.name for field in features.arrow_schema if _is_foreign(field.type)]
 
 
 def storable(row: Mapping[str, Any], names: Collection[str], where: str, left_out: set[str]) -> dict[str, Any]:
-    """The row with the columns ``names`` as JSON has them, without those in ``left_out``.
+    """Return the row with the columns ``names`` converted to JSON types, without the columns in ``left_out``.
 
-    Columns that JSON cannot hold here are added to ``left_out``. Dates and times become ISO text.
+    Columns that cannot be represented in JSON are added to ``left_out``. Dates and times become ISO strings.
     """
     kept = {}
     for name, value in row.items():
@@ -97,10 +96,10 @@ def storable(row: Mapping[str, Any], names: Collection[str], where: str, left_ou
 def storable_rows(
     rows: list[dict[str, Any]], features: Features, names: Collection[str], where: str
 ) -> tuple[list[dict[str, Any]], Features]:
-    """:func:`storable` rows and what is left of their features, of which only JSON columns are looked at."""
+    """Return :func:`storable` rows and their remaining features. Only JSON columns are checked."""
     kept, numbers = {}, (int, float, type(None))
     for name, feature in features.items():
-        # Numbers some of which are not finite are floats, as in pandas: a margin among them must not become null here.
+        # Numbers of which some are not finite stay floats, as in pandas: a margin must not become null here.
         values = [row.get(name) for row in rows] if isinstance(feature, Json) and name in names else []
         broken = any(isinstance(value, float) and not math.isfinite(value) for value in values)
         kept[name] = Value("float64") if broken and all(type(value) in numbers for value in values) else feature
@@ -112,9 +111,11 @@ def storable_rows(
 
 
 def tell_left_out(names: Iterable[str], where: str) -> None:
-    """Warn of columns that are left out, if there are any."""
+    """Log a warning for columns that are dropped, if any."""
     if names := sorted(names):
-        logger.warning("%s: left out, as JSON cannot hold what is in them: column %s", where, listing(names))
+        logger.warning(
+            "%s: dropped, because the values cannot be represented in JSON: column %s", where, listing(names)
+        )
 
 
 def _is_foreign(kind: pa.DataType) -> bool:
@@ -128,12 +129,12 @@ def _is_foreign(kind: pa.DataType) -> bool:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """What a scorer is told of a prompt.
+    """A prompt with the data that reward functions and models need.
 
     Attributes:
         row: the source row, counted from 0.
         prompt: the canonical prompt, a string or messages.
-        template: what goes to the chat template besides the messages, such as ``tools``.
+        template: variables for the chat template, such as ``tools``.
         columns: the user's other columns by name, for reward functions.
     """
 
@@ -144,22 +145,22 @@ class PromptRow:
 
 
 def prompt_row(dataset: Dataset, index: int) -> PromptRow:
-    """Row ``index`` of a tokenised dataset of prompts."""
+    """Read row ``index`` of a tokenized dataset of prompts."""
     stored = dataset[index]
     prompt, template, columns = (json.loads(stored[name]) for name in STORED)
     return PromptRow(int(stored["row"]), prompt, template, columns)
 
 
 def stored_prompt(prompted: PromptOnly, columns: Mapping[str, Any], where: str) -> dict[str, str]:
-    """The columns :data:`STORED` of one row.
+    """Return the columns :data:`STORED` of one row.
 
     Args:
         prompted: the canonical row.
-        columns: the user's other columns; their numbers that are not finite become null.
-        where: names the row in messages.
+        columns: the user's other columns, in which non-finite numbers become null.
+        where: name of the row in messages.
 
     Raises:
-        DataError: a value that JSON cannot hold.
+        DataError: a value cannot be represented in JSON.
     """
     return {
         "prompt": json_text("prompt", prompted.prompt, where),

@@ -1,7 +1,7 @@
-"""Mixtures: how many rows, and which, each of several datasets gives.
+"""Mix several datasets: compute how many rows each contributes, and select them.
 
-Every part is read, checked and tokenised by itself, so that its columns, its cache and the row numbers in messages are
-its own; what is mixed are tokenised rows.
+Each dataset is read, validated and tokenized separately, so that it has its own columns, its own cache and its own row
+numbers in messages. Only tokenized rows are mixed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from alignment.data.report import DataReport
 class Part:
     """One dataset of a mixture.
 
-    ``load`` gives a Dataset, or anything that a trainer takes as one. ``weight`` is relative to the other parts'; None
-    for every row.
+    Attributes:
+        where: its name in messages.
+        load: returns a Dataset, or anything else that a trainer accepts as one.
+        column_map: its column map.
+        weight: its weight relative to the other datasets'; None to use all rows.
     """
 
     where: str
@@ -37,18 +40,18 @@ Mixture = tuple[Part, ...]
 
 
 def shares(parts: Sequence[tuple[str, int, float | None]], most: int | None) -> list[int]:
-    """How many rows each part gives.
+    """Compute the number of rows that each dataset contributes.
 
-    With weights: as many as there can be in these shares without a row twice, which the part that is used up first
-    decides. Fractions of rows are given to the parts that are owed most (the earlier one of equals).
+    With weights, the mixture is as large as possible without using a row twice, so the dataset that is exhausted first
+    determines its size. Fractional rows go to the datasets with the largest remainders, earlier datasets first.
 
     Args:
-        parts: name, rows and weight of each; the weight is None for all or for none of them. Without weights every
-            row is given, or where ``most`` is fewer, shares by size.
-        most: rows of the whole mixture at most.
+        parts: name, number of rows and weight of each dataset. Weights are None for all of them or for none. Without
+            weights all rows are used; if ``most`` is smaller, shares are proportional to size.
+        most: maximum number of rows of the mixture.
 
     Raises:
-        DataError: a part would give no row.
+        DataError: a dataset would contribute no rows.
     """
     weights = [Fraction(str(rows if weight is None else weight)) for _, rows, weight in parts]  # by str, 0.7 is 7/10
     fractions = [weight / sum(weights) for weight in weights]
@@ -61,8 +64,8 @@ def shares(parts: Sequence[tuple[str, int, float | None]], most: int | None) -> 
     for (name, _, weight), rows in zip(parts, given):
         if not rows:
             raise DataError(
-                f"{name}: its share of a mixture of {total} rows is none"
-                f"{'' if weight is None else f' at weight {weight}'}; leave it out, or use more rows"
+                f"{name}: it contributes no rows to a mixture of {total} rows"
+                f"{'' if weight is None else f' at weight {weight}'}; remove it, or use more rows"
             )
     return given
 
@@ -70,15 +73,15 @@ def shares(parts: Sequence[tuple[str, int, float | None]], most: int | None) -> 
 def mixed(
     parts: Sequence[tuple[str, Prepared, float | None]], most: int | None, seed: int
 ) -> tuple[Dataset, list[DataReport]]:
-    """The rows of a mixture, part after part, and the report of each part.
+    """Return the rows of a mixture, dataset by dataset, and the report of each dataset.
 
     Args:
-        parts: name, tokenised rows and weight of each. A single one is taken whole.
-        most: rows of the whole mixture at most.
-        seed: decides which rows are drawn.
+        parts: name, tokenized rows and weight of each dataset. A single dataset is used in full.
+        most: maximum number of rows of the mixture.
+        seed: seed for sampling rows.
 
     Raises:
-        DataError: a part would give no row.
+        DataError: a dataset would contribute no rows.
     """
     if len(parts) == 1:
         return parts[0][1].dataset, [parts[0][1].report]
@@ -95,14 +98,14 @@ def mixed(
 
 
 def draw(rows: np.ndarray, count: int, seed: Sequence[int]) -> np.ndarray:
-    """Which ``count`` tokenised rows to take, in the order of the data: a function of the seed.
+    """Sample ``count`` tokenized rows and return their indices in the order of the data, as a function of the seed.
 
-    Rows that come from one row of the data (the two of a pair, for KTO) are taken together; where the count asks for
-    it, the last ones are not.
+    Rows from the same source row (the two rows of a pair, for KTO) are sampled together, except possibly the last
+    ones.
 
     Args:
-        rows: (N,) the row of the data that each tokenised row comes from.
-        count: at most N.
+        rows: (N,) source row of each tokenized row.
+        count: number of rows, at most N.
         seed: any number of integers.
     """
     _, source = np.unique(rows, return_inverse=True)

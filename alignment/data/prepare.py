@@ -1,7 +1,7 @@
-"""Tokenise a dataset once and keep it on disk, named by everything that its content depends on.
+"""Tokenize a dataset once and cache it on disk, under a name that depends on everything that determines its content.
 
-One process calls :func:`prepare` and the others wait, or all call it: the result is the same folder, which appears
-whole or not at all. :func:`load_prepared` reads it.
+Either one process calls :func:`prepare` while the others wait, or all call it: the result is the same folder, which is
+created atomically. :func:`load_prepared` reads it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from alignment.data.tokenization import RowTokenizer
 from alignment.data.truncation import Limits
 from alignment.internals.transformers import tokenizer_options
 
-FORMAT_VERSION = 4  # raise it when the same input would be tokenised or stored in another way
+FORMAT_VERSION = 4  # increase it if the same input is tokenized or stored differently
 _ROWS = 1000  # rows hashed at a time; part of the hash
 _BATCH = 256  # rows per call of the tokenizer
 
@@ -48,18 +48,18 @@ def cache_name(
     extra: Sequence[str] = (),
     rules: RowRules = USUAL,
 ) -> str:
-    """The name of a tokenised dataset, such as ``preference-3f…``: a hash of everything that its content depends on.
+    """Return the name of a tokenized dataset, such as ``preference-3f…``: a hash of everything that determines it.
 
-    The rows' content is hashed rather than the dataset's fingerprint: two processes that load the same file get the
-    same name, and a file that was changed gets a new one, whatever its time stamp says.
+    The content of the rows is hashed rather than the dataset's fingerprint: two processes that load the same file get
+    the same name, and a modified file gets a new one regardless of its timestamp.
 
     Args:
-        dataset: the rows, their columns named as expected.
-        kind: of rows to make.
-        tokenizer: all that decides how it turns text into ids.
+        dataset: the rows, with their expected column names.
+        kind: kind of rows.
+        tokenizer: the tokenizer, of which everything that affects token IDs is hashed.
         limits: lengths in tokens.
-        extra: columns that rows are not made of, kept for reward functions.
-        rules: which tokens are learned.
+        extra: columns that are only passed to reward functions.
+        rules: which tokens contribute to the loss.
     """
     digest = hashlib.blake2b(digest_size=16)
     settings: dict[str, Any] = {"version": FORMAT_VERSION, "kind": kind, "limits": asdict(limits)}
@@ -84,11 +84,11 @@ def _table_bytes(table: pa.Table) -> memoryview:
 
 
 def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
-    """What decides how a tokenizer turns text into ids."""
+    """Return everything that determines how a tokenizer converts text to token IDs."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         content = json.loads(backend.to_str())
-        for setting in ("truncation", "padding"):  # changed by every call of the tokenizer, and not used here
+        for setting in ("truncation", "padding"):  # changed by every call of the tokenizer, but not used here
             content.pop(setting, None)
     else:
         content = {"vocab": sorted(tokenizer.get_vocab().items()), "options": tokenizer_options(tokenizer)}
@@ -103,7 +103,7 @@ def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Tokenised rows (columns as in :data:`FEATURES`; ``row`` is the source row, counted from 0) and their report."""
+    """Tokenized rows (columns as in :data:`FEATURES`; ``row`` is the source row, counted from 0) and their report."""
 
     dataset: Dataset
     report: DataReport
@@ -124,30 +124,30 @@ def prepare(
     method: str = "training",
     rules: RowRules = USUAL,
 ) -> Path:
-    """Check, tokenise and cut ``dataset``; return the folder that holds the result, at once if it exists already.
+    """Validate, tokenize and truncate ``dataset``, and return the folder with the result, which may be cached.
 
     Args:
         dataset: rows of any accepted format.
-        kind: of rows, see :data:`~alignment.data.formats.Kind`.
-        tokenizer: a tokenizer of transformers.
+        kind: kind of rows, see :data:`~alignment.data.formats.Kind`.
+        tokenizer: a transformers tokenizer.
         limits: lengths in tokens.
-        where: names the data in messages, such as the file's name.
-        cache_dir: the folder to make the result's own folder in; made where it does not exist.
+        where: name of the data in messages, such as the file name.
+        cache_dir: the folder in which the result's folder is created; it is created if it does not exist.
         column_map: expected name of a column -> its name in the dataset.
-        num_proc: worker processes; has no influence on the result.
+        num_proc: number of worker processes; does not affect the result.
         progress: whether to show a progress bar.
-        strict: refuse to drop rows.
-        method: what needs the rows, for messages.
-        rules: which tokens are learned.
+        strict: raise an error instead of dropping rows.
+        method: name of the method in messages.
+        rules: which tokens contribute to the loss.
 
     Raises:
-        DataError: missing columns, a faulty row, nothing left, or (``strict``) anything dropped.
+        DataError: a column is missing, a row is invalid, no rows are left, or (``strict``) rows would be dropped.
         OutputError: the folder cannot be written.
     """
     column_map = mapped_columns(column_map, kind, dataset.column_names, where, rules)
     dataset = arranged(dataset, column_map, kind, where, method, rules)
     if len(dataset) == 0:
-        raise DataError(f"{where}: holds no rows; give a dataset that has some")
+        raise DataError(f"{where}: contains no rows; pass a dataset with rows")
     extra = extra_columns(dataset, column_map, kind)
     target = cache_dir / cache_name(dataset, kind, tokenizer, limits, extra, rules)
     if target.is_dir():
@@ -162,7 +162,8 @@ def prepare(
         _publish(work, target)
     except OSError as error:
         raise OutputError(
-            f"{cache_dir}: the tokenised data cannot be written: {one_line(error)}; free some space or choose another"
+            f"{cache_dir}: the tokenized data cannot be written: {one_line(error)}; free disk space or choose another "
+            "folder"
         ) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -170,10 +171,10 @@ def prepare(
 
 
 def check_cache(folder: Path) -> None:
-    """Refuse a cache folder that cannot be written; the datasets library would blame the data.
+    """Check that the cache folder is writable, because the datasets library would report a problem with the data.
 
     Raises:
-        OutputError: naming the folder, and what sets it.
+        OutputError: the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -181,34 +182,34 @@ def check_cache(folder: Path) -> None:
             pass
     except OSError as error:
         raise OutputError(
-            f"{folder}: the cache for datasets cannot be written: {error.strerror or error}; set HF_DATASETS_CACHE to "
+            f"{folder}: the datasets cache cannot be written: {error.strerror or error}; set HF_DATASETS_CACHE to "
             "another folder"
         ) from error
 
 
 def load_prepared(path: Path) -> Prepared:
-    """Read what :func:`prepare` wrote.
+    """Load the result of :func:`prepare`.
 
     Raises:
-        DataError: the folder is missing or damaged.
+        DataError: the folder is missing or corrupt.
     """
     try:
         dataset = datasets.load_from_disk(str(path / "data"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: the tokenised data cannot be read: {one_line(error)}; delete the folder") from error
+        raise DataError(f"{path}: the tokenized data cannot be read: {one_line(error)}; delete the folder") from error
     return Prepared(dataset, _read_report(path))
 
 
 def check_vocabulary(tokenizer: Any, vocab_size: int, model: str = "the model") -> None:
-    """Check that every token id has an embedding. ``vocab_size``: rows of the embedding of ``model``.
+    """Check that every token ID has an embedding. ``vocab_size`` is the number of embeddings of ``model``.
 
     Raises:
-        ModelError: the tokenizer knows more tokens than the model.
+        ModelError: the tokenizer has more tokens than the model.
     """
     size = len(tokenizer)
     if size > vocab_size:
         raise ModelError(
-            f"the tokenizer has {size} tokens but {model}'s vocab_size is {vocab_size}; "
+            f"the tokenizer has {size} tokens, but {model}'s vocab_size is {vocab_size}; "
             f"use the model's own tokenizer, or resize the embeddings to {size} and save the model"
         )
 
@@ -216,7 +217,7 @@ def check_vocabulary(tokenizer: Any, vocab_size: int, model: str = "the model") 
 def _build(
     dataset: Dataset, mapper: RowMapper, work: Path, num_proc: int | None, progress: bool, strict: bool
 ) -> None:
-    """Fill ``work`` with the kept rows and the report."""
+    """Write the remaining rows and the report to ``work``."""
     scratch = work / "scratch"
     scratch.mkdir()
     with _progress_bars(progress):
@@ -230,7 +231,7 @@ def _build(
             num_proc=num_proc,
             cache_file_name=str(scratch / "rows.arrow"),
             load_from_cache_file=False,
-            new_fingerprint=work.name.split(".")[1],  # given, or the tokenizer would be pickled to make one
+            new_fingerprint=work.name.split(".")[1],  # avoids pickling the tokenizer to compute one
             desc="Tokenizing",
         )
     reasons = mapped.data.column("dropped").to_pylist()
@@ -267,19 +268,19 @@ def _read_report(path: Path) -> DataReport:
 
 def _check_report(report: DataReport, kind: Kind, where: str, strict: bool) -> None:
     if not report.rows_out:
-        remedy = "raise max_length" + (" or lower max_new_tokens," if kind == "prompt_only" else "")
+        remedy = "increase max_length" + (", decrease max_new_tokens," if kind == "prompt_only" else "")
         raise DataError(
-            f"{where}: none of the {report.rows_in} rows is left ({report.drops()}); {remedy} or mend the rows"
+            f"{where}: all {report.rows_in} rows were dropped ({report.drops()}); {remedy} or fix the rows"
         )
     if strict and report.dropped:
         raise DataError(
             f"{where}: {sum(report.dropped.values())} of {report.rows_in} rows would be dropped ({report.drops()}); "
-            "mend them, or set strict_data to false"
+            "fix them, or set strict_data: false"
         )
 
 
 def _publish(work: Path, target: Path) -> None:
-    """Give the finished folder its name, unless another process was first: then theirs is as good."""
+    """Rename the finished folder. If another process was faster, its identical folder is used."""
     try:
         work.rename(target)
     except OSError:
@@ -289,7 +290,7 @@ def _publish(work: Path, target: Path) -> None:
 
 @contextmanager
 def _progress_bars(shown: bool) -> Iterator[None]:
-    """Hide the bars of the ``datasets`` library where they are not wanted; a user's own setting is never undone."""
+    """Hide the progress bars of the ``datasets`` library, without overriding the user's own setting."""
     hide = not shown and not are_progress_bars_disabled()
     if hide:
         disable_progress_bars()

@@ -1,8 +1,8 @@
-"""Exact readers for JSON, JSON Lines and CSV files.
+"""Readers for JSON, JSON Lines and CSV files that do not guess types.
 
-The general loaders guess types: they turn strings that look like dates into timestamps, and ``"true"`` into ``true``
-in a column that also holds booleans. Here every value stays what the file says, and what cannot be read is reported
-with file and line. Columns of one plain type are stored as that type, all others as JSON.
+The generic loaders convert strings that look like dates to timestamps, and ``"true"`` to ``true`` in a column that
+also has booleans. These readers keep every value as it is in the file and report errors with file and line. Columns of
+a single primitive type are stored with this type, all others as JSON.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Placed = Iterator[tuple[str, dict[str, Any]]]  # ("FILE line 3", row)
 
 
 def read_rows(path: Path) -> Placed:
-    """Yield ``(place, row)`` for every row of a .json, .jsonl or .csv file, ``place`` naming file and line or row.
+    """Yield ``(place, row)`` for every row of a .json, .jsonl or .csv file; ``place`` names the file and line or row.
 
     Raises:
-        DataError: a line that cannot be read, is not an object, or holds a half-written character.
+        DataError: a line cannot be read, is not an object, or contains an unpaired surrogate.
     """
     try:
         if path.suffix.lower() == ".csv":
@@ -44,10 +44,10 @@ def read_rows(path: Path) -> Placed:
 
 
 def infer_features(rows: Iterable[tuple[str, dict[str, Any]]]) -> Features:
-    """One feature per key over all rows: the plain type where there is only one, JSON otherwise (nulls are free).
+    """Infer a feature for each key: its primitive type if all rows have the same, otherwise JSON. Nulls are ignored.
 
     Raises:
-        DataError: a known column mixes a usable type with one that can never be used (label: booleans and others).
+        DataError: a known column mixes a valid type with an invalid one, such as booleans and strings in label.
     """
     seen: dict[str, dict[str, tuple[str, Any]]] = {}  # key → kind → first place and value
     for place, row in rows:
@@ -64,7 +64,7 @@ def infer_features(rows: Iterable[tuple[str, dict[str, Any]]]) -> Features:
 
 
 def encode(row: dict[str, Any], features: Features) -> dict[str, Any]:
-    """The row as the dataset writer takes it without changing a value: one entry per feature, JSON columns as text."""
+    """Encode a row for the dataset writer, without changing values: one entry per feature, JSON columns as strings."""
     out: dict[str, Any] = {}
     for key, feature in features.items():
         value = row.get(key)
@@ -73,7 +73,7 @@ def encode(row: dict[str, Any], features: Features) -> dict[str, Any]:
 
 
 def encoded_rows(paths: list[str], features: Features) -> Iterator[dict[str, Any]]:
-    """All rows of several files, one after the other, encoded for ``Dataset.from_generator``."""
+    """Yield the encoded rows of several files, for ``Dataset.from_generator``."""
     for path in paths:
         for _, row in read_rows(Path(path)):
             yield encode(row, features)
@@ -94,7 +94,7 @@ def _feature(kinds: set[str]) -> Any:
 
 
 def _check_mixture(key: str, kinds: dict[str, tuple[str, Any]]) -> None:
-    """A column with right and wrong types is a slip in the file: name the first wrong value by its line."""
+    """Report the first value of an invalid type in a column that also has values of a valid type."""
     if key == LABEL_COLUMN:
         right, wanted = {"bool"}, "true or false"
     elif key in TEXT_COLUMNS:
@@ -106,16 +106,16 @@ def _check_mixture(key: str, kinds: dict[str, tuple[str, Any]]) -> None:
     if wrong and good:
         place, value = kinds[wrong[0]]
         raise DataError(
-            f"{place}: {key} is {show(value)}, but other rows have {type_name(kinds[good[0]][1])}; set it to {wanted}"
+            f"{place}: {key} is {show(value)}, but other rows have {type_name(kinds[good[0]][1])}; expected {wanted}"
         )
 
 
 def _check_contents(place: str, key: str, value: object) -> None:
-    """A message whose content is a number or a boolean is wrong for every method: say so with its line."""
+    """Report a message whose content is a number or a boolean, which no method supports."""
     for number, message in enumerate(value if isinstance(value, list) else []):
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, (bool, int, float)):
-            raise DataError(f"{place}: {key}[{number}].content is {show(content)}; write it as a string")
+            raise DataError(f"{place}: {key}[{number}].content is {show(content)}; expected a string")
 
 
 def _is_json_list(path: Path) -> bool:
@@ -132,7 +132,7 @@ def _json_list_rows(path: Path) -> Placed:
     try:
         rows = json.loads(data.decode("utf-8-sig"), parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path} line {error.lineno}: not valid JSON: {error.msg}; mend the file") from error
+        raise DataError(f"{path} line {error.lineno}: not valid JSON: {error.msg}; fix the file") from error
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise DataError(f"{path} line {line}: not UTF-8 text: {error.reason}; save the file as UTF-8") from error
@@ -158,7 +158,7 @@ def _json_line(place: str, line: bytes) -> object:
     except json.JSONDecodeError as error:
         raise DataError(
             f"{place}: not valid JSON: {error.msg} (column {error.colno}); "
-            "give one object per line, or one list of objects per file"
+            "expected one object per line, or a single list of objects"
         ) from error
     except UnicodeDecodeError as error:
         raise DataError(f"{place}: not UTF-8 text: {error.reason}; save the file as UTF-8") from error
@@ -167,26 +167,26 @@ def _json_line(place: str, line: bytes) -> object:
 
 
 def _checked(place: str, row: object, escapes: bool) -> tuple[str, dict[str, Any]]:
-    """The row if it is an object whose strings can be stored (a lone ``\\ud83d`` is half a character and cannot)."""
+    """Check that the row is an object whose strings can be encoded (an unpaired surrogate ``\\ud83d`` cannot)."""
     if not isinstance(row, dict):
-        raise DataError(f"{place}: the row is {show(row)}; give an object with one entry per column")
+        raise DataError(f"{place}: the row is {show(row)}; expected an object with one entry per column")
     if escapes:
         try:
             json.dumps(row, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError as error:
             raise DataError(
-                f"{place}: a string holds a half-written character (lone \\ud… escape); mend it"
+                f"{place}: a string contains an unpaired surrogate (\\ud… escape); fix or remove it"
             ) from error
     return place, row
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON value; write null or a number")
+    raise ValueError(f"{name} is not a JSON value; use null or a number")
 
 
 def _csv_rows(path: Path) -> Placed:
-    """CSV has no types: every cell is a string, but ``label`` cells must read true or false."""
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default, 128 KiB, is less than one long conversation
+    """Yield the rows of a CSV file. All cells are strings, except that ``label`` must be true or false."""
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default of 128 KiB is too small for long conversations
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
         header: list[str] | None = None
@@ -199,7 +199,7 @@ def _csv_rows(path: Path) -> Placed:
                 raise DataError(f"{place}: not valid CSV: {one_line(error)}") from error
             except UnicodeDecodeError as error:
                 raise DataError(
-                    f"{path}: not UTF-8 text near line {first}: {error.reason}; save it as UTF-8"
+                    f"{path}: not UTF-8 text near line {first}: {error.reason}; save the file as UTF-8"
                 ) from error
             if cells is None:
                 return
@@ -209,7 +209,8 @@ def _csv_rows(path: Path) -> Placed:
                 header = _header(place, cells)
             elif len(cells) != len(header):
                 raise DataError(
-                    f"{place}: has {len(cells)} cells where the header has {len(header)}; quote the commas"
+                    f"{place}: the row has {len(cells)} cells, but the header has {len(header)}; quote cells with "
+                    "commas"
                 )
             else:
                 yield place, _csv_row(place, header, cells)
@@ -218,7 +219,7 @@ def _csv_rows(path: Path) -> Placed:
 def _header(place: str, cells: list[str]) -> list[str]:
     twice = [name for name in cells if cells.count(name) > 1]
     if twice:
-        raise DataError(f"{place}: the header names the column {twice[0]!r} twice; rename one")
+        raise DataError(f"{place}: the header contains column {twice[0]!r} twice; rename one")
     return cells
 
 
@@ -227,6 +228,6 @@ def _csv_row(place: str, header: list[str], cells: list[str]) -> dict[str, Any]:
     if LABEL_COLUMN in row:
         word = row[LABEL_COLUMN]
         if word.strip().lower() not in _LABELS:
-            raise DataError(f"{place}: label is {show(word)}; write true or false")
+            raise DataError(f"{place}: label is {show(word)}; expected true or false")
         row[LABEL_COLUMN] = _LABELS[word.strip().lower()]
     return row

@@ -1,4 +1,4 @@
-"""What became of the rows: kept, dropped by reason, cut."""
+"""The data report: how many rows were kept, dropped (by reason) and truncated."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-NOT_DRAWN = "not drawn (the weights of dataset_mixture)"
+NOT_DRAWN = "not sampled (weights of dataset_mixture)"
 
 
 @dataclass(frozen=True)
 class DataReport:
-    """Counts of one prepared dataset, in rows as the method sees them (a pair given to KTO counts as two).
+    """Counts for one prepared dataset, in rows as the method sees them (a pair counts as two rows for KTO).
 
-    ``rows_in == rows_out + sum(dropped.values())``. ``prompts_cut`` and ``completions_cut`` count within the kept
-    rows, in a mixture before some of them were drawn; ``desirable`` and ``undesirable`` are 0 for rows without label.
-    ``packs`` is 0 where rows are not packed; else of at most ``pack_length`` tokens each, ``pack_tokens`` in all, and
-    without ``pack_left_out`` sequences of which nothing is learned.
+    ``rows_in == rows_out + sum(dropped.values())``. ``prompts_cut`` and ``completions_cut`` count truncated prompts
+    and completions of the kept rows, for a mixture before rows are sampled. ``desirable`` and ``undesirable`` are 0
+    for rows without labels. ``packs`` is 0 without packing; otherwise the packs have up to ``pack_length`` tokens each
+    and ``pack_tokens`` in total, and ``pack_left_out`` sequences without loss tokens are omitted.
     """
 
     rows_in: int
@@ -34,24 +34,24 @@ class DataReport:
     pack_left_out: int = 0
 
     def summary(self) -> str:
-        """One line for the terminal and the log."""
+        """Return a one-line summary for the terminal and the log."""
         labels = f" ({self.desirable} desirable, {self.undesirable} undesirable)"
         parts = [f"{self.rows_out} of {self.rows_in} rows kept{labels if self.desirable + self.undesirable else ''}"]
         if self.dropped:
             parts.append(f"{sum(self.dropped.values())} dropped: {self.drops()}")
-        parts.append(f"{self.prompts_cut} prompts and {self.completions_cut} completions cut to length")
+        parts.append(f"{self.prompts_cut} prompts and {self.completions_cut} completions truncated")
         if self.packs:
             parts.append(self._packed())
         return ", ".join(parts)
 
     def _packed(self) -> str:
         full = self.pack_tokens / (self.packs * self.pack_length)
-        without = f", without {self.pack_left_out} sequences of prompts alone" if self.pack_left_out else ""
+        without = f", {self.pack_left_out} sequences without completion tokens omitted" if self.pack_left_out else ""
         packs = f"{self.packs} pack{'s' if self.packs > 1 else ''}"
         return f"{packs} of up to {self.pack_length} tokens, {full:.0%} full{without}"
 
     def drops(self) -> str:
-        """The reasons for dropped rows with their counts, most frequent first."""
+        """Return the reasons for dropped rows with their counts, most frequent first."""
         ordered = sorted(self.dropped.items(), key=lambda item: (-item[1], item[0]))
         return "; ".join(f"{count} × {reason}" for reason, count in ordered)
 
@@ -61,11 +61,11 @@ class DataReport:
 
     @classmethod
     def load(cls, path: Path) -> DataReport:
-        """Read what :meth:`save` wrote."""
+        """Load a report written by :meth:`save`."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     def drawn(self, rows: int, desirable: int) -> DataReport:
-        """The report after only ``rows`` of the kept rows were taken into a mixture, ``desirable`` of them so."""
+        """Return the report after sampling ``rows`` rows for a mixture, of which ``desirable`` are desirable."""
         if rows == self.rows_out:
             return self
         labelled = bool(self.desirable + self.undesirable)
@@ -79,7 +79,7 @@ class DataReport:
 
 
 def joined(reports: Sequence[DataReport]) -> DataReport:
-    """The report of several datasets that became one."""
+    """Combine the reports of several datasets."""
     dropped: Counter[str] = Counter()
     for report in reports:
         dropped.update(report.dropped)

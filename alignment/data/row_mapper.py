@@ -1,4 +1,4 @@
-"""What ``Dataset.map`` runs: a batch of rows becomes tokenised rows, those to be dropped still among them."""
+"""The function that ``Dataset.map`` runs to tokenize a batch of rows. Rows to be dropped are only marked."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ FEATURES: dict[Kind, Features] = {
         {
             "prompt_ids": _IDS,
             "completion_ids": _IDS,
-            "scored": List(Value("bool")),  # which of the completion's tokens are learned; null where all are
-            "first": Value("bool"),  # whether labels count the first token too, which no loss does
+            "scored": List(Value("bool")),  # mask of completion tokens in the loss; null for all
+            "first": Value("bool"),  # whether labels include the first token, which is never in the loss
             "row": Value("int64"),
         }
     ),
@@ -61,13 +61,13 @@ _LABELS = {"true": True, "false": False}
 
 
 def prompt_key(prompt: list[int]) -> int:
-    """A hash of a prompt's ids that fits int64 and is the same in every process and on every machine."""
+    """Return an int64 hash of a prompt's token IDs that is the same in every process and on every machine."""
     digest = hashlib.blake2b(np.asarray(prompt, dtype="<i4").tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def _holds_json(feature: Any) -> bool:
-    """Whether a column, or something nested in it, is JSON."""
+    """Return whether a column, or a feature nested in it, is JSON."""
     if isinstance(feature, Mapping):
         return any(map(_holds_json, feature.values()))
     return isinstance(feature, Json) or _holds_json(getattr(feature, "feature", {}))
@@ -75,11 +75,11 @@ def _holds_json(feature: Any) -> bool:
 
 @dataclass
 class _Job:
-    """One source row on its way: its completions share a prompt.
+    """A source row being processed; its completions have the same prompt.
 
-    ``labels`` is empty but for KTO's rows; ``stored`` holds columns of the result that are not token ids. ``ids`` are
-    those of a row that is tokenised already; ``whole`` says that a prompt is learned too, ``scored`` which tokens of
-    the completion are.
+    ``labels`` is only used for KTO; ``stored`` has the columns of the result other than token IDs. ``ids`` are the
+    token IDs of a row that is already tokenized. ``whole`` means that the loss includes the prompt; ``scored`` is the
+    mask of the completion tokens in the loss.
     """
 
     row: int
@@ -94,17 +94,17 @@ class _Job:
 
 
 class RowMapper:
-    """The function that ``Dataset.map`` runs, with ``with_indices``.
+    """The function for ``Dataset.map`` with ``with_indices``.
 
     Args:
-        tokenizer: makes token ids of texts.
-        kind: the rows to make.
+        tokenizer: converts texts to token IDs.
+        kind: kind of rows.
         limits: lengths in tokens.
-        where: names the data in messages.
-        column_map: what the columns, named as expected, are called in the data.
-        given: the columns that are mapped, with their types.
-        extra: those of them that rows are not made of, kept for reward functions.
-        rules: which tokens are learned.
+        where: name of the data in messages.
+        column_map: expected name of a column -> its name in the data.
+        given: the columns with their types.
+        extra: the columns that are only passed to reward functions.
+        rules: which tokens contribute to the loss.
     """
 
     def __init__(
@@ -122,11 +122,11 @@ class RowMapper:
         self._tokens = token_columns(kind, given)
         self.where, self.column_map, self.extra = where, column_map, extra
         self.features = Features({**FEATURES[kind], **BOOKKEEPING})
-        # Arrow's objects all have the same keys, null where a row has none; a JSON column is as it was written.
+        # Arrow adds null entries so that all objects have the same keys; JSON columns are unchanged.
         self._filled = {name for name, feature in given.items() if not _holds_json(feature)} - {*extra}
 
     def __call__(self, batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        ACTIVITY.progress()  # in a worker process of its own this says nothing to anybody
+        ACTIVITY.progress()  # no effect in a worker process
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
         jobs = [self._job(row, index) for row, index in zip(rows, indices, strict=True)]
         encoded = iter(self.tokenizer.encode([job.source for job in jobs if job.source is not None]))
@@ -140,7 +140,7 @@ class RowMapper:
         return out
 
     def _fitted(self, job: _Job, ids: Encoded) -> Fitted:
-        """A row's token ids within the limits."""
+        """Return a row's token IDs, truncated to the limits."""
         if self.kind == "prompt_only":
             return fit_prompt(ids.prompt, self.limits)
         if self.kind == "prompt_completion" and job.source is not None:
@@ -148,11 +148,11 @@ class RowMapper:
         head = self.tokenizer.head_length(ids.prompt)
         if self.kind != "preference_margin":
             return fit(ids.prompt, ids.completions, self.limits, head)
-        # A score is read at the end of a sequence: its first token needs no other before it.
+        # The score is computed at the end of a sequence, so the first token needs no context.
         return _apart(fit(ids.prompt, ids.completions, self.limits, head, alone=True), ids.completions)
 
     def _learned(self, job: _Job, source: Source, ids: Encoded) -> Encoded:
-        """Prompt and completion of a row to imitate, cut before the first token that is learned."""
+        """Split a row for SFT before the first token in the loss."""
         if not (job.whole or self.rules.assistant_only):
             return ids
         sequence = [*ids.prompt, *ids.completions[0]]
@@ -179,7 +179,7 @@ class RowMapper:
             raise DataError(f"{error} (column_map: {renamed})") from None
 
     def _tokenised_job(self, row: dict[str, Any], index: int, place: str) -> _Job:
-        """The job of a row that holds token ids."""
+        """Create the job of a row with token IDs."""
         assert self._tokens is not None
         vocabulary = len(self.tokenizer.tokenizer)
         if self.kind == "prompt_completion":
@@ -189,7 +189,7 @@ class RowMapper:
         prompt, *completions = read_ids(row, self._tokens, place, vocabulary)
         if self.kind == "preference_margin":
             whole = [prompt, *completions]
-            room = min(map(len, whole)) - 1  # each answer keeps a token
+            room = min(map(len, whole)) - 1  # each completion keeps at least one token
             shared = common_length(whole[0][: max(room, 0)], whole)
             ids = Encoded(whole[0][:shared], [each[shared:] for each in whole])
             return _Job(index, None, [], stored={"margin": margin_of(row, place)}, ids=ids)
@@ -223,7 +223,7 @@ class RowMapper:
         return _Job(index, Source(rows[0].prompt, completions, place, rows[0].template), [one.label for one in rows])
 
     def _records(self, job: _Job, fitted: Fitted | None) -> Iterator[dict[str, Any]]:
-        """One record per label for KTO, one for the row otherwise."""
+        """Yield one record per label for KTO, otherwise one record for the row."""
         if self.kind == "unpaired_preference":
             for number, label in enumerate(job.labels):
                 record, kept = self._record(job, fitted, slice(number, number + 1))
@@ -242,7 +242,7 @@ class RowMapper:
         yield record | job.stored | {name: kept.completions[i] if kept else [] for i, name in enumerate(names)}
 
     def _record(self, job: _Job, fitted: Fitted | None, part: slice) -> tuple[dict[str, Any], Fitted | None]:
-        """What every record has, for the completions in ``part``; and the ids, unless one of them must be dropped."""
+        """Return the common fields for the completions in ``part``, and the IDs unless a completion is dropped."""
         reasons = [job.dropped] if fitted is None else fitted.reasons[part]
         dropped = next((reason for reason in reasons if reason), None)
         kept = None if dropped else fitted
@@ -257,7 +257,7 @@ class RowMapper:
 
 
 def _apart(fitted: Fitted, whole: Sequence[list[int]]) -> Fitted:
-    """The pair, not to be used where its answers are the same: neither can have the higher score."""
+    """Mark a pair with identical completions as dropped, because neither can have the higher score."""
     chosen, rejected = fitted.completions
     if any(fitted.reasons) or chosen != rejected:
         return fitted

@@ -1,7 +1,7 @@
-"""Where rows come from: a file, folder, hub name, Python object or stream becomes a ``datasets.Dataset``.
+"""Load a file, folder, hub name, Python object or stream into a ``datasets.Dataset``.
 
-JSON, JSON Lines and CSV files go through our own exact readers; Parquet and Arrow files, saved datasets and the hub
-through the ``datasets`` library. What the columns mean is the business of ``formats``.
+JSON, JSON Lines and CSV files are read by ``readers``; Parquet and Arrow files, saved datasets and hub datasets by the
+``datasets`` library. The columns are interpreted in ``formats``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from alignment.internals.datasets import cause_of, data_files_by_split, slices, 
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 _EXACT = (".json", ".jsonl", ".csv")
-_READER_VERSION = 1  # part of the cache key of what the exact readers wrote
+_READER_VERSION = 1  # part of the cache key of files read by ``readers``
 Part: TypeAlias = list[Path] | Dataset
 
 
@@ -35,60 +35,58 @@ def load_split(name: str, config: str | None, split: str) -> Dataset:
 
     Args:
         name: a local file (``.json``, ``.jsonl``, ``.csv``, ``.parquet``, ``.arrow``), a local folder (written by
-            ``save_to_disk``, or holding data files), or else a name on the Hugging Face hub.
-        config: the hub dataset's configuration; local data has none.
-        split: a split, or a slice of one such as ``train[:10%]``. A single file has the split ``train`` only.
+            ``save_to_disk``, or with data files), or a name on the Hugging Face Hub.
+        config: configuration of a hub dataset; None for local data.
+        split: a split, or a slice of one such as ``train[:10%]``. A single file only has the split ``train``.
 
     Raises:
-        DataError: missing file, folder or split, unreadable file (with its line), or no rows.
+        DataError: the file, folder or split does not exist, cannot be read, or has no rows.
     """
     path = Path(name).expanduser()
     if not name:
         raise DataError("dataset_name is empty; set it to a file, a folder or a hub name")
     if path.is_dir() or path.is_file():
         if config is not None:
-            raise DataError(f"dataset_config={config!r} is for hub datasets, but {name} is local; remove it")
+            raise DataError(f"dataset_config={config!r}: only for hub datasets, but {name} is local; remove it")
         parts = _folder_parts(path) if path.is_dir() else {"train": [path]}
         dataset = _select(name, parts, split)
     elif name.startswith((".", "/", "~")) or path.suffix.lower() in SUFFIXES:
-        raise DataError(f"{name}: no such file or folder; set dataset_name to one that exists")
+        raise DataError(f"{name}: file or folder does not exist; set dataset_name to an existing one")
     else:
         dataset = _load_hub(name, config, split)
     if len(dataset) == 0:
-        raise DataError(f"{name} (split {split}): holds no rows; give a file or split that has some")
+        raise DataError(f"{name} (split {split}): contains no rows; choose a file or split with rows")
     return dataset
 
 
 def take(dataset: Dataset, n: int | None) -> Dataset:
-    """The first ``n`` rows, all of them where ``n`` is None or larger than the dataset."""
+    """Return the first ``n`` rows, or all rows if ``n`` is None or larger than the dataset."""
     return dataset if n is None or n >= len(dataset) else dataset.select(range(n))
 
 
 def dataset_from_python(value: object) -> Dataset:
-    """The dataset that a user handed over: a ``Dataset``, or a list of dictionaries (stored without type guessing).
+    """Return a dataset passed by the user: a ``Dataset``, or a list of dictionaries, which keep their types.
 
-    Of a list, columns with other names than the expected ones are left out with a warning if JSON cannot hold them.
+    Unused columns of a list that cannot be represented in JSON are dropped with a warning.
 
     Raises:
-        DataError: a dictionary of splits, an empty list, or anything else.
+        DataError: ``value`` is a dictionary of splits, an empty list, or of another type.
     """
     if isinstance(value, Dataset):
         return value
     if isinstance(value, dict):  # also a DatasetDict, or one of streams
         key = "train" if "train" in value or not value else next(iter(value))
-        raise DataError(f"a dataset with splits ({listing(value)}) was given; pass dataset[{key!r}]")
+        raise DataError(f"dataset is a dictionary of splits ({listing(value)}); pass dataset[{key!r}]")
     if not isinstance(value, list):
-        raise DataError(
-            f"a dataset of type {type(value).__name__} was given; pass a datasets.Dataset or a list of dicts"
-        )
+        raise DataError(f"dataset is of type {type(value).__name__}; expected a datasets.Dataset or a list of dicts")
     if not value:
-        raise DataError("an empty list was given as dataset; pass at least one row")
+        raise DataError("dataset is an empty list; pass at least one row")
     for number, row in enumerate(value, start=1):
         if not isinstance(row, dict) or not all(isinstance(key, str) for key in row):
-            raise DataError(f"dataset row {number}: is {show(row)}; give a dict from column name to value")
+            raise DataError(f"dataset row {number}: the row is {show(row)}; expected a dict of column names to values")
     features = infer_features((f"dataset row {number}", row) for number, row in enumerate(value, start=1))
     if not features:
-        raise DataError("the rows of the dataset have no columns; give dicts with prompt, completion and label, …")
+        raise DataError("the rows of the dataset have no columns; pass dicts with prompt, completion, label, …")
     try:
         further = [name for name in features if name not in COLUMNS]
         value, features = storable_rows(value, features, further, "dataset")
@@ -96,22 +94,22 @@ def dataset_from_python(value: object) -> Dataset:
         return Dataset.from_dict({key: [row[key] for row in rows] for key in features}, features=features)
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"the list given as dataset cannot be stored: {one_line(error)}; use JSON-like values"
+            f"dataset is a list that cannot be stored: {one_line(error)}; use values that JSON supports"
         ) from error
 
 
 def _select(name: str, parts: dict[str, Any], split: str) -> Dataset:
-    """Load the parts that ``split`` asks for and cut them to it. ``parts``: split name → files or a loaded dataset."""
+    """Load the splits named in ``split`` and slice them. ``parts``: split name → files or a loaded dataset."""
     wanted = [piece.split("[")[0].strip() for piece in split.split("+")]
     for part in wanted:
         if part not in parts:
-            raise DataError(f"{name}: has no split {part!r}; it has: {listing(parts)}")
+            raise DataError(f"{name}: split {part!r} does not exist; available: {listing(parts)}")
     loaded: dict[str, Dataset] = {part: _load_part(name, parts[part]) for part in wanted}
     try:
         pieces = slices(split, {part: len(dataset) for part, dataset in loaded.items()})
     except (ValueError, AssertionError) as error:
         raise DataError(
-            f"{name}: split {split!r} cannot be read: {one_line(error)}; write train or train[:100]"
+            f"{name}: split {split!r} is not valid: {one_line(error)}; use, for example, train or train[:100]"
         ) from error
     cut = [loaded[part].select(rows) for part, rows in pieces]
     return cut[0] if len(cut) == 1 else datasets.concatenate_datasets(cut)
@@ -122,10 +120,12 @@ def _load_part(name: str, part: Part) -> Dataset:
         return part
     suffixes = {path.suffix.lower() for path in part}
     if len(suffixes) > 1:
-        raise DataError(f"{name}: mixes {listing(sorted(suffixes))} files in one split; keep one kind")
+        raise DataError(f"{name}: the split mixes {listing(sorted(suffixes))} files; use a single file type")
     suffix = suffixes.pop()
     if suffix not in SUFFIXES:
-        raise DataError(f"{name}: cannot read {suffix or 'a file without suffix'}; give one of {listing(SUFFIXES)}")
+        raise DataError(
+            f"{name}: {suffix or 'a file without suffix'} is not supported; use one of {listing(SUFFIXES)}"
+        )
     if suffix in _EXACT:
         return _guarded(name, lambda: _read_exactly(name, part))
     builder = suffix.removeprefix(".")
@@ -134,10 +134,10 @@ def _load_part(name: str, part: Part) -> Dataset:
 
 
 def _read_exactly(name: str, paths: list[Path]) -> Dataset:
-    """Two passes over the files, the first for types and faults; the Arrow copy is cached by the files' content."""
+    """Read files in two passes, the first one to infer types and find errors. The result is cached by file content."""
     features = infer_features(placed for path in paths for placed in read_rows(path))
     if not features:
-        raise DataError(f"{name}: holds no rows; give a file that has some")
+        raise DataError(f"{name}: contains no rows; choose a file with rows")
     digest = hashlib.blake2b(str(_READER_VERSION).encode(), digest_size=16)
     for path in paths:
         digest.update(path.suffix.lower().encode())
@@ -151,7 +151,7 @@ def _read_exactly(name: str, paths: list[Path]) -> Dataset:
 
 
 def file_hash(path: Path) -> bytes:
-    """16 bytes that stand for a file's content."""
+    """Return a 16-byte hash of a file's content."""
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -160,13 +160,13 @@ def file_hash(path: Path) -> bytes:
 
 
 def _folder_parts(folder: Path) -> dict[str, Any]:
-    """Split name → what holds it, for a folder written by ``save_to_disk`` or one of data files."""
+    """Return split name → files or dataset, for a folder written by ``save_to_disk`` or with data files."""
     if was_saved(folder):
         saved = _guarded(str(folder), lambda: datasets.load_from_disk(str(folder)))
         return dict(saved) if isinstance(saved, dict) else {"train": saved}
     files = [path for path in folder.rglob("*") if path.is_file() and path.suffix.lower() in SUFFIXES]
     if not files:
-        raise DataError(f"{folder}: holds neither a saved dataset nor data files ({listing(SUFFIXES)})")
+        raise DataError(f"{folder}: contains neither a saved dataset nor data files ({listing(SUFFIXES)})")
     found = data_files_by_split(str(folder))
     parts = {
         str(split): sorted(Path(file) for file in names if Path(file).suffix.lower() in SUFFIXES)
@@ -176,12 +176,12 @@ def _folder_parts(folder: Path) -> dict[str, Any]:
 
 
 def _guarded(name: str, load: Callable[[], Any]) -> Any:
-    """Run a loader; whatever a torn file makes it raise becomes a DataError that names the file."""
+    """Run a loader, and convert any error caused by a corrupt file to a DataError that names the file."""
     try:
         return load()
     except DataError:
         raise
-    except Exception as error:  # the library raises many classes for one broken file
+    except Exception as error:  # the library raises many classes for corrupt files
         cause = cause_of(error)
         if isinstance(cause, DataError):
             raise cause from error
@@ -192,7 +192,7 @@ def _load_hub(name: str, config: str | None, split: str) -> Dataset:
     label = f"dataset {name}" + (f" (config {config})" if config else "") + f", split {split}"
     try:
         return datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # network, name, config and split faults all have their own classes
+    except Exception as error:  # network, name, config and split errors all have their own classes
         raise DataError(
             f"{label}: cannot be loaded: {one_line(error)}; set dataset_name to a file, a folder or a hub name"
         ) from error
@@ -201,24 +201,24 @@ def _load_hub(name: str, config: str | None, split: str) -> Dataset:
 def from_stream(
     stream: IterableDataset, rows: int | None, columns: Iterable[str] | None, where: str, folder: Path
 ) -> Dataset:
-    """A dataset of the first ``rows`` rows of a stream, which may have fewer; they are never all in memory.
+    """Create a dataset of (up to) the first ``rows`` rows of a stream, without holding all of them in memory.
 
     Args:
-        stream: read once, from its start.
-        rows: how many to take; None for every one.
-        columns: those to keep, as a stream may carry many more; None for the prompt's, and of all others those that
-            JSON can hold, dates and times as ISO text.
-        where: names the data in messages.
-        folder: for a scratch file.
+        stream: the stream, which is read once from its start.
+        rows: number of rows; None for all.
+        columns: the columns to keep; None for the prompt columns and all others that can be represented in JSON, with
+            dates and times as ISO strings.
+        where: name of the data in messages.
+        folder: folder for a temporary file.
 
     Raises:
-        DataError: the stream has no rows, breaks, or holds what JSON cannot in a column that rows are made of.
+        DataError: the stream has no rows, fails, or has values in a used column that JSON does not support.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".stream-", dir=folder) as scratch:
         path = Path(scratch) / "rows.jsonl"
         left_out: set[str] = set()
-        if columns is None and stream.features is not None:  # without a look into them: images would be decoded
+        if columns is None and stream.features is not None:  # before reading, because images would be decoded
             left_out.update(foreign_columns(stream.features))
             stream = stream.remove_columns([*left_out])
         wanted = None if columns is None else set(columns)
@@ -226,7 +226,7 @@ def from_stream(
         tell_left_out(left_out, where)
         features = Features({name: feature for name, feature in found.items() if name not in left_out})
         if not features:
-            raise DataError(f"{where}: the stream gives no rows with columns that are used; give one that has some")
+            raise DataError(f"{where}: the stream has no rows with usable columns; pass another stream")
         given = {"path": str(path), "features": features}
         return Dataset.from_generator(_read, features=features, gen_kwargs=given, fingerprint=file_hash(path).hex())
 
@@ -234,9 +234,9 @@ def from_stream(
 def _spooled(
     stream: IterableDataset, rows: int | None, columns: set[str] | None, where: str, path: Path, left_out: set[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Write the rows to ``path`` as they come, and yield each with its place for messages.
+    """Write the rows to ``path`` as they arrive, and yield each with its location for messages.
 
-    Of every column, those that JSON cannot hold are added to ``left_out``.
+    Columns that cannot be represented in JSON are added to ``left_out``.
     """
     number = 0
     with path.open("w", encoding="utf-8") as file:
@@ -252,8 +252,8 @@ def _spooled(
                 yield place, kept
         except DataError:
             raise
-        except Exception as error:  # whatever the user's generator or the network raises
-            raise DataError(f"{where}: the stream broke after row {number}: {one_line(error)}") from error
+        except Exception as error:  # any error of the user's generator or the network
+            raise DataError(f"{where}: the stream failed after row {number}: {one_line(error)}") from error
 
 
 def _read(path: str, features: Features) -> Iterator[dict[str, Any]]:

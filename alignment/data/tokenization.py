@@ -1,8 +1,8 @@
-"""From canonical text to token ids, prompt and completion apart.
+"""Convert canonical text to the token IDs of prompts and completions.
 
-Prompt, and prompt + completion, are tokenised as whole texts; the prompt's ids are the longest common prefix of all of
-them. A token that merges the border between prompt and completion therefore belongs to the completion, which is what
-the model would have to generate. Cutting to length is in ``truncation``.
+The prompt, and prompt + completion, are tokenized as complete texts; the prompt's IDs are their longest common prefix.
+A token that spans the boundary between prompt and completion therefore belongs to the completion, because the model
+would have to generate it. ``truncation`` truncates the result.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from alignment.data.messages import Message
 
 logger = logging.getLogger(__name__)
 
-_MARK = "alignment-marks-this-place"  # stands in for a message's content to find where a template puts it
+_MARK = "alignment-marks-this-place"  # replaces a message's content to find its position in the rendered text
 
 
 @dataclass(frozen=True)
 class Source:
-    """One prompt with its completions, if any, all strings or all messages. ``place`` names the row in messages."""
+    """A prompt with its completions, if any: all strings, or all messages. ``place`` names the row in errors."""
 
     prompt: Text
     completions: tuple[Text, ...]
@@ -34,26 +34,26 @@ class Source:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids. The prompt is empty only where the row must be dropped for want of a first context token."""
+    """Token IDs. The prompt is empty only if the row must be dropped because there is no context token."""
 
     prompt: list[int]
     completions: list[list[int]]
 
 
 class RowTokenizer:
-    """A transformers tokenizer that turns rows into prompt ids and completion ids.
+    """Converts rows to prompt IDs and completion IDs with a transformers tokenizer.
 
-    Standard text gets the tokenizer's own leading special tokens once and EOS once. Conversations go through the chat
-    template, which carries its own special tokens; EOS is added only where the template does not end the turn.
+    Standard text gets the tokenizer's leading special tokens and EOS exactly once. Conversations are rendered with the
+    chat template, which has its own special tokens; EOS is added only if the template does not end the turn.
 
-    The first token of a row with an empty prompt and no BOS has nothing to be predicted from: it is moved into the
-    prompt, that is, it is context and has no log-prob. Where two completions begin with different tokens, the BOS or
-    else EOS token serves as context instead.
+    The first token of a row with an empty prompt and no BOS cannot be predicted: it is moved to the prompt as context
+    and has no log-prob. If two completions start with different tokens, the BOS token, or else the EOS token, is used
+    as context instead.
 
     Args:
-        tokenizer: a tokenizer of transformers, fast or slow, with or without pad, BOS and EOS tokens.
-        whole: sequences are read at their last token, by a reward model: a conversation is what the chat template
-            makes of it to the last token, and nothing is put before an answer that has no prompt.
+        tokenizer: a transformers tokenizer, fast or slow, with or without pad, BOS and EOS tokens.
+        whole: for reward models, which score the last token: use a rendered conversation unchanged up to its last
+            token, and add no context to completions without a prompt.
     """
 
     def __init__(self, tokenizer: Any, whole: bool = False) -> None:
@@ -64,18 +64,18 @@ class RowTokenizer:
         self.leading = leading_specials(tokenizer)
         self._added = {i: (token.content, token.special) for i, token in tokenizer.added_tokens_decoder.items()}
         self._special = {i for i, (_, special) in self._added.items() if special} | set(tokenizer.all_special_ids)
-        self._special.discard(getattr(tokenizer, "unk_token_id", None))  # stands for text, and ends nothing
+        self._special.discard(getattr(tokenizer, "unk_token_id", None))  # represents text and does not end a turn
         self._blank: dict[int, bool] = {}
         if self.eos is None:
             logger.warning(
-                "tokenizer %s has no EOS token: completions are not ended; set tokenizer.eos_token", self.name
+                "tokenizer %s has no EOS token, so completions do not end with one; set tokenizer.eos_token", self.name
             )
 
     def encode(self, sources: Sequence[Source]) -> list[Encoded]:
-        """Token ids of every source; one call of the tokenizer for all of them.
+        """Return the token IDs of every source, with a single call of the tokenizer.
 
         Raises:
-            DataError: a conversation and no chat template, or a template that fails on a row.
+            DataError: a row is conversational but there is no chat template, or the template fails.
         """
         texts = [self._chat_texts(source) if _is_chat(source) else _plain_texts(source) for source in sources]
         flat = [text for group in texts for text in group]
@@ -85,13 +85,13 @@ class RowTokenizer:
         ]
 
     def head_length(self, prompt: list[int]) -> int:
-        """How many tokens at the head of a prompt are BOS or the tokenizer's other leading specials."""
+        """Return the number of leading special tokens of a prompt, such as BOS."""
         if self.leading and prompt[: len(self.leading)] == self.leading:
             return len(self.leading)
         return int(bool(prompt) and prompt[0] == self.bos)
 
     def ids(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of rendered texts, without any that the tokenizer would add."""
+        """Return the token IDs of rendered texts, without adding special tokens."""
         if not texts:
             return []
         batch = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
@@ -110,7 +110,7 @@ class RowTokenizer:
         return self.with_context(prompt[:border], [full[border:] for full in fulls])
 
     def _with_leading(self, ids: list[int]) -> list[int]:
-        """Exactly one set of leading specials, also where the text itself begins with them or with BOS."""
+        """Ensure exactly one set of leading special tokens, even if the text itself starts with them or with BOS."""
         if not self.leading:
             return ids
         while ids[: len(self.leading)] == self.leading:
@@ -120,7 +120,7 @@ class RowTokenizer:
         return self.leading + ids
 
     def _end_text(self, ids: list[int]) -> list[int]:
-        """Exactly one EOS at the end."""
+        """Ensure exactly one EOS token at the end."""
         if self.eos is None:
             return ids
         body = ids
@@ -129,9 +129,9 @@ class RowTokenizer:
         return body if body and body[-1] == self.eos else [*body, self.eos]
 
     def _end_turn(self, ids: list[int], completion: Text) -> list[int]:
-        """Ids that end with the template's end-of-turn token, or with EOS where the template has none.
+        """Ensure that the IDs end with the template's end-of-turn token, or with EOS if the template has none.
 
-        Whitespace after an end-of-turn token is cut off: generation stops before it.
+        Whitespace after an end-of-turn token is removed, because generation stops before it.
         """
         end = len(ids)
         while end and self._is_blank(ids[end - 1]):
@@ -144,7 +144,7 @@ class RowTokenizer:
         if token == self.eos or token in self._special:
             return True
         content = "" if token == self.tokenizer.unk_token_id else self._added.get(token, ("", False))[0]
-        # an added token without the special flag (</tool_call>) ends the turn unless the message itself ends with it
+        # An added token that is not special (</tool_call>) ends the turn unless the message itself ends with it.
         said = str(completion[-1]["content"] or "")  # type: ignore[index]
         return bool(content) and not said.rstrip().endswith(content)
 
@@ -155,7 +155,7 @@ class RowTokenizer:
         return self._blank[token]
 
     def with_context(self, prompt: list[int], completions: list[list[int]]) -> Encoded:
-        """Put a token before completions that have none, so that their first token can be predicted, or is context."""
+        """Add a context token if the prompt is empty, or use the common first token of the completions as context."""
         if prompt or self.whole or not all(completions):
             return Encoded(prompt, completions)
         if len({completion[0] for completion in completions}) == 1:
@@ -164,11 +164,11 @@ class RowTokenizer:
         return Encoded([] if context is None else [context], completions)
 
     def _chat_texts(self, source: Source) -> list[str]:
-        """The rendered prompt, then the rendered prompt + completion of every completion."""
+        """Return the rendered prompt, followed by the rendered prompt + completion of every completion."""
         if not self.tokenizer.chat_template:
             raise DataError(
-                f"{source.place}: is conversational, but tokenizer {self.name} has no chat template; "
-                "set tokenizer.chat_template, use an instruct model, or give rows with strings"
+                f"{source.place}: the row is conversational, but tokenizer {self.name} has no chat template; "
+                "set tokenizer.chat_template, use an instruct model, or use rows with strings"
             )
         prompt: list[Any] = list(source.prompt)
         fulls = [self.render(prompt + list(completion), source) for completion in source.completions]
@@ -176,18 +176,18 @@ class RowTokenizer:
             return [self.opening(source), *fulls]
         if prompt[-1]["role"] != "assistant":
             return [self.render(prompt, source, add_generation_prompt=True), *fulls]
-        if prompt[-1]["content"] is None:  # a call of tools: the completion begins with another turn
+        if prompt[-1]["content"] is None:  # a tool call: the completion starts with another turn
             return [self.render(prompt, source), *fulls]
         return [self.render(prompt, source, continue_final_message=True), *fulls]
 
     def opening(self, source: Source) -> str:
-        """What a template writes before the first message's content: its default system turn and the turn's header."""
+        """Return the text before the first message's content: the default system turn and the turn's header."""
         messages: list[Any] = list(source.completions[0]) if source.completions else [{"role": "assistant"}]
         text = self.render([{**messages[0], "content": _MARK}, *messages[1:]], source)
         return text.partition(_MARK)[0] if _MARK in text else ""
 
     def render(self, messages: list[Message], source: Source, **options: bool) -> str:
-        """The template's text. A content that is null is left out, or empty for a template that fails without one."""
+        """Render messages. Null content is omitted, or replaced with an empty string if the template requires it."""
         if all(message["content"] is not None for message in messages):
             return self._applied(messages, source, options)
         try:
@@ -200,15 +200,15 @@ class RowTokenizer:
     def _applied(self, messages: list[Message], source: Source, options: Mapping[str, bool]) -> str:
         try:
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **{**source.template, **options}))
-        except Exception as error:  # a template is a user's program: it may raise anything
+        except Exception as error:  # a template is user code and may raise anything
             raise DataError(
-                f"{source.place}: the chat template of tokenizer {self.name} fails on it: {one_line(error)}; "
-                "mend the row's roles and contents, or the template"
+                f"{source.place}: the chat template of tokenizer {self.name} failed: {one_line(error)}; "
+                "fix the roles and contents of the row, or the template"
             ) from error
 
 
 def leading_specials(tokenizer: Any) -> list[int]:
-    """The special tokens (BOS, mostly) that ``tokenizer`` puts before a text by default; often none."""
+    """Return the special tokens (usually BOS, often none) that ``tokenizer`` adds before a text by default."""
     for probe in ("a", "1", "the"):
         whole = list(tokenizer(probe)["input_ids"])
         body = list(tokenizer(probe, add_special_tokens=False)["input_ids"])
@@ -228,7 +228,7 @@ def _plain_texts(source: Source) -> list[str]:
 
 
 def common_length(prompt: list[int], fulls: list[list[int]]) -> int:
-    """Length of the longest common prefix of the prompt and every full text."""
+    """Return the length of the longest common prefix of the prompt and every full text."""
     if all(full[: len(prompt)] == prompt for full in fulls):  # nearly always
         return len(prompt)
     return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(prompt, *fulls, strict=False)))

@@ -1,7 +1,7 @@
-"""Tensors on their way to a device: all of a batch in one piece of page-locked memory, in one copy.
+"""Move all tensors of a batch to a device in one copy, through a single buffer in pinned memory.
 
-A copy from ordinary memory makes the host wait until it is done, and a batch has many small tensors. From page-locked
-memory the device fetches by itself, in the order of its work, while the host goes on.
+A copy from pageable memory blocks the host, and a batch has many small tensors. A copy from pinned memory is
+asynchronous and ordered with the device's other work.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 64  # bytes; more than any kernel asks of the address of a tensor
+_ALIGNMENT = 64  # bytes; larger than the address alignment that any kernel requires
 
 
 def transferred(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The tensors on ``device``, with one copy that the host does not wait for.
+    """Move tensors to ``device`` with one asynchronous copy.
 
-    Each call takes page-locked memory of its own from torch's allocator, which hands it out again only once the copy
-    from it is done. What comes back are views of one tensor, and its memory is free when none of them is left.
+    Each call allocates its own pinned memory from torch's allocator, which reuses it only after the copy has finished.
+    The results are views of one tensor, whose memory is freed when the last view is deleted.
 
     Args:
-        tensors: of any shape and any dtype, on the host; those that are on ``device`` already are given back as they
-            are, and all of them on a machine whose device is the host.
-        device: where they are needed.
+        tensors: tensors of any shape and dtype on the host. Tensors that are already on ``device`` are returned
+            unchanged.
+        device: the target device.
     """
     away = [tensor for tensor in tensors if tensor.device != device]
     if not away:
         return list(tensors)
-    if device.type == "meta":  # shapes alone: there is nothing to copy
+    if device.type == "meta":  # nothing to copy
         return [tensor.to(device) for tensor in tensors]
     starts, size = _layout(away)
     packed = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -40,7 +40,7 @@ def transferred(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]
 
 
 def _layout(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Where each tensor begins, in bytes, and the size of all."""
+    """Return the offset of each tensor and the total size, in bytes."""
     starts, end = [], 0
     for tensor in tensors:
         starts.append(end)
@@ -49,6 +49,6 @@ def _layout(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
 
 
 def _view(packed: Tensor, start: int, like: Tensor) -> Tensor:
-    """The place of a tensor that begins at ``start``, as a tensor of its shape and dtype."""
+    """Return a view of the buffer at offset ``start`` with the shape and dtype of ``like``."""
     size = like.numel() * like.element_size()
     return packed[start : start + size].view(like.dtype).view(like.shape)

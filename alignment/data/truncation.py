@@ -1,4 +1,4 @@
-"""Length limits: cutting prompts and completions to what the options allow, and saying what cannot be kept."""
+"""Length limits: truncate prompts and completions, and give the reasons for rows that must be dropped."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from alignment.config.errors import OptionError
 
 EMPTY = "the completion is empty"
-NO_ROOM = "no room for the completion (prompt fills max_length)"
-NO_CONTEXT = "nothing before the completion (empty prompt, and the tokenizer has no BOS or EOS token)"
-NO_START = "nothing to begin with (empty prompt, and the tokenizer has no BOS or EOS token)"
+NO_ROOM = "no space left for the completion (the prompt fills max_length)"
+NO_CONTEXT = "no context before the completion (empty prompt, and the tokenizer has no BOS or EOS token)"
+NO_START = "no tokens to start from (empty prompt, and the tokenizer has no BOS or EOS token)"
 TRUNCATION_MODES = ("keep_end", "keep_start")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Lengths in tokens, None for no limit. ``truncation_mode`` says which end of a long prompt is kept.
+    """Lengths in tokens, None for no limit. ``truncation_mode`` selects the end of a long prompt to keep.
 
     Raises:
         OptionError: a length below 1, or an unknown mode.
@@ -31,17 +31,17 @@ class Limits:
         for key in ("max_length", "max_prompt_length", "max_completion_length"):
             value = getattr(self, key)
             if value is not None and (type(value) is not int or value < 1):
-                raise OptionError(f"{key}={value!r}: set a whole number of tokens of at least 1, or null for no limit")
+                raise OptionError(f"{key}={value!r}: expected an integer of at least 1, or null for no limit")
         if self.truncation_mode not in TRUNCATION_MODES:
-            raise OptionError(f"truncation_mode={self.truncation_mode!r}: set keep_end or keep_start")
+            raise OptionError(f"truncation_mode={self.truncation_mode!r}: expected keep_end or keep_start")
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """One prompt and its completions within the limits.
+    """A prompt and its completions, truncated to the limits.
 
-    ``reasons[i]`` is None, or why completion i (then empty) cannot be used; ``cut[i]`` whether it lost tokens. Of a
-    prompt without completions ``reasons[0]`` is None, or why the prompt cannot be used.
+    ``reasons[i]`` is None, or the reason why completion i cannot be used (it is then empty); ``cut[i]`` tells whether
+    it was truncated. For a prompt without completions, ``reasons[0]`` is None or the reason why it cannot be used.
     """
 
     prompt: list[int]
@@ -52,14 +52,14 @@ class Fitted:
 
 
 def fit(prompt: list[int], completions: Sequence[list[int]], limits: Limits, head: int, alone: bool = False) -> Fitted:
-    """Cut a prompt, then each completion at its end, to the limits.
+    """Truncate a prompt, and then each completion at its end, to the limits.
 
     Args:
-        prompt: token ids; empty only where nothing can stand before the completion.
-        completions: token ids of each completion.
+        prompt: token IDs; empty only if there is no context token.
+        completions: token IDs of each completion.
         limits: the limits.
-        head: how many leading prompt tokens (BOS) ``keep_end`` must preserve.
-        alone: a completion may stand without a prompt.
+        head: number of leading prompt tokens (BOS) that ``keep_end`` must preserve.
+        alone: whether completions are allowed without a prompt.
     """
     kept = _cut_prompt(prompt, limits, head)
     room = len(max(completions, key=len, default=[])) if limits.max_length is None else limits.max_length - len(kept)
@@ -75,7 +75,7 @@ def fit(prompt: list[int], completions: Sequence[list[int]], limits: Limits, hea
 
 
 def fit_prompt(prompt: list[int], limits: Limits) -> Fitted:
-    """A prompt without completions, which is never cut: the policy answers the whole of it, or the row is dropped."""
+    """Check a prompt without completions. It is never truncated: a prompt that is too long is dropped."""
     most, reason = limits.max_prompt_length, None
     if not prompt:
         reason = NO_START

@@ -1,10 +1,10 @@
-"""Which rows make up each optimizer step, and which rank computes which of them in which forward.
+"""Plan the rows of each optimizer step, and assign them to ranks and forward passes.
 
 The *window* is the global batch of one optimizer step: ``per_device_train_batch_size`` x
-``gradient_accumulation_steps`` x ranks rows. A whole evaluation set is planned as one window.
+``gradient_accumulation_steps`` x ranks rows. An evaluation set is planned as a single window.
 
-The plan of a window is a pure function of (seed, epoch, step, lengths): every rank computes the same one. It is the
-only source for collation, for the counts that means are divided by, for the number of schedule steps and for resuming.
+The plan of a window is a pure function of (seed, epoch, step, lengths), so every rank computes the same plan. It is
+the single source for collation, for the denominators of means, for the number of scheduler steps and for resuming.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from alignment.config.errors import OptionError
 
 Rows = npt.NDArray[np.int64]
 _PARTNERS, _ORDER = 1, 0  # separate random streams for two uses of the same (seed, epoch, step)
-# What has to be equal for a run to go on from a saved position, and the options that decide it.
+# The state that must be equal to resume from a saved position -> the options that determine it.
 _CONTINUED = {
     "seed": "seed and data_seed",
     "rows": "the data and the lengths",
@@ -32,20 +32,20 @@ _CONTINUED = {
     "stratify": "stratify_labels",
     "partners": "ref_placement",
 }
-_PIECE = 10_000  # rows whose lengths are read at a time
+_PIECE = 10_000  # number of rows whose lengths are read at a time
 
 
 @dataclass(frozen=True)
 class RowTable:
-    """What planning needs to know of every row of a tokenised dataset.
+    """The properties of the rows of a tokenized dataset that planning needs.
 
     Attributes:
-        prompt: (R,) prompt tokens.
-        completions: (R, C) completion tokens; C is 1 for single answers, 2 for (chosen, rejected), 0 for prompts.
-        labels: (R,) bool, or None where rows have none.
-        prompt_key: (R,) int64, equal for equal prompts, or None where no partners are drawn.
-        max_length: longest sequence, which also cuts a mismatched completion.
-        scored: (R, C) how many of the completion tokens are scored, or None where all are.
+        prompt: (R,) number of prompt tokens.
+        completions: (R, C) number of completion tokens; C is 1 for single completions, 2 for pairs, 0 for prompts.
+        labels: (R,) bool, or None for rows without labels.
+        prompt_key: (R,) int64, equal for equal prompts, or None if no partners are drawn.
+        max_length: maximum sequence length, to which mismatched completions are also truncated.
+        scored: (R, C) number of scored completion tokens, or None if all are scored.
     """
 
     prompt: Rows
@@ -57,14 +57,14 @@ class RowTable:
 
     @property
     def targets(self) -> Rows:
-        """(R, C) scored completion tokens."""
+        """(R, C) number of scored completion tokens."""
         return self.completions if self.scored is None else self.scored
 
     def __len__(self) -> int:
         return len(self.prompt)
 
     def mismatched_completion(self, rows: Rows, partners: Rows) -> Rows:
-        """Tokens that the partner's completion keeps behind each row's prompt (0 without a partner)."""
+        """Return the truncated length of the partner's completion after each row's prompt (0 without a partner)."""
         if not self.completions.shape[1]:
             return np.zeros_like(rows)
         tokens = np.where(partners >= 0, self.completions[partners, 0], 0)
@@ -75,7 +75,7 @@ class RowTable:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one rank computes in one forward: row ids, their KTO partners (-1: none). Empty: a dummy row, weight 0."""
+    """The rows of one rank in one forward pass, and their KTO partners (-1: none). If empty, a dummy row is used."""
 
     rows: tuple[int, ...]
     partners: tuple[int, ...]
@@ -83,7 +83,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class WindowCounts:
-    """Global counts of one window, the denominators of every mean."""
+    """Global counts of one window, the denominators of all means."""
 
     rows: int
     desirable: int
@@ -94,12 +94,14 @@ class WindowCounts:
 
 @dataclass(frozen=True)
 class WindowPlan:
-    """One optimizer step (or a whole evaluation set).
+    """The plan of one optimizer step, or of an evaluation set.
 
     Attributes:
-        micro_batches: ``[micro][rank]``; every rank has equally many.
-        longest: ``[micro]`` the largest number of matched completion tokens that any rank scores in that forward.
-        longest_mismatched: the same for mismatched completions.
+        epoch: index of the epoch.
+        step: index of the window in the epoch.
+        micro_batches: ``[micro][rank]``; every rank has the same number.
+        longest: ``[micro]`` largest number of scored tokens of matched completions on any rank in the forward pass.
+        longest_mismatched: ``[micro]`` the same for mismatched completions.
         counts: global counts.
     """
 
@@ -112,11 +114,11 @@ class WindowPlan:
 
 
 def derangement(keys: Rows, rng: np.random.Generator) -> Rows:
-    """Partner of each position: a permutation without fixed points, from a different key wherever there is one.
+    """Draw a partner for each position: a permutation without fixed points, with a different key if possible.
 
-    Rows in random order, grouped by key with the groups in random order too, are shifted by the size of the largest
-    group: a row then meets its own group only where that group is more than half of all, and then no permutation could
-    do better. A single row gets -1.
+    Rows are shuffled, grouped by key in random order, and shifted by the size of the largest group. A row is then
+    paired with its own group only if that group has more than half of all rows, which no permutation can avoid. A
+    single row gets -1.
     """
     count = len(keys)
     if count < 2:
@@ -141,15 +143,15 @@ def plan_window(
     epoch: int = 0,
     step: int = 0,
 ) -> WindowPlan:
-    """Cut the rows of a window into micro-batches of similar lengths, the longest first, dealt to the ranks in turn.
+    """Split the rows of a window into micro-batches of similar lengths, longest first, distributed over the ranks.
 
     Args:
-        table: lengths of the whole dataset.
-        rows: (W,) row ids.
-        partners: (W,) row ids, -1 for none.
-        world_size: ranks.
-        batch_size: rows per rank and forward.
-        max_tokens: if given, rows per rank and forward follow from this many padded tokens instead.
+        table: lengths of the full dataset.
+        rows: (W,) row IDs.
+        partners: (W,) row IDs, -1 for none.
+        world_size: number of ranks.
+        batch_size: rows per rank and forward pass.
+        max_tokens: maximum number of padded tokens per rank and forward pass, which then determines the batch size.
         epoch: recorded in the plan.
         step: recorded in the plan.
     """
@@ -184,21 +186,21 @@ def _ids(rows: Rows) -> tuple[int, ...]:
 
 
 class WindowSampler:
-    """The windows of a training run, epoch after epoch: seeded, global, resumable.
+    """Plans the windows of a training run over all epochs; seeded, global and resumable.
 
     Args:
         table: lengths of the dataset.
-        world_size: ranks.
+        world_size: number of ranks.
         batch_size: ``per_device_train_batch_size``.
         accumulation: ``gradient_accumulation_steps``; the window is batch_size x accumulation x world_size rows.
-        seed: of the order and of the partners.
-        draw_partners: give each row a partner from its window (KTO).
-        sequential: rows come as they are, in every epoch.
-        stratify: every window holds the dataset's share of True labels to within one row.
-        drop_last: leave out a last window that is not full.
+        seed: seed of the order and the partners.
+        draw_partners: draw a partner for each row from its window (KTO).
+        sequential: keep the order of the data in every epoch.
+        stratify: give every window the dataset's share of True labels, to within one row.
+        drop_last: skip the last window of an epoch if it is incomplete.
         max_tokens: see :func:`plan_window`.
-        partners: (R,) row ids of partners that stay the same in every window, such as those of
-            :func:`set_partners`; None draws them anew for each.
+        partners: (R,) row IDs of fixed partners, such as those of :func:`set_partners`; None to draw new ones for
+            every window.
     """
 
     def __init__(
@@ -228,7 +230,7 @@ class WindowSampler:
         return np.random.default_rng(np.random.SeedSequence([self.seed, *stream]))
 
     def order(self, epoch: int) -> Rows:
-        """(R,) the row ids of one epoch in their order."""
+        """Return the (R,) row IDs of one epoch in order."""
         if self._order is None or self._order[0] != epoch:
             rng = self._rng(_ORDER, epoch)
             count = len(self.table)
@@ -237,7 +239,7 @@ class WindowSampler:
         return self._order[1]
 
     def _stratified(self, rows: Rows, rng: np.random.Generator) -> Rows:
-        """Spread each class evenly over the epoch, so that any stretch of it has the ratio of the whole."""
+        """Distribute each class evenly over the epoch, so that every part of it has the same ratio."""
         assert self.table.labels is not None
         labels = self.table.labels[rows]
         place = np.empty(len(rows))
@@ -247,7 +249,7 @@ class WindowSampler:
         return rows[np.lexsort((rng.random(len(rows)), place))]
 
     def plan(self, epoch: int, step: int) -> WindowPlan:
-        """The plan of window ``step`` of ``epoch``; the same on every rank and at every call."""
+        """Return the plan of window ``step`` of ``epoch``, which is the same on every rank and for every call."""
         rows = self.order(epoch)[step * self.window : (step + 1) * self.window]
         partners = np.full(len(rows), -1, dtype=np.int64)
         if self.partners is not None:
@@ -268,13 +270,13 @@ class WindowSampler:
         )
 
     def advance(self) -> None:
-        """Move on by one window."""
+        """Advance to the next window."""
         self.step += 1
         if self.step >= self.steps_per_epoch:
             self.epoch, self.step = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands: the window to be computed next."""
+        """Return the position of the run: the next window."""
         return {
             "epoch": self.epoch,
             "step": self.step,
@@ -286,17 +288,17 @@ class WindowSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved position.
+        """Resume from a saved position.
 
         Raises:
-            OptionError: the state belongs to other data, another seed, another window or another order.
+            OptionError: the state was saved with other data, or another seed, window or order.
         """
         own = self.state_dict()
         for key, options in _CONTINUED.items():
             if state[key] != own[key]:
                 raise OptionError(
-                    f"resume_from_checkpoint: its {key} is {state[key]}, this run's is {own[key]}; set {options} "
-                    "as in the run that saved it"
+                    f"resume_from_checkpoint: {key} is {state[key]} in the checkpoint but {own[key]} in this run; set "
+                    f"{options} as in the run that saved it"
                 )
         self.epoch, self.step = int(state["epoch"]), int(state["step"])
 
@@ -304,13 +306,13 @@ class WindowSampler:
 def evaluation_plan(
     table: RowTable, *, world_size: int, batch_size: int, seed: int, draw_partners: bool, max_tokens: int | None = None
 ) -> WindowPlan:
-    """A whole evaluation set as one window, its partners drawn once over all of it."""
+    """Plan an evaluation set as a single window, with partners drawn once from the whole set."""
     rows, partners = np.arange(len(table), dtype=np.int64), set_partners(table, seed, draw_partners)
     return plan_window(table, rows, partners, world_size=world_size, batch_size=batch_size, max_tokens=max_tokens)
 
 
 def set_partners(table: RowTable, seed: int, draw: bool) -> Rows:
-    """(R,) each row's partner in the whole set, a function of the seed; -1 for a single row or where none is drawn."""
+    """Return the (R,) partners of all rows, drawn from the whole set with ``seed``; -1 if ``draw`` is False."""
     if not draw:
         return np.full(len(table), -1, dtype=np.int64)
     assert table.prompt_key is not None
@@ -318,11 +320,11 @@ def set_partners(table: RowTable, seed: int, draw: bool) -> Rows:
 
 
 def row_table(dataset: Dataset, completions: Sequence[str], max_length: int | None) -> RowTable:
-    """Lengths, labels and prompt keys of a tokenised dataset, read from Arrow without decoding the tokens."""
+    """Read lengths, labels and prompt keys of a tokenized dataset from Arrow, without decoding the tokens."""
     further = (name for name in ("label", "prompt_key", "scored") if name in dataset.column_names)
     wanted = ["prompt_ids", *completions, *further]
     pieces: dict[str, list[np.ndarray]] = {name: [] for name in wanted}
-    # In pieces: a dataset of drawn rows copies what it is asked for.
+    # In pieces, because a dataset with sampled rows copies the rows that are read.
     for table in dataset.with_format("arrow").iter(_PIECE):
         for name, arrays in pieces.items():
             column = table[name]
@@ -332,7 +334,7 @@ def row_table(dataset: Dataset, completions: Sequence[str], max_length: int | No
             lengths = pc.list_value_length(column) if name.endswith("_ids") else column
             arrays.append(lengths.to_numpy())
     columns = {name: np.concatenate(arrays) for name, arrays in pieces.items()}
-    tokens = np.array([columns[name] for name in completions], dtype=np.int64)  # none, for rows of prompts alone
+    tokens = np.array([columns[name] for name in completions], dtype=np.int64)  # empty for prompts without completions
     scored = columns.get("scored")
     return RowTable(
         scored=None if scored is None or (scored == tokens[0]).all() else scored[:, None],
@@ -345,7 +347,7 @@ def row_table(dataset: Dataset, completions: Sequence[str], max_length: int | No
 
 
 def _scored(masks: pa.ChunkedArray, lengths: Rows) -> Rows:
-    """(R,) how many tokens of each row are scored: by its mask, or all of them where it has none."""
+    """Return the (R,) number of scored tokens of each row: those in its mask, or all tokens without a mask."""
     rows, values = pc.list_parent_indices(masks).to_numpy(), pc.list_flatten(masks).to_numpy()
     counts = np.bincount(rows, weights=values, minlength=len(masks)).astype(np.int64)
     return np.where(pc.is_null(masks).to_numpy(), lengths, counts)

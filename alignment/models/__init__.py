@@ -1,1 +1,1 @@
-"""From a checkpoint to an ``nn.Module`` that yields per-token log-probs: loading, the log-prob head, the scorer."""
+"""Turn a checkpoint into an ``nn.Module`` that returns per-token log-probs: loading, the log-prob head, the scorer."""

@@ -1,7 +1,7 @@
-"""Where a causal language model keeps its decoder, how wide its layers are, and the types that are refused and why.
+"""Locate the decoder of a causal language model, read the width of its layers, and list the unsupported model types.
 
-What is refused here could be found out by ``models.checking`` once the weights are loaded; a reason that is known is
-given before. ``docs/reference/architectures.md`` has every type of the tested transformers.
+``models.checking`` would also detect the unsupported types, but only after the weights have been loaded; this module
+reports known reasons earlier. ``docs/reference/architectures.md`` lists every type of the tested transformers release.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 _LAYER_BETWEEN = (
-    "a layer between its decoder and its output matrix changes the hidden states, so log-probs cannot be computed "
-    "from the decoder's"
+    "a layer between its decoder and its output matrix transforms the hidden states, so log-probs cannot be computed "
+    "from the decoder's output"
 )
-_DRAFTS = "it drafts tokens from another model's hidden states and reads no token ids"
+_DRAFTS = "it drafts tokens from another model's hidden states and takes no token IDs"
 _AUDIO = "it generates audio codes, several per position"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
@@ -28,27 +28,27 @@ REFUSED: dict[str, str] = {
     ),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), _DRAFTS),
     **dict.fromkeys(("musicgen", "musicgen_melody"), _AUDIO),
-    "blt": "it is four models, whose sizes its configuration does not have for the whole",
-    "cpmant": "its attention sees the tokens that follow",
-    "reformer": "it trains on sequences of one length only, the product of its axial_pos_shape",
-    "xlnet": "its attention sees the tokens that follow",
+    "blt": "it consists of four models, and its configuration has no common hidden size or vocabulary size",
+    "cpmant": "its attention is not causal",
+    "reformer": "it can only be trained on sequences of a fixed length, the product of its axial_pos_shape",
+    "xlnet": "its attention is not causal",
 }  # fmt: skip
 
 
 def refusal(config: PretrainedConfig) -> str | None:
-    """Why a model with this configuration can be no causal language model here; None where nothing is known.
+    """Return why a model with this configuration is not supported as a causal language model, or None.
 
-    A wrapper around one model, as a multi-modal one is, is judged by its own type.
+    A wrapper around a language model, such as a multimodal model, is checked by the wrapper's type.
     """
     if config.model_type == "bert-generation" and not config.is_decoder:
-        return "its attention sees the tokens that follow; set is_decoder: true in its config.json"
+        return "its attention is not causal; set is_decoder: true in its config.json"
     return REFUSED.get(config.model_type)
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module | None:
-    """The part of a model that gives hidden states; None where it has no such part.
+    """Return the submodule that computes the hidden states, or None if the model has no such submodule.
 
-    Llama 4's text model names a part (``base_model_prefix``) that only its multi-modal one has.
+    The ``base_model_prefix`` of Llama 4's text model names a submodule that only the multimodal model has.
     """
     for name in (model.base_model_prefix, "model"):
         part = getattr(model, name, None) if name else None
@@ -58,13 +58,13 @@ def decoder_of(model: PreTrainedModel) -> nn.Module | None:
 
 
 def layer_configs(config: PretrainedConfig) -> Sequence[PretrainedConfig]:
-    """The configuration of each layer. Gemma 4's differ, and such values cannot be read from the whole one."""
+    """Return the configuration of each layer. In Gemma 4 they differ and cannot be read from the model's."""
     if getattr(config, "is_heterogeneous", False):
         return list(config.per_layer_config)
     return [config] * config.num_hidden_layers
 
 
 def inner_width(config: PretrainedConfig) -> int:
-    """The width of the widest feed-forward layer; Gemma 3n has a list with an entry per layer."""
+    """Return the width of the widest feed-forward layer. Gemma 3n has a list with one entry per layer."""
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return int(max(inner) if isinstance(inner, (list, tuple)) else inner)

@@ -1,8 +1,8 @@
-"""A scorer compared with its model's own forward on a few tokens, once, before anything is trained.
+"""Compare a scorer with its model's own forward pass on a few tokens, once, before training starts.
 
-This finds the architecture whose logits are not ``head(hidden)`` up to the scale and cap that we know of, and the one
-that sees the tokens which follow. Both are compared with the size of the logits: an absolute tolerance would let a
-missing soft cap pass wherever logits are small.
+This detects architectures whose logits are not ``head(hidden)`` up to a known scale and soft cap, and architectures
+that are not causal. Tolerances are relative to the magnitude of the logits: with an absolute tolerance, a missing soft
+cap would go unnoticed if the logits are small.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from transformers import PreTrainedModel
 from alignment.config.errors import AlignmentError, ModelError
 from alignment.models.scorer import CompletionScorer, Scorer
 
-_TOKENS, _SHARED = 8, 5  # of each of two rows; how many of them begin both
-_FP32_ROUNDING = 1e-6  # of a log-softmax, in parts of its result
+_TOKENS, _SHARED = 8, 5  # tokens in each of the two rows; length of their common prefix
+_FP32_ROUNDING = 1e-6  # relative rounding error of a log-softmax
 _WIDE = {torch.float32, torch.float64}
 
 
 @torch.no_grad()
 def check_scorer(scorer: CompletionScorer, device: torch.device) -> None:
-    """Compare the scorer's log-probs with those of the model's own logits, and logits before and after another end.
+    """Compare the scorer's log-probs with those of the model's logits, and the logits of a prefix with two endings.
 
-    Two rows begin alike. At each position three tokens are scored: the next one, the likeliest and the least likely,
-    whose logits a cap changes most. Both sides compute the same hidden states from the same batch, so that they differ
-    by the rounding of the head alone.
+    The two rows have a common prefix. At each position three tokens are scored: the next token, the most likely and
+    the least likely one, because a soft cap changes extreme logits most. Both sides compute the same hidden states
+    from the same batch, so that only the rounding of the head differs.
 
     Raises:
-        ModelError: they differ by more than rounding, the model is not causal, or cannot be called in this way.
+        ModelError: The log-probs differ by more than rounding, the model is not causal, or it has another signature.
     """
     model = scorer.model
     probe = probe_ids(model, 2 * _TOKENS - _SHARED, device)[0]
     ids = torch.stack([probe[:_TOKENS], torch.cat([probe[:_SHARED], probe[_TOKENS:]])])
     try:
         with without_dropout(scorer):
-            # The scorer before the model: in a pass through what the engine wraps ZeRO-3 finds the weights that one
-            # module reads of another, as DoRA does, and fetches them from then on.
+            # Run the scorer before the model: ZeRO-3 traces the wrapped module on its first forward pass and learns
+            # which modules read the weights of other modules (as DoRA does), so that it fetches them in later passes.
             steps = torch.arange(ids.numel(), device=device).view_as(ids)[:, :-1].flatten()
             targets = ids[:, 1:].flatten()
             ours = scorer(ids, torch.ones_like(ids), steps, targets, len(steps)).scores
@@ -48,33 +48,33 @@ def check_scorer(scorer: CompletionScorer, device: torch.device) -> None:
             extremes = torch.cat([logits.argmax(-1), logits.argmin(-1)])
             further = scorer(ids, torch.ones_like(ids), steps.repeat(2), extremes, len(extremes)).scores
             targets, ours = torch.cat([targets, extremes]), torch.cat([ours, further])
-    except AlignmentError:  # a ValueError too, that says what is wrong itself
+    except AlignmentError:  # also a ValueError, but with a message for the user
         raise
     except (TypeError, ValueError, AttributeError) as error:
         named = f"model {type(model).__name__} ({model.config.model_type})"
-        raise ModelError(f"{named} cannot be scored: {type(error).__name__}: {error}") from error
+        raise ModelError(f"{named}: the test forward pass failed: {type(error).__name__}: {error}") from error
     wide = logits.to(ours.dtype)
-    in_16_bits = not {model.dtype, logits.dtype} <= _WIDE  # xLSTM widens logits that its head rounded
+    in_16_bits = not {model.dtype, logits.dtype} <= _WIDE  # xLSTM upcasts logits already rounded
     theirs = wide.log_softmax(-1).repeat(3, 1).gather(1, targets[:, None])[:, 0]
     size = float(wide.abs().max())
-    # Log-probs round by their own size as well: logits may all be 0, and their log-sum-exp is not.
+    # Log-probs also have a rounding error relative to themselves: all logits may be 0, but their log-sum-exp is not.
     least = _FP32_ROUNDING * float(theirs.abs().max())
     check_agreement(model, "logits", ours, theirs, _head_rounding(in_16_bits, device) * size + least)
     first, second = wide.unflatten(0, (2, -1))[:, :_SHARED]
-    # The median over positions: in 16 bits a router may send single tokens elsewhere because of rounding.
+    # Median over positions: in 16 bits, rounding may change the expert to which a router sends individual tokens.
     change = float((first - second).abs().amax(-1).median())
     if change > (5e-2 if in_16_bits else 3e-4) * size + least:
         raise ModelError(
-            f"model {type(model).__name__} ({model.config.model_type}) is not causal: logits change by {change:.3g} "
-            "with the tokens that follow; if its config.json has is_decoder or causal, set it to true"
+            f"model {type(model).__name__} ({model.config.model_type}) is not causal: its logits change by "
+            f"{change:.3g} when later tokens change; if its config.json has is_decoder or causal, set it to true"
         )
 
 
 def _head_rounding(in_16_bits: bool, device: torch.device) -> float:
-    """What rounding may change of logits from the same hidden states, in parts of the largest one.
+    """Return the tolerance for logits computed from the same hidden states, relative to the largest logit.
 
-    In bfloat16 a product, a scale and each of the three operations of a cap round to 1/512, and so does the
-    log-sum-exp of the result; products of fp32 in TF32 round to 1/2048.
+    In bfloat16, the product, the scale, each of the three operations of a soft cap and the log-sum-exp of the result
+    have a relative rounding error of 1/512; fp32 products in TF32 have one of 1/2048.
     """
     if in_16_bits:
         return 3e-2
@@ -82,14 +82,14 @@ def _head_rounding(in_16_bits: bool, device: torch.device) -> float:
 
 
 def probe_ids(model: PreTrainedModel, length: int, device: torch.device) -> Tensor:
-    """(1, length) int64: tokens from all over the vocabulary."""
+    """Return (1, length) int64 token IDs spread over the whole vocabulary."""
     vocabulary = model.config.get_text_config().vocab_size
     return (torch.arange(1, length + 1, device=device) * 7919 % vocabulary)[None]
 
 
 @contextlib.contextmanager
 def without_dropout(scorer: Scorer) -> Iterator[None]:
-    """Evaluation mode; the mode from before comes back on any exit."""
+    """Switch to evaluation mode within the context and restore the previous mode on any exit."""
     training = scorer.training
     scorer.eval()
     try:
@@ -99,26 +99,26 @@ def without_dropout(scorer: Scorer) -> Iterator[None]:
 
 
 def check_agreement(model: PreTrainedModel, what: str, ours: Tensor, theirs: Tensor, tolerance: float) -> None:
-    """Compare what a scorer and its model make of the same tokens.
+    """Compare the results of a scorer and of its model for the same tokens.
 
     Args:
-        model: for messages.
-        what: is compared.
-        ours: (N,) the scorer's.
-        theirs: (N,) the model's.
-        tolerance: how far apart rounding may put them, in their own unit.
+        model: The model, for messages.
+        what: What is compared, for messages: "logits" or "score".
+        ours: (N,) results of the scorer.
+        theirs: (N,) results of the model.
+        tolerance: Largest absolute difference that rounding explains.
 
     Raises:
-        ModelError: they differ by more than rounding.
+        ModelError: The results differ by more than ``tolerance`` or are not finite.
     """
     difference = float((ours - theirs).abs().max())
     if not math.isfinite(difference):
         raise ModelError(
-            f"model {type(model).__name__}: its {what} are not finite, so its weights are broken or too large for its "
-            "dtype; start from another checkpoint, or set dtype: float32"
+            f"model {type(model).__name__}: its {what} contain NaN or infinite values, so its weights are corrupted "
+            "or overflow in its dtype; use another checkpoint, or set dtype: float32"
         )
     if difference > tolerance:
         raise ModelError(
-            f"model {type(model).__name__} ({model.config.model_type}) computes its {what} in a way that this project "
-            f"does not know: its own differ from ours by {difference:.3g}; please report the architecture"
+            f"model {type(model).__name__} ({model.config.model_type}) computes its {what} in an unsupported way: "
+            f"recomputed values differ by {difference:.3g}; please report the architecture in an issue"
         )

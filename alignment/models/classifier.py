@@ -1,8 +1,9 @@
-"""A sequence classifier with one label as a scorer: one reward per sequence; of two labels it is the first one's.
+"""Scorers for sequence classifiers: one reward per sequence, the logit of the only label or of the first of two.
 
-A decoder's score is read from the hidden state of the sequence's last token, which batches name. transformers' own
-forward looks for the last token that is not the pad token, and so misses an end-of-sequence token that pads as well.
-Other classifiers (BERT, DeBERTa …) are scored by their own forward, and not trained here.
+A decoder's score is computed from the hidden state of the sequence's last token, whose position is part of the batch.
+The forward pass of transformers instead looks for the last token that is not the pad token, and misses the
+end-of-sequence token if it is also the pad token. Other classifiers (BERT, DeBERTa …) are scored by their own forward
+pass and cannot be trained.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from alignment.models.checking import check_agreement, probe_ids, without_dropou
 from alignment.models.head import Scored, replace_copies
 from alignment.models.scorer import DecoderScorer, Scorer, ScorerOutput
 
-HEAD = "score"  # what transformers calls the head of every decoder that classifies sequences
+HEAD = "score"  # the name of the head in every decoder-based sequence classifier of transformers
 
-HEAD_TENSORS = (f"{HEAD}.weight", f"{HEAD}.base_layer.weight")  # its weight's names: bare, and under an adapter
+HEAD_TENSORS = (f"{HEAD}.weight", f"{HEAD}.base_layer.weight")  # names of its weight, without and with an adapter
 
 
 class RewardHead(nn.Linear):
-    """A linear head that computes in fp32 whatever its weights are: in bf16, rewards that differ by 1/256 are ties."""
+    """A linear head that always computes in fp32. In bf16, rewards that differ by 1/256 would be ties."""
 
     @classmethod
     def replacing(cls, linear: nn.Linear) -> RewardHead:
-        """A head around the very Parameters of ``linear``; nothing is copied, partitioned parameters stay so."""
+        """Create a head that shares the Parameters of ``linear``, which may be partitioned."""
         head = cls(1, 1, bias=False, device="meta")
         head.in_features, head.out_features = linear.in_features, linear.out_features
         head.weight, head.bias = linear.weight, linear.bias
@@ -44,7 +45,7 @@ class RewardHead(nn.Linear):
 
 
 def linear_head(model: PreTrainedModel) -> nn.Linear | None:
-    """The linear head that classifies, under what PEFT has put around it; None where there is none."""
+    """Return the linear classification head without its PEFT wrappers, or None if the model has no linear head."""
     head = getattr(model, HEAD, None)
     for wrapped in ("original_module", "base_layer"):
         head = getattr(head, wrapped, head)
@@ -52,16 +53,16 @@ def linear_head(model: PreTrainedModel) -> nn.Linear | None:
 
 
 def reads_last_token(model: PreTrainedModel) -> bool:
-    """Whether the model is a decoder with a linear head over the hidden state of the last token."""
+    """Return whether the model is a decoder with a linear head on the hidden state of the last token."""
     return linear_head(model) is not None and decoder_of(model) is not None
 
 
 class RewardScorer(DecoderScorer):
-    """A decoder that scores the hidden states at ``positions``: the last token of each sequence.
+    """Scores the hidden states of a decoder at ``positions``, the last token of each sequence.
 
     Args:
-        model: a sequence classifier with one label; its head is replaced by a :class:`RewardHead`.
-        router_aux_loss: as for :class:`~alignment.models.scorer.DecoderScorer`.
+        model: A sequence classifier with one label. Its head is replaced with a :class:`RewardHead`.
+        router_aux_loss: See :class:`~alignment.models.scorer.DecoderScorer`.
     """
 
     def __init__(self, model: PreTrainedModel, router_aux_loss: bool = False) -> None:
@@ -77,19 +78,22 @@ class RewardScorer(DecoderScorer):
 
 
 class WholeScorer(Scorer):
-    """Any other classifier with one label, by its own forward with the attention mask; without gradients only.
+    """Scores sequences with the forward pass of any other classifier, using an attention mask. Inference only.
 
     Args:
-        model: an encoder that classifies sequences.
+        model: An encoder-based sequence classifier.
 
     Raises:
-        ModelError: it takes no attention mask, so padding would change its scores.
+        ModelError: The model takes no attention mask, so padding would change its scores.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         if "attention_mask" not in inspect.signature(model.forward).parameters:
-            raise ModelError(f"model {type(model).__name__} takes no attention mask, so no batch of it can be scored")
+            raise ModelError(
+                f"model {type(model).__name__} takes no attention mask, so padded batches cannot be scored; use "
+                "another reward model"
+            )
 
     def forward(
         self,
@@ -101,7 +105,7 @@ class WholeScorer(Scorer):
         stats: bool = False,
         blocks: tuple[tuple[int, int], ...] = (),
     ) -> ScorerOutput:
-        """The scores of the rows that hold ``positions``; arguments as for :meth:`DecoderScorer.forward`."""
+        """Score the rows that contain ``positions``. For the arguments, see :meth:`DecoderScorer.forward`."""
         scores = self.model(input_ids=input_ids, attention_mask=attention_mask).logits[:, 0]
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         rows = positions.div(input_ids.shape[1], rounding_mode="floor")
@@ -109,18 +113,18 @@ class WholeScorer(Scorer):
 
 
 def reward_scorer(model: PreTrainedModel, router_aux_loss: bool = False) -> Scorer:
-    """The scorer of a sequence classifier."""
+    """Return the scorer for a sequence classifier."""
     return RewardScorer(model, router_aux_loss) if reads_last_token(model) else WholeScorer(model)
 
 
 @torch.no_grad()
 def check_reward_scorer(scorer: Scorer, device: torch.device) -> None:
-    """Compare the scores of a padded batch with the model's own of each sequence alone, before anything is scored.
+    """Compare the scores of a padded batch with the model's scores for each sequence on its own.
 
-    This finds the head that reads another position, and the model whose scores depend on padding.
+    This detects heads that read another position and models whose scores depend on padding.
 
     Raises:
-        ModelError: they differ by more than rounding, or the model cannot be called in this way.
+        ModelError: The scores differ by more than rounding, or the model cannot process a padded batch.
     """
     model = scorer.model
     config, ids = model.config.get_text_config(), probe_ids(model, 8, device)
@@ -140,12 +144,12 @@ def check_reward_scorer(scorer: Scorer, device: torch.device) -> None:
 
 
 def longest_sequence(model: PreTrainedModel) -> int | None:
-    """How many tokens the model has positions for; None where there is no limit."""
+    """Return the maximum number of tokens that the model supports, or None if it has no limit."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not positions or positions < 0:
         return None
     for name, module in model.named_modules():
-        # RoBERTa and its relatives count positions from behind the pad token's id.
+        # In RoBERTa and related models, the first position is the pad token's ID plus 1.
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             return int(positions - module.padding_idx - 1)
     return int(positions)

@@ -1,9 +1,9 @@
-"""The model's language-modelling head, replaced in place by one that can answer with log-probs.
+"""Replace a model's language modeling head in place with one that can return log-probs.
 
-:class:`LogProbHead` keeps the name, the Parameter (tied or not) and the behaviour of the ``nn.Linear`` it replaces, so
-``generate`` and ``save_pretrained`` do not notice. Called with targets, it returns per-token log-probs. It is *called
-as a module*, which is what makes ZeRO-3 gather and release its weight. A head that is no plain ``nn.Linear`` (a 4-bit
-layer, an adapter, something of the model's own) is left as it is and scored by :func:`checkpointed_logprobs`.
+:class:`LogProbHead` has the name, the Parameter (tied or not) and the behavior of the ``nn.Linear`` that it replaces,
+so ``generate`` and ``save_pretrained`` work unchanged. When called with targets, it returns per-token log-probs. It
+must be *called as a module*, because ZeRO-3 gathers and releases weights in module hooks. A head that is not a plain
+``nn.Linear`` (a 4-bit layer, an adapter, a custom module) is not replaced; :func:`checkpointed_logprobs` handles it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Scored = tuple[Tensor, TokenStats | None]
 
 
 class LogProbHead(nn.Linear):
-    """A linear head: ``forward(h)`` gives logits, ``forward(h, targets)`` log-probs in fp32 (see :mod:`.logprobs`)."""
+    """A linear head: ``forward(h)`` returns logits, ``forward(h, targets)`` fp32 log-probs (see :mod:`.logprobs`)."""
 
     transform: LogitTransform
     tile_bytes: int
 
     @classmethod
     def replacing(cls, linear: nn.Linear, transform: LogitTransform, tile_bytes: int) -> LogProbHead:
-        """A head around the very Parameters of ``linear``; nothing is copied, partitioned parameters stay so."""
+        """Create a head that shares the Parameters of ``linear``, which may be partitioned."""
         head = cls(1, 1, bias=False, device="meta")
         head.in_features, head.out_features = linear.in_features, linear.out_features
         head.weight, head.bias = linear.weight, linear.bias
@@ -45,20 +45,20 @@ class LogProbHead(nn.Linear):
         return token_logprobs(hidden, self.weight, self.bias, targets, self.transform, self.tile_bytes, stats)
 
 
-# By what names configurations multiply, divide and cap logits.
+# Names of the configuration values that multiply, divide and cap the logits.
 _FACTORS = ("logit_scale", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 def logit_transform(config: PretrainedConfig) -> LogitTransform:
-    """Scale and soft cap that the model's own forward applies after its head, read from its configuration.
+    """Return the scale and the soft cap that the model applies after its head, as read from its configuration.
 
-    Caps: ``final_logit_softcapping`` (Gemma 2 and later), ``logits_soft_cap`` (RecurrentGemma),
-    ``output_logit_soft_cap`` (xLSTM). Cohere multiplies by ``logit_scale``, Falcon-H1 by ``lm_head_multiplier``;
-    Granite divides by ``logits_scaling``, by which HyperCLOVA X multiplies; Inkling divides the hidden states, and so
-    the logits, by ``logits_mup_width_multiplier``. MPT has a ``logit_scale`` that its forward does not read. A model
-    with another rule is found out, and refused, by ``models.checking.check_scorer``.
+    Soft caps: ``final_logit_softcapping`` (Gemma 2 and later), ``logits_soft_cap`` (RecurrentGemma),
+    ``output_logit_soft_cap`` (xLSTM). Scales: Cohere multiplies by ``logit_scale`` and Falcon-H1 by
+    ``lm_head_multiplier``; Granite divides by ``logits_scaling``, but HyperCLOVA X multiplies by it; Inkling divides
+    the hidden states, and therefore the logits, by ``logits_mup_width_multiplier``. MPT has a ``logit_scale`` that its
+    forward pass does not use. ``models.checking.check_scorer`` rejects models with any other transform.
     """
     own = config.model_type
     scale = 1.0
@@ -72,14 +72,17 @@ def logit_transform(config: PretrainedConfig) -> LogitTransform:
 
 
 def install_logprob_head(model: PreTrainedModel, tile_bytes: int = DEFAULT_TILE_BYTES) -> nn.Module:
-    """Put a :class:`LogProbHead` where the model has a plain linear head; return the head that is now there.
+    """Replace a plain linear head with a :class:`LogProbHead`, and return the model's head.
 
     Raises:
-        ModelError: the model has no language-modelling head.
+        ModelError: The model has no language modeling head.
     """
     head = model.get_output_embeddings()
     if head is None:
-        raise ModelError(f"model {type(model).__name__} has no language-modelling head: load it as a causal LM")
+        raise ModelError(
+            f"model {type(model).__name__} has no language modeling head; load it with "
+            "AutoModelForCausalLM.from_pretrained"
+        )
     transform = logit_transform(model.config.get_text_config())
 
     def replaced(linear: nn.Module) -> nn.Module:
@@ -94,10 +97,10 @@ def install_logprob_head(model: PreTrainedModel, tile_bytes: int = DEFAULT_TILE_
 
 
 def replace_copies(module: nn.Module, replaced: Callable[[nn.Module], nn.Module]) -> bool:
-    """Replace the original and each trained copy of a head that PEFT keeps whole (``modules_to_save``).
+    """Replace the original and every trainable copy of a head that is in PEFT's ``modules_to_save``.
 
     Returns:
-        False where the module is no such wrapper, and nothing was done.
+        Whether ``module`` is such a wrapper; if not, nothing is replaced.
     """
     copies = getattr(module, "modules_to_save", None)
     if not isinstance(copies, nn.ModuleDict):
@@ -109,7 +112,7 @@ def replace_copies(module: nn.Module, replaced: Callable[[nn.Module], nn.Module]
 
 
 def answers_logprobs(head: nn.Module) -> bool:
-    """Whether a head is a :class:`LogProbHead`, or a copy of one that PEFT trains in its place."""
+    """Return whether a head is a :class:`LogProbHead`, or PEFT's trainable copy of one."""
     return isinstance(getattr(head, "original_module", head), LogProbHead)
 
 
@@ -122,20 +125,20 @@ def checkpointed_logprobs(
     longest: int,
     stats: bool = False,
 ) -> Scored:
-    """The fallback for any other head: token chunks, each recomputed in the backward pass.
+    """Compute log-probs with any other head: in chunks of tokens that are recomputed in the backward pass.
 
     Args:
-        head: maps (C, H) to raw logits (C, V).
-        hidden: (N, H).
-        targets: (N,) int64.
-        transform: scale and soft cap of the logits.
-        tile_bytes: budget of one chunk of logits.
-        longest: the largest N of any rank for this micro-batch. Every rank calls the head equally often; under ZeRO-3
-            a rank with fewer calls would leave the others waiting in an all-gather.
-        stats: measure each token's distribution as well.
+        head: Maps (C, H) to raw logits (C, V).
+        hidden: (N, H) hidden states.
+        targets: (N,) int64 token IDs.
+        transform: Scale and soft cap of the logits.
+        tile_bytes: Maximum size of a chunk of logits, in bytes.
+        longest: Largest N on any rank for this micro-batch. All ranks must call the head the same number of times:
+            under ZeRO-3, a rank with fewer calls would leave the others waiting in an all-gather.
+        stats: Whether to compute statistics of each token's distribution.
 
     Returns:
-        (N,) fp32 log-probs; and the statistics, or None.
+        (N,) fp32 log-probs, and the statistics or None.
     """
     width = int(getattr(head, "out_features", 0)) or 65536
     step = tile_length(longest, width, tile_bytes)

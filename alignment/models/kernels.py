@@ -1,6 +1,6 @@
-"""Layer kernels: Liger's, and those of the hub, put into a model where it is loaded and before it gets its scorer.
+"""Install layer kernels, Liger's or those of the hub, after a model is loaded and before its scorer is created.
 
-What is refused before anything is loaded is in ``planning.kernels``.
+``planning.kernels`` rejects unsupported settings before a model is loaded.
 """
 
 from __future__ import annotations
@@ -20,50 +20,51 @@ HUB = "use_kernels"  # the argument of ``from_pretrained``
 
 
 def liger_type(config: PretrainedConfig) -> str | None:
-    """The type of a configuration if the installed Liger has kernels for it, else None."""
+    """Return the model type of a configuration if the installed Liger has kernels for it, else None."""
     if find_spec("liger_kernel") is None or config.model_type not in kernels_by_type():
         return None
     return str(config.model_type)
 
 
 def put_liger_kernels(model: PreTrainedModel, kernels: Mapping[str, bool] | None) -> None:
-    """Let a model's layers compute by Liger's kernels, in place.
+    """Patch a model's layers in place with Liger's kernels.
 
-    Its normalisations, feed-forward layers and rotary embedding keep their parameters: the kernels read them as
-    attributes of the modules that DeepSpeed gathers, and call adapters and packed layers as modules.
+    The normalization layers, the feed-forward layers and the rotary embedding keep their parameters: the kernels read
+    them as attributes of the modules that DeepSpeed gathers, and call adapters and quantized layers as modules.
 
     Args:
-        model: just loaded, or live.
-        kernels: which ones; None: all that Liger has for the type, but its losses.
+        model: A newly loaded model, or a model object passed by the user.
+        kernels: Which kernels to use. None: all that Liger has for the model type, except its losses.
 
     Raises:
-        ModelError: Liger has no kernels for it.
+        ModelError: Liger has no kernels for the model.
     """
     target: Any = model
     if "SequenceClassification" in type(model).__name__:
-        target = decoder_of(model)  # Liger knows causal language models and their decoders
+        target = decoder_of(model)  # Liger supports causal language models and their decoders
     try:
         if target is None or liger_type(target.config) is None:
-            raise ValueError(f"it has no kernels for a {model.config.model_type} model")
+            raise ValueError(f"it has no kernels for {model.config.model_type} models")
         put_into(target, kernels or {})
     except (TypeError, ValueError, AttributeError, ImportError, NotImplementedError) as error:
         raise ModelError(
-            f"use_liger_kernel: Liger cannot be put into a {type(model).__name__}: {first_line(error)}; leave it out"
+            f"use_liger_kernel: Liger cannot patch {type(model).__name__}: {first_line(error)}; remove "
+            "use_liger_kernel"
         ) from error
 
 
 def hub_kernels(kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The arguments of ``from_pretrained``, and whether the hub's kernels are asked for among them."""
+    """Return the arguments of ``from_pretrained`` without ``use_kernels``, and the value of ``use_kernels``."""
     return {name: value for name, value in kwargs.items() if name != HUB}, bool(kwargs.get(HUB))
 
 
 def put_hub_kernels(model: PreTrainedModel) -> None:
-    """Replace a model's layers by kernels of the hub, which are those for training where it is trained.
+    """Replace a model's layers with kernels of the hub that support training.
 
-    ``from_pretrained`` chooses them in evaluation mode, and so without a backward pass.
+    ``from_pretrained`` would select kernels for evaluation mode, which may have no backward pass.
 
     Raises:
-        ModelError: they cannot be had.
+        ModelError: The kernels cannot be loaded or do not fit the model.
     """
     training = model.training
     try:
@@ -72,18 +73,18 @@ def put_hub_kernels(model: PreTrainedModel) -> None:
         model.train(training)
     except (ValueError, TypeError, AttributeError, ImportError, OSError, RuntimeError) as error:
         raise ModelError(
-            f"{HUB}: kernels of the hub cannot be put into a {type(model).__name__}: {first_line(error)}; leave it out"
+            f"{HUB}: kernels of the hub cannot be used with {type(model).__name__}: {first_line(error)}; remove {HUB}"
         ) from error
 
 
 def choose_hub_kernels_again(module: nn.Module) -> None:
-    """Choose a model's kernels of the hub for the device and the mode that it is in by now.
+    """Select a model's kernels of the hub again, for its current device and mode.
 
-    They are chosen by the device of its parameters, and a model is loaded in host memory. transformers itself chooses
-    again only where a model goes from training to evaluation or back, which one that is never trained does not.
+    transformers selects kernels by the device of the parameters, and models are loaded into host memory. It only
+    selects them again when a model switches between training and evaluation mode, which frozen models never do.
 
     Args:
-        module: the model, or what wraps it; without such kernels nothing is done.
+        module: The model or a module that wraps it. Models without kernels of the hub are not changed.
     """
     for model in module.modules():
         if isinstance(model, PreTrainedModel) and model.use_kernels:

@@ -1,7 +1,7 @@
-"""Decoder layers of a frozen model as ZeRO-3's leaf modules: weights come and go a layer at a time.
+"""Mark the decoder layers of a frozen model as ZeRO-3 leaf modules, so that weights are gathered layer by layer.
 
-DeepSpeed's hooks run around every module that holds weights, over ten in a decoder layer, and take longer than a small
-model's forward. The weights of a leaf module are fetched together, so that the layer alone has hooks.
+DeepSpeed installs hooks on every module that has weights, more than ten per decoder layer, and for a small model they
+take longer than the forward pass. All weights of a leaf module are fetched together, with hooks on the layer only.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from alignment.internals.deepspeed_zero3 import forget_leaf
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The layers of the decoder; none where the model keeps them in another way than in one list.
+    """Return the decoder layers, or an empty list if the model does not keep them in one ``nn.ModuleList``.
 
-    An image encoder may have as many layers, and a layer as many experts: the list with most parameters is it.
+    An image encoder may have the same number of layers, and a layer the same number of experts, so the list with the
+    most parameters is chosen.
     """
     number = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == number]
@@ -30,10 +31,10 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def mark_leaves(model: PreTrainedModel, ds_config: Mapping[str, Any]) -> list[nn.Module]:
-    """Make the layers of a model that is only asked leaf modules, before its engine is built; return them.
+    """Mark the layers of a frozen model as leaf modules before its engine is built, and return them.
 
-    Nothing is marked outside of stage 3, or where a layer has more parameters than may be whole at a time
-    (``stage3_max_live_parameters``), as one of a large mixture of experts may: it stays as DeepSpeed has it.
+    No layer is marked below stage 3, or if one has more parameters than ``stage3_max_live_parameters`` allows, as in a
+    large mixture of experts.
     """
     if value_at(dict(ds_config), "zero_optimization.stage") != 3:
         return []
@@ -47,12 +48,12 @@ def mark_leaves(model: PreTrainedModel, ds_config: Mapping[str, Any]) -> list[nn
 
 
 def unmark_leaves(layers: list[nn.Module]) -> None:
-    """Undo it: a live model may be trained afterwards."""
+    """Undo :func:`mark_leaves`, because a model object passed by the user may be trained afterwards."""
     for layer in layers:
         set_z3_leaf_module(layer, False)
         forget_leaf(layer)
 
 
 def whole_parameters(module: nn.Module) -> int:
-    """How many parameters a module has, also while ZeRO-3 has divided them."""
+    """Return the number of parameters of a module before partitioning by ZeRO-3."""
     return sum(math.prod(whole_shape(parameter)) for parameter in module.parameters())

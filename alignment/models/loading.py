@@ -1,4 +1,4 @@
-"""Loading a model, partitioned from the start under ZeRO-3, and copying a live one."""
+"""Load a model, partitioned from the start under ZeRO-3, and copy a live one."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ def load_model(
     device: torch.device | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> PreTrainedModel:
-    """``from_pretrained`` for a task; under a stage-3 ``ds_config`` no rank ever holds the whole model.
+    """Load a model for a task with ``from_pretrained``. Under a stage-3 ``ds_config`` no rank holds the full model.
 
-    With quantised weights each rank does, on its own device: bitsandbytes can only pack whole weights, and
-    transformers then leaves them undivided until the engine is made.
+    The exception is a quantized model, which every rank loads in full on its device: bitsandbytes can only pack
+    unpartitioned weights, and transformers then leaves them unpartitioned until the engine is created.
 
     Args:
         path: folder or hub name.
-        dtype: of the weights.
-        ds_config: of the engine that the model is for.
-        task: what to load it as.
-        attn_implementation: kernel of the attention; None for transformers' choice.
+        dtype: dtype of the weights.
+        ds_config: configuration of the engine that will wrap the model.
+        task: what to load the checkpoint as.
+        attn_implementation: attention kernel; None for the default of transformers.
         trust_remote_code: run code that comes with the model.
-        init_kwargs: further arguments.
-        seed: of the weights that the task lets begin anew: the same on every rank, at every ZeRO stage.
-        quantization: keep base weights in 4 or 8 bits.
-        device: where to quantise them.
-        tell: is told of weights that begin anew.
+        init_kwargs: further arguments of ``from_pretrained``.
+        seed: seed of newly initialized weights, which are the same on every rank and at every ZeRO stage.
+        quantization: load base weights in 4 or 8 bits.
+        device: device on which to quantize them.
+        tell: called with a message if weights are newly initialized.
 
     Raises:
         ModelError: the folder or its weights cannot be read, or weights are missing.
@@ -75,16 +75,16 @@ def load_model(
         raise
     except (OSError, SafetensorError, ValueError, TypeError, RuntimeError, ImportError) as error:
         raise ModelError(f"model {path!r} could not be loaded: {first_line(error)}") from error
-    except (LookupError, AttributeError, ArithmeticError) as error:  # of a configuration that names what is not there
+    except (LookupError, AttributeError, ArithmeticError) as error:  # invalid values in the configuration
         raise ModelError(f"model {path!r} could not be loaded: {type(error).__name__}: {first_line(error)}") from error
     missing = sorted(name for name in report["missing_keys"] if not task.is_new(name))
     if missing:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
-        raise ModelError(f"model {path!r}: its weights lack {missing[0]}{more}, {task.lacks}")
+        raise ModelError(f"model {path!r}: the checkpoint has no weights for {missing[0]}{more}; {task.lacks}")
     if report["missing_keys"]:
         names = sorted(report["missing_keys"])
         _begin_anew(model, names, seed)
-        tell(f"{path}: its weights have no {' and '.join(names)}, which begins anew, drawn with seed {seed}")
+        tell(f"{path}: the checkpoint has no {' and '.join(names)}; newly initialized with seed {seed}")
     if quantization is not None:
         prepare_quantized(model, quantization)
     loaded: PreTrainedModel = model
@@ -94,7 +94,7 @@ def load_model(
 
 
 def _begin_anew(model: PreTrainedModel, names: Sequence[str], seed: int) -> None:
-    """Draw parameters from the model's initial distribution, the same for every rank and partitioning."""
+    """Initialize parameters from the model's initial distribution, identically for every rank and partitioning."""
     generator = torch.Generator().manual_seed(seed)
     deviation = getattr(model.config.get_text_config(), "initializer_range", 0.02)
     for name in names:
@@ -104,20 +104,20 @@ def _begin_anew(model: PreTrainedModel, names: Sequence[str], seed: int) -> None
 
 
 def snapshot(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a live model as it is now, sharing nothing with it; whole or ZeRO-3-partitioned parameters."""
+    """Return an independent copy of a live model, whose parameters may be partitioned by ZeRO-3."""
     if not any(map(is_partitioned, model.parameters())):
-        # On the host, one tensor after another: a device that just holds the model has no room for a second one.
+        # In host memory, tensor by tensor: the device may not have enough memory for a second copy of the model.
         memo: dict[int, Any] = {}
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             if is_packed(tensor):
-                continue  # copies itself with all that belongs to it, where it is
+                continue  # deepcopy copies it together with its quantization state
             twin_tensor = tensor.detach().to("cpu", copy=True)
             memo[id(tensor)] = nn.Parameter(twin_tensor) if isinstance(tensor, nn.Parameter) else twin_tensor
         return copy.deepcopy(model, memo)
     if getattr(model, "peft_config", None):
         raise ModelError(
-            "model: a live model with adapters that an earlier run has divided (ZeRO-3) cannot be copied as the "
-            "reference; set ref_placement: adapter, or load it anew"
+            "model: a live model with adapters that an earlier run has partitioned (ZeRO-3) cannot be copied as the "
+            "reference; set ref_placement: adapter, or reload the model"
         )
     with loading(None):
         twin = type(model)(copy.deepcopy(model.config))
@@ -130,10 +130,10 @@ def snapshot(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout to zero but those of adapters: modules, and rates that layers keep as plain attributes."""
+    """Set all dropout rates to 0 except those of adapters, both in modules and in plain attributes of layers."""
     spared: set[nn.Module] = set()
     for module in model.modules():
-        if hasattr(module, "adapter_layer_names"):  # one of PEFT's: what is not the layer it was put around
+        if hasattr(module, "adapter_layer_names"):  # a PEFT layer: spare all but the layer that it wraps
             around = {
                 inner for name, child in module.named_children() if name == "base_layer" for inner in child.modules()
             }
@@ -146,16 +146,16 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def enable_checkpointing(model: PreTrainedModel, kwargs: dict[str, Any] | None) -> None:
-    """Recompute activations in the backward pass, without re-entrant autograd unless ``kwargs`` ask for it."""
+    """Enable gradient checkpointing, non-reentrant unless ``kwargs`` say otherwise."""
     if not model.supports_gradient_checkpointing:
         raise OptionError(
-            f"gradient_checkpointing: {type(model).__name__} has none; set gradient_checkpointing: false"
+            f"gradient_checkpointing: {type(model).__name__} does not support it; set gradient_checkpointing: false"
         )
     kwargs = {"use_reentrant": False} | (kwargs or {})
     if kwargs["use_reentrant"] and getattr(model.config.get_text_config(), "output_router_logits", False):
         raise OptionError(
-            f"gradient_checkpointing_kwargs: {kwargs}: re-entrant checkpointing drops the gradient of the balancing "
-            "loss of a mixture of experts; leave use_reentrant out"
+            f"gradient_checkpointing_kwargs: {kwargs}: reentrant checkpointing drops the gradient of the "
+            "load-balancing loss of a mixture-of-experts model; remove use_reentrant"
         )
     enable = getattr(
         model, "activation_checkpointing_enable", model.gradient_checkpointing_enable

@@ -1,9 +1,9 @@
-"""Per-token log-probs straight from hidden states, one tile of the logits at a time.
+"""Compute per-token log-probs directly from hidden states, one tile of logits at a time.
 
-For logits ``z = f(W h + b)`` the gradient of ``log softmax(z)[y]`` towards ``h`` is one vector as long as ``h``. It is
-computed while the tile of logits is still there, and kept: the backward pass of *any* loss built on log-probs is then
-a product, and nothing of size (tokens x vocabulary) ever exists. A head that is trained needs its own gradient too:
-the backward pass then recomputes the logits, this time in slices of the vocabulary, each finished with one product.
+For logits ``z = f(W h + b)``, the gradient of ``log softmax(z)[y]`` with respect to ``h`` has the size of ``h``. It is
+computed and stored while the tile of logits is in memory, so the backward pass of *any* loss on log-probs is a
+product, and no tensor of size (tokens x vocabulary) is ever allocated. If the head is trained, the backward pass
+recomputes the logits in slices of the vocabulary to compute the gradient of the head, one slice at a time.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ _AS_THEY_ARE = LogitTransform()
 
 
 class TokenStats(NamedTuple):
-    """What is known of each token's distribution besides its log-prob; (N,) each, without graph.
+    """Statistics of each token's distribution; (N,) each, detached.
 
-    ``entropy``: in nats. ``logits``: mean of the logits over the vocabulary. ``top1``: 1.0 where the target was the
-    likeliest token.
+    Attributes:
+        entropy: in nats.
+        logits: mean of the logits over the vocabulary.
+        top1: 1.0 if the target was the most likely token, else 0.0.
     """
 
     entropy: Tensor
@@ -36,7 +38,7 @@ class TokenStats(NamedTuple):
 
     @classmethod
     def of_logits(cls, logits: Tensor, targets: Tensor) -> TokenStats:
-        """From the whole (N, V) matrix of transformed logits."""
+        """Compute the statistics from the full (N, V) matrix of transformed logits."""
         logits = logits.detach()
         chosen = logits.gather(1, targets[:, None])[:, 0]
         lse = logits.logsumexp(1)
@@ -59,7 +61,7 @@ def _score_tile(
 class _TokenLogProbs(torch.autograd.Function):
     """(N, H) hidden, (V, H) weight, optional (V,) bias, (N,) targets -> (N,) log-probs, (3, N) or (3, 0) statistics.
 
-    Both are fp32 (fp64 for fp64 input); only the log-probs have a graph.
+    Both are fp32 (fp64 for fp64 input). Only the log-probs are differentiable.
     """
 
     @staticmethod
@@ -90,8 +92,8 @@ class _TokenLogProbs(torch.autograd.Function):
             if rows is not None and scored.jacobian is not None:
                 rows[part] = scored.jacobian
         trained = with_graph and (weight.requires_grad or (bias is not None and bias.requires_grad))
-        # The Parameter itself is saved, not a detached view: ZeRO-3 gathers it again for the backward pass, where a
-        # view would keep the first gathered copy alive.
+        # Save the Parameter itself, not a detached view: ZeRO-3 gathers it again for the backward pass, whereas a view
+        # would keep the first gathered copy alive.
         kept = (hidden, weight, bias, targets, lse) if trained else (None,) * 5
         ctx.save_for_backward(rows, *kept)
         ctx.transform, ctx.tile_bytes = transform, tile_bytes
@@ -121,7 +123,7 @@ def _head_gradients(
     transform: LogitTransform,
     tile_bytes: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of weight (V, H) and bias (V,): over slices of the vocabulary, so that each entry is written once."""
+    """Compute the gradients of weight (V, H) and bias (V,) in slices of the vocabulary, each entry written once."""
     grad_weight = torch.empty_like(weight)
     grad_bias = None if bias is None else torch.empty_like(bias)
     vocabulary, wide = weight.shape[0], grad.dtype
@@ -147,19 +149,19 @@ def token_logprobs(
     tile_bytes: int = DEFAULT_TILE_BYTES,
     stats: bool = False,
 ) -> tuple[Tensor, TokenStats | None]:
-    """``log softmax(f(hidden @ weight.T + bias))[targets]`` without the (N, V) matrix, forward or backward.
+    """Compute ``log softmax(f(hidden @ weight.T + bias))[targets]`` without allocating the (N, V) matrix.
 
     Args:
         hidden: (N, H) final hidden states, any float dtype; N may be 0.
         weight: (V, H) head weight of the same dtype.
         bias: (V,) or None.
-        targets: (N,) int64 token ids in [0, V).
-        transform: scale and soft cap of this model's logits.
-        tile_bytes: budget of the largest temporary.
-        stats: measure each token's distribution as well.
+        targets: (N,) int64 token IDs in [0, V).
+        transform: scale and soft cap of the model's logits.
+        tile_bytes: maximum size of the largest temporary tensor, in bytes.
+        stats: whether to compute statistics of each token's distribution.
 
     Returns:
-        (N,) log-probs in fp32 (fp64 for fp64 input), whatever the input dtype; and the statistics, or None.
+        (N,) log-probs in fp32 (fp64 for fp64 input), and the statistics or None.
     """
     with_graph = torch.is_grad_enabled()
     logps, measured = _TokenLogProbs.apply(hidden, weight, bias, targets, transform, tile_bytes, with_graph, stats)  # type: ignore[no-untyped-call]

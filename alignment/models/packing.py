@@ -1,4 +1,4 @@
-"""Whether the rows of a batch are packed sequences, which the device is asked only where it is not known."""
+"""Detect packed sequences without a device synchronization in every forward pass."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from alignment.internals.transformers import deciding_on_packing
 
 
 class PackingCheck:
-    """Lets transformers look at a model's positions until it is known that they cannot be those of packed sequences.
+    """Lets transformers inspect a model's positions until they are known not to depend on the tokens.
 
-    Positions that all rows share are made of the shape alone, and so never of several sequences. A model that makes
-    them of the tokens is looked at each time.
+    Positions that are expanded over the rows are derived from the shape alone, so they never describe packed
+    sequences. If a model derives them from the tokens, they are inspected in every forward pass.
 
     Attributes:
-        shared: whether that was seen of a forward of several rows.
+        shared: whether a forward pass with several rows had the same positions for all of them.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class PackingCheck:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """Around a forward without an attention mask, and around its backward pass, which may compute it again."""
+        """Wrap a forward pass without an attention mask, and its backward pass, which may recompute it."""
         with deciding_on_packing(self._decide, lambda: self.shared):
             yield
 

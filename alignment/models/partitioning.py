@@ -1,7 +1,7 @@
-"""Dividing a whole model over the ranks for ZeRO-3, one parameter after the other.
+"""Partition an unpartitioned model over the ranks for ZeRO-3, parameter by parameter.
 
-A model that is loaded for ZeRO-3 is divided as it is read. A live one, or a copy of it, is whole; DeepSpeed would move
-it to the device as it is, and divide it there: a model that needs ZeRO-3 has no room for that.
+A model that is loaded for ZeRO-3 is partitioned while it is read. A live model, or a copy of it, is not; DeepSpeed
+would move all of it to the device before partitioning it, and a model that needs ZeRO-3 may not fit there.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import nn
 
 from alignment.internals.deepspeed_zero3 import is_partitioned
 
-# What an engine casts to its dtype; packed weights of another type are left as they are.
+# The dtypes that an engine casts to its own. Packed weights have other dtypes and are not cast.
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def partition_whole(module: nn.Module, ds_config: dict[str, Any], device: torch.device) -> None:
-    """Divide the parameters of a module that is whole, and move its buffers to the device; collective.
+    """Partition the parameters of a module and move its buffers to the device; collective.
 
-    Each parameter is cast to the engine's dtype where it lies, moved to the device, and gone from there before the
-    next one comes, but for this rank's share. Tied parameters stay one parameter, and the first rank's values count,
-    as in an engine. A module of which anything is divided already is left to its engine.
+    Each parameter is cast to the engine's dtype in place, moved to the device and reduced to this rank's shard before
+    the next one is moved. Tied parameters remain tied, and rank 0's values are used, as in an engine. A module that is
+    already partitioned, even in part, is not changed.
 
     Args:
-        module: what the engine will wrap, on the host or on a device.
-        ds_config: of that engine; nothing is done unless its ZeRO stage is 3.
-        device: of this rank.
+        module: the module that the engine will wrap, on the host or on a device.
+        ds_config: configuration of that engine; nothing is done unless its ZeRO stage is 3.
+        device: this rank's device.
     """
     if ds_config.get("zero_optimization", {}).get("stage", 0) != 3 or any(map(is_partitioned, module.parameters())):
         return
@@ -38,11 +38,11 @@ def partition_whole(module: nn.Module, ds_config: dict[str, Any], device: torch.
         if dtype is not None and parameter.dtype in _CAST and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
     deepspeed.zero.Init(module=module, config_dict_or_path=copy.deepcopy(ds_config))
-    module.to(device)  # parameters are empty now; packed ones take along what belongs to them
+    module.to(device)  # parameters are empty now; packed ones move their quantization state
 
 
 def _engine_dtype(ds_config: dict[str, Any]) -> torch.dtype | None:
-    """What an engine casts parameters to; None where it leaves them."""
+    """Return the dtype to which an engine casts parameters, or None if it does not cast them."""
     for section, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         if ds_config.get(section, {}).get("enabled", False):
             return dtype

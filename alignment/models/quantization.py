@@ -1,4 +1,4 @@
-"""Base weights in 4 or 8 bits by bitsandbytes: how they are asked for, what a checkpoint has, and their traps."""
+"""4-bit and 8-bit base weights with bitsandbytes: options, quantized checkpoints and their constraints."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Quantization:
     """Weights in 4 or 8 bits.
 
     Attributes:
-        config: transformers' settings.
-        stored: the checkpoint, or the live model, has such weights already; they are used as they are.
-        repack: in which dtype to keep packed weights that were stored as bytes; None: as they are.
+        config: settings for transformers.
+        stored: whether the checkpoint, or the live model, is already quantized; its weights are used unchanged.
+        repack: storage dtype for packed weights that the checkpoint stores as bytes; None: keep bytes.
     """
 
     config: BitsAndBytesConfig
@@ -39,7 +39,7 @@ class Quantization:
         return 4 if self.config.load_in_4bit else 8
 
     def describe(self) -> str:
-        """What the weights are kept as."""
+        """Describe how the weights are stored."""
         if self.bits == 8:
             return "8-bit base weights"
         nested = ", nested" if self.config.bnb_4bit_use_double_quant else ""
@@ -58,22 +58,22 @@ def plan_quantization(
     compute: torch.dtype,
     stage: int,
 ) -> Quantization | None:
-    """How a model's base weights are kept; None for whole ones.
+    """Decide how a model's base weights are quantized; None if they are not.
 
     Args:
-        options: the run's.
-        config: the model's.
-        init_kwargs: for ``from_pretrained``, with a ``quantization_config`` perhaps.
-        key: names the model in messages.
-        in_4bit: whether the options ask for 4 bits.
-        in_8bit: the same for 8.
-        live: whether the model is there already, whose weights stay as they are.
+        options: the run's options.
+        config: the model's configuration.
+        init_kwargs: arguments for ``from_pretrained``, possibly with a ``quantization_config``.
+        key: name of the model in messages.
+        in_4bit: whether the options request 4 bits.
+        in_8bit: whether the options request 8 bits.
+        live: whether the model is a live object, whose weights cannot be quantized anymore.
         compute: the run's compute dtype.
         stage: ZeRO stage of the model's engine.
 
     Raises:
-        OptionError: two settings that contradict each other, or one that this stage cannot have.
-        ModelError: a checkpoint that is quantised in another way.
+        OptionError: two settings contradict each other, or one is not supported at this ZeRO stage.
+        ModelError: the checkpoint is quantized by another method.
     """
     stored = getattr(config, _KEY, None)
     if stored is not None:
@@ -81,20 +81,20 @@ def plan_quantization(
     given = init_kwargs.get(_KEY)
     if live and (in_4bit or in_8bit or given is not None):
         raise OptionError(
-            f"load_in_{8 if in_8bit else 4}bit=True: {key} is a live model, whose weights are whole; pass its path, "
-            "or load it with a quantization_config"
+            f"load_in_{8 if in_8bit else 4}bit=True: {key} is a live model that is not quantized; pass its path, or "
+            "load it with a quantization_config"
         )
     if given is not None:
         if in_4bit or in_8bit:
             raise OptionError(
-                f"load_in_{4 if in_4bit else 8}bit=True: model_init_kwargs has a quantization_config as well; leave "
-                "one out"
+                f"load_in_{4 if in_4bit else 8}bit=True: model_init_kwargs also has a quantization_config; remove one "
+                "of the two"
             )
         explicit = isinstance(given, Mapping) and "bnb_4bit_quant_storage" in given
         parsed = _parsed(given, "model_init_kwargs")
         storage = parsed.bnb_4bit_quant_storage
         if parsed.load_in_4bit and not explicit and storage == torch.uint8:
-            storage = compute  # bytes are what a configuration has that says nothing about it
+            storage = compute  # bytes are the default of transformers
         return _checked(Quantization(_with(parsed, compute, storage, given)), compute, stage)
     if not in_4bit and not in_8bit:
         return None
@@ -124,8 +124,8 @@ def _parsed(given: Any, key: str) -> BitsAndBytesConfig:
     method = str(content.get("quant_method", "bitsandbytes")).rpartition(".")[2].lower()
     if not method.startswith("bitsandbytes"):
         raise ModelError(
-            f"{key}: its weights are quantised by {method}, which cannot be trained here; start from the whole "
-            "weights, and set load_in_4bit: true for 4 bits"
+            f"{key}: its weights are quantized with {method}, which is not supported for training; use the "
+            "unquantized model, and set load_in_4bit: true for 4 bits"
         )
     _check_installed(key)
     content.pop("quant_method", None)
@@ -133,21 +133,21 @@ def _parsed(given: Any, key: str) -> BitsAndBytesConfig:
     try:
         return BitsAndBytesConfig(**known)
     except (TypeError, ValueError) as error:
-        raise OptionError(f"{key}: quantization_config={given!r} is not bitsandbytes': {error}") from error
+        raise OptionError(f"{key}: quantization_config={given!r} is not valid for bitsandbytes: {error}") from error
 
 
 def _check_installed(key: str) -> None:
     if find_spec("bitsandbytes") is None:
         raise ModelError(
-            f"{key}: its weights are kept by bitsandbytes, which is not installed; pip install bitsandbytes"
+            f"{key}: its weights are quantized with bitsandbytes, which is not installed; run pip install bitsandbytes"
         )
 
 
 def _with(config: BitsAndBytesConfig, compute: torch.dtype, storage: torch.dtype, given: Any) -> BitsAndBytesConfig:
-    """The same, with the compute dtype where none was given, and weights packed in ``storage``."""
+    """Return a copy with the storage dtype ``storage`` and, if the compute dtype is unset, ``compute``."""
     config = copy.deepcopy(config)
     named = given.get("bnb_4bit_compute_dtype") if isinstance(given, Mapping) else None
-    if named is None and config.bnb_4bit_compute_dtype == torch.float32:  # what one has that says nothing about it
+    if named is None and config.bnb_4bit_compute_dtype == torch.float32:  # the default
         config.bnb_4bit_compute_dtype = compute
     config.bnb_4bit_quant_storage = storage
     return config
@@ -164,26 +164,26 @@ def _stored(
     has = (bool(config.load_in_4bit), bool(config.load_in_8bit))
     if any(asked) and asked != has:
         raise OptionError(
-            f"load_in_{4 if asked[0] else 8}bit=True: the weights of {key} are in {4 if has[0] else 8} bits already; "
-            "leave it out, or start from the whole weights"
+            f"load_in_{4 if asked[0] else 8}bit=True: {key} is already quantized to {4 if has[0] else 8} bits; remove "
+            "the option, or use the unquantized model"
         )
     if init_kwargs.get(_KEY) is not None:
-        raise OptionError(f"model_init_kwargs: {key} is quantised already; leave quantization_config out")
+        raise OptionError(f"model_init_kwargs: {key} is already quantized; remove quantization_config")
     plan = Quantization(config, stored=True)
     storage = config.bnb_4bit_quant_storage
     if plan.bits == 8 or storage == compute:
         return plan
     if storage == torch.uint8:
-        # Bytes cannot be a part of a model that ZeRO-3 divides: its flat buffers are of the compute dtype.
+        # ZeRO-3 cannot partition bytes: its flat buffers have the compute dtype.
         return Quantization(config, stored=True, repack=compute) if stage == 3 else plan
     raise ModelError(
-        f"{key}: its 4-bit weights are stored as {str(storage)[6:]}, and the run computes in {str(compute)[6:]}: the "
-        f"engine's cast would destroy them; set dtype: {str(storage)[6:]}"
+        f"{key}: its 4-bit weights are stored as {str(storage)[6:]}, but the run computes in {str(compute)[6:]}, and "
+        f"the engine's cast would corrupt them; set dtype: {str(storage)[6:]}"
     )
 
 
 def _checked(plan: Quantization, compute: torch.dtype, stage: int) -> Quantization:
-    """A plan for weights that are quantised while they are loaded."""
+    """Validate a plan for weights that are quantized while they are loaded."""
     config = plan.config
     if plan.bits == 8:
         return plan
@@ -191,22 +191,22 @@ def _checked(plan: Quantization, compute: torch.dtype, stage: int) -> Quantizati
     if storage not in (compute, torch.uint8):
         raise OptionError(
             f"{setting('bnb_4bit_quant_storage', str(storage)[6:])}: the run computes in {str(compute)[6:]}, and the "
-            "engine's cast would destroy weights packed as anything else; leave it out"
+            "engine's cast would corrupt weights stored in another dtype; remove it"
         )
     if storage == torch.uint8 and stage == 3:
         raise OptionError(
-            "bnb_4bit_quant_storage='uint8': ZeRO stage 3 divides weights of the compute dtype only; leave it out"
+            "bnb_4bit_quant_storage='uint8': ZeRO stage 3 only partitions weights of the compute dtype; remove it"
         )
     if not config.bnb_4bit_use_double_quant and stage == 3:
         raise OptionError(
-            "use_bnb_nested_quant=False: quantisation constants are not divided at ZeRO stage 3, and whole they take "
-            "four times the memory; leave it out, or set deepspeed to zero2"
+            "use_bnb_nested_quant=False: ZeRO stage 3 does not partition quantization constants, which take four "
+            "times the memory without nested quantization; remove it, or set deepspeed: zero2"
         )
     return plan
 
 
 def prepare_quantized(model: nn.Module, plan: Quantization) -> None:
-    """Keep quantised weights as bitsandbytes trains through them, packed as planned; before anything is computed."""
+    """Prepare quantized weights for training and repack them as planned. Call this before the first forward pass."""
     import bitsandbytes as bnb
 
     for module in model.modules():
@@ -220,5 +220,5 @@ def prepare_quantized(model: nn.Module, plan: Quantization) -> None:
 
 
 def is_packed(parameter: torch.Tensor) -> bool:
-    """Whether a parameter holds packed weights, which mean nothing without what bitsandbytes keeps beside them."""
+    """Return whether a parameter holds packed weights, which need the quantization state stored with them."""
     return hasattr(parameter, "quant_state") or hasattr(parameter, "SCB")

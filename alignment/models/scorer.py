@@ -1,7 +1,7 @@
-"""The module that an engine wraps: token ids in, one number for each chosen position out, mostly its log-prob.
+"""The modules that an engine wraps: they map token IDs to one score per selected position, usually a log-prob.
 
-It never returns logits or a ``ModelOutput``: DeepSpeed hooks every tensor that a wrapped module returns, and a second
-output with a graph halves ZeRO-1/2 gradients without a word.
+They never return logits or a ``ModelOutput``: DeepSpeed hooks every tensor that a wrapped module returns, and a second
+differentiable output silently halves ZeRO-1/2 gradients.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from alignment.models.packing import PackingCheck
 
 
 class ScorerOutput(NamedTuple):
-    """What a scorer makes of N chosen positions.
+    """The output of a scorer for N selected positions.
 
     Attributes:
-        scores: (N,) fp32, with graph: the log-probs of the targets, or rewards.
-        aux_loss: 0-dim, with graph; 0 for a dense model.
-        stats: of each position's distribution, without graph; None unless asked for.
+        scores: (N,) fp32, differentiable: the log-probs of the targets, or rewards.
+        aux_loss: 0-dim, differentiable; 0 for a dense model.
+        stats: statistics of each position's distribution, detached; None unless requested.
     """
 
     scores: Tensor
@@ -43,36 +43,40 @@ class ScorerOutput(NamedTuple):
 
 
 class Scorer(nn.Module):
-    """A model that scores chosen positions of token sequences, one number for each."""
+    """A model that computes one score for each selected position of token sequences."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        # Re-entrant checkpointing would finish each weight's gradient once per pass, and ZeRO-1 and 2 take only one.
+        # Reentrant checkpointing would complete each weight's gradient once per block of rows, but ZeRO-1 and 2 reduce
+        # it only once.
         self.one_pass = False
         self.packing = PackingCheck()
 
     @property
     def reads_mask(self) -> bool:
-        """Whether :meth:`forward` reads the attention mask; where it does not, None may take its place."""
+        """Whether :meth:`forward` uses the attention mask. If not, the mask may be None."""
         return True
 
 
 class DecoderScorer(Scorer):
-    """A decoder whose hidden states at chosen positions are scored; a subclass says how.
+    """Base class of scorers that score a decoder's hidden states at selected positions.
 
     Args:
         model: the Hugging Face model.
         router_aux_loss: compute the load-balancing loss of a mixture-of-experts model.
 
     Raises:
-        ModelError: the model has no part that gives hidden states.
+        ModelError: the model has no decoder submodule.
     """
 
     def __init__(self, model: PreTrainedModel, router_aux_loss: bool = False) -> None:
         super().__init__(model)
         if decoder_of(model) is None:
-            raise ModelError(f"model {type(model).__name__} ({model.config.model_type}) has no decoder of its own")
+            raise ModelError(
+                f"model {type(model).__name__} ({model.config.model_type}) is not supported: it has no decoder "
+                "submodule"
+            )
         self.balancing_loss = balancing_loss(model) if router_aux_loss else None
 
     @property
@@ -89,25 +93,26 @@ class DecoderScorer(Scorer):
         stats: bool = False,
         blocks: tuple[tuple[int, int], ...] = (),
     ) -> ScorerOutput:
-        """Score the hidden states at ``positions``; log-probs are those of the tokens ``targets``.
+        """Score the hidden states at ``positions``. Log-probs are those of the tokens ``targets``.
 
         Args:
             input_ids: (B, T) int64, padded on the right.
-            attention_mask: (B, T) int64, 1 on real tokens; only a balancing loss reads it, see :attr:`reads_mask`.
-            positions: (N,) int64 into the flattened (B*T) hidden states: for log-probs the position *before* each
-                target, for a reward that of the sequence's last token.
-            targets: (N,) int64 token ids.
-            longest: the largest N of any rank for this micro-batch.
-            stats: measure each token's distribution as well, where there is one.
-            blocks: ``(rows, width)`` of consecutive rows that go through the model on their own, without the padding
-                right of their width; none: all rows at once, as a balancing loss needs them.
+            attention_mask: (B, T) int64, 1 for tokens and 0 for padding; only used by a load-balancing loss, see
+                :attr:`reads_mask`.
+            positions: (N,) int64 indices into the flattened (B*T) hidden states: for log-probs the position *before*
+                each target, for rewards the position of the sequence's last token.
+            targets: (N,) int64 token IDs.
+            longest: largest N on any rank for this micro-batch.
+            stats: whether to compute statistics of each token's distribution; ignored for rewards.
+            blocks: ``(rows, width)`` of groups of consecutive rows that are passed through the model separately,
+                without the padding beyond their width. Empty: all rows together, as a load-balancing loss requires.
         """
         if self.balancing_loss is not None or self.one_pass or not blocks:
             blocks = ((input_ids.shape[0], input_ids.shape[1]),)
         moe = {} if self.balancing_loss is None else {"output_router_logits": True}
-        # Without a mask attention takes its causal fast path. With padding on the right nothing that is scored can see
-        # a pad, so the mask would change no number; only the balancing loss needs to know which tokens are real.
-        decoder = decoder_of(self.model)  # not kept: it would be a module of two names
+        # Without a mask, attention takes its causal fast path. With padding on the right, no scored position attends
+        # to a pad token, so the mask would not change any score; only the load-balancing loss needs it.
+        decoder = decoder_of(self.model)  # not an attribute: the module would be registered under two names
         assert decoder is not None
         parts = []
         for rows, (_, width) in zip(input_ids.split([count for count, _ in blocks]), blocks):
@@ -125,16 +130,16 @@ class DecoderScorer(Scorer):
 
     @abstractmethod
     def _scores(self, states: Tensor, targets: Tensor, longest: int, stats: bool) -> Scored:
-        """(N, H) hidden states -> (N,) scores in fp32, and statistics if asked for and there are any."""
+        """Map (N, H) hidden states to (N,) fp32 scores, and statistics if requested and available."""
 
 
 class CompletionScorer(DecoderScorer):
-    """A causal language model that scores chosen positions instead of returning logits.
+    """A causal language model that returns log-probs at selected positions instead of logits.
 
     Args:
-        model: the Hugging Face model; its head is replaced by a :class:`~alignment.models.head.LogProbHead`.
-        router_aux_loss: as for :class:`DecoderScorer`.
-        tile_bytes: budget of the head's largest temporary.
+        model: the Hugging Face model; its head is replaced with a :class:`~alignment.models.head.LogProbHead`.
+        router_aux_loss: see :class:`DecoderScorer`.
+        tile_bytes: maximum size of the head's largest temporary tensor, in bytes.
     """
 
     def __init__(
@@ -153,7 +158,7 @@ class CompletionScorer(DecoderScorer):
 
 
 def balancing_loss(model: PreTrainedModel) -> Callable[[tuple[Tensor, ...], Tensor], Tensor]:
-    """The load-balancing loss that the model's own modelling file defines, as a function of router logits and mask.
+    """Return the load-balancing loss of the model's modeling file, as a function of router logits and mask.
 
     Raises:
         OptionError: the model is not a mixture of experts with a ``load_balancing_loss_func``.

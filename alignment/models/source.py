@@ -1,4 +1,4 @@
-"""A model as the user gave it, a path or a live object, looked at before anything is loaded."""
+"""Validate a model that the user passed, a path or a live object, before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -36,37 +36,37 @@ def read_config(
     init_kwargs: dict[str, Any] | None = None,
     task: Task = CAUSAL_LM,
 ) -> PretrainedConfig:
-    """The configuration of a local folder or hub name, with the weights of a local folder checked for completeness.
+    """Read the configuration of a local folder or hub name, and check that a local folder's weights are complete.
 
     Raises:
-        ModelError: no such model, one that cannot be loaded as ``task``, or torn weights.
-        OptionError: a further argument that contradicts ``task``.
+        ModelError: the model does not exist or cannot be loaded as ``task``, or its weights are truncated.
+        OptionError: an entry of ``init_kwargs`` contradicts ``task``.
     """
     for name, value in task.arguments.items():
         if (init_kwargs or {}).get(name, value) != value:
             given = (init_kwargs or {})[name]
-            raise OptionError(f"{key}: {path!r} with {name}={given!r}: must be {value!r} here; leave {name} out")
+            raise OptionError(f"{key}: {path!r} with {name}={given!r}: {name} must be {value!r}; remove {name}")
     if path.startswith((".", "/", "~")) and not Path(path).exists():
-        raise ModelError(f"{key}: {path!r}: no such folder; set {key} to one that exists, or to a hub name")
+        raise ModelError(f"{key}: folder {path!r} does not exist; set {key} to an existing folder or a hub name")
     try:
-        # The further arguments may set values of the configuration; those that are the model's own come back.
+        # init_kwargs may override values of the configuration; the other arguments are returned unused.
         config, _ = AutoConfig.from_pretrained(
             path, trust_remote_code=trust_remote_code, return_unused_kwargs=True, **(init_kwargs or {})
         )
-    except Exception as error:  # each library has its own classes for one broken file
+    except Exception as error:  # every library raises its own classes for a corrupt file
         if asks_for_trust(error):
             raise ModelError(
-                f"{key}: {path!r} comes with custom code, Python files of its own, which is not run; set "
+                f"{key}: {path!r} contains custom code (Python files), which is not run by default; set "
                 "trust_remote_code: true if you trust it"
             ) from error
         if (Path(path) / "adapter_config.json").is_file() and not (Path(path) / "config.json").exists():
             raise ModelError(
-                f"{key}: {path!r} holds adapters and no model; set {key} to their base model, and "
-                "adapter_name_or_path to them"
+                f"{key}: {path!r} contains adapters but no model; set {key} to their base model and "
+                f"adapter_name_or_path to {path!r}"
             ) from error
-        raise ModelError(f"{key}: {path!r} has no usable configuration: {first_line(error)}") from error
+        raise ModelError(f"{key}: the configuration of {path!r} could not be loaded: {first_line(error)}") from error
     if config.is_encoder_decoder:
-        raise ModelError(f"{key}: {path!r} is an encoder-decoder model; only decoder-only ones are supported")
+        raise ModelError(f"{key}: {path!r} is an encoder-decoder model; only decoder-only models are supported")
     if not task.knows(config, trust_remote_code):
         raise ModelError(f"{key}: {path!r} is a {config.model_type} model, which is not a {task.noun}")
     task.check_config(config, f"{key}: {path!r}")
@@ -76,34 +76,37 @@ def read_config(
 
 
 def check_weights(folder: Path, key: str) -> None:
-    """Open every weight file of ``folder`` and let its header be compared with its length; read no weights.
+    """Check that every weight file of ``folder`` has the length its header states, without reading the weights.
 
     Raises:
-        ModelError: a file is missing, torn or empty, or the folder holds no weights at all.
+        ModelError: a file is missing, truncated or empty, or the folder contains no weights.
     """
     index = folder / "model.safetensors.index.json"
     files = _indexed(index, key) if index.is_file() else sorted(file.name for file in folder.glob("*.safetensors"))
     older = sorted(folder.glob("pytorch_model*.bin"))
     if not files and not older:
-        raise ModelError(f"{key}: {folder} holds no weights (*.safetensors)")
+        raise ModelError(f"{key}: {folder} contains no weights (*.safetensors); copy or download the model again")
     for name in files:
         try:
             with safe_open(folder / name, framework="pt"):
                 pass
         except FileNotFoundError as error:
-            raise ModelError(f"{key}: {folder / name} is named in {index.name} but missing") from error
+            raise ModelError(
+                f"{key}: {folder / name} is listed in {index.name} but missing; copy or download it again"
+            ) from error
         except (SafetensorError, OSError) as error:
             raise _torn(key, folder / name, error) from error
     for file in older if not files else ():
-        # A zip's directory lies at its end; torch's format before that was no zip, and cannot be checked unread.
+        # A zip file has its directory at the end. torch's older format is not a zip file; checking it means reading
+        # it.
         with file.open("rb") as opened:
             start = opened.read(2)
         if start in (b"PK", b"") and not zipfile.is_zipfile(file):
-            raise _torn(key, file, "its end is missing")
+            raise _torn(key, file, "the end of the file is missing")
 
 
 def _indexed(index: Path, key: str) -> list[str]:
-    """The files that an index names."""
+    """Return the files listed in an index."""
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         return sorted(os.fspath(name) for name in names)
@@ -113,14 +116,12 @@ def _indexed(index: Path, key: str) -> list[str]:
 
 def _torn(key: str, file: Path, reason: object) -> ModelError:
     if _is_pointer(file):
-        return ModelError(
-            f"{key}: {file} is a pointer of Git LFS, not the file itself; run `git lfs pull` in its folder"
-        )
-    return ModelError(f"{key}: {file} is torn ({reason}); copy or download the file again")
+        return ModelError(f"{key}: {file} is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder")
+    return ModelError(f"{key}: {file} is truncated or corrupt ({reason}); copy or download it again")
 
 
 def _is_pointer(file: Path) -> bool:
-    """Whether a file is what a clone without Git LFS has in its place."""
+    """Return whether a file is a Git LFS pointer, as in a clone made without Git LFS."""
     try:
         with file.open("rb") as opened:
             return opened.read(len(_LFS)) == _LFS
@@ -129,25 +130,32 @@ def _is_pointer(file: Path) -> bool:
 
 
 def check_positions(config: PretrainedConfig, max_length: int | None) -> None:
-    """Refuse sequences longer than the model's positions.
+    """Check ``max_length`` against the model's ``max_position_embeddings``.
 
     Raises:
-        OptionError: with the number to set.
+        OptionError: ``max_length`` is larger.
     """
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if max_length is not None and positions and max_length > positions:
         raise OptionError(
-            f"max_length: {max_length} is more than the model's {positions} positions; set max_length: {positions}"
+            f"max_length: {max_length} is too large: the model supports at most {positions} positions "
+            f"(max_position_embeddings); set max_length: {positions}"
         )
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A path or hub name, or a live object. ``config`` is known before it is loaded.
+    """A model given by path or hub name, or as a live object.
 
-    ``quantization`` is how its weights are kept; it is planned once the engine is known. ``merged``: adapters were
-    merged into the live model, which is thus no longer what its name says. ``vocabulary``: what a model that is loaded
-    gets of it, and a live one has got.
+    Attributes:
+        path: folder or hub name; None for a live model.
+        live: the live model, if any.
+        config: its configuration, read before the weights are loaded.
+        init_kwargs: arguments for ``from_pretrained``.
+        task: what the model is loaded as.
+        quantization: how its weights are quantized, planned once the engine is known.
+        merged: whether adapters were merged into the live model, so that its name no longer identifies it.
+        vocabulary: changes to its vocabulary, applied when the model is loaded; a live model already has them.
     """
 
     path: str | None
@@ -161,7 +169,7 @@ class ModelSource:
 
     @property
     def name(self) -> str:
-        """For messages and default folder names."""
+        """The model's name in messages and default folder names."""
         return self.path or self.config.name_or_path or type(self.live).__name__
 
     def load(
@@ -172,11 +180,13 @@ class ModelSource:
         device: torch.device,
         tell: Callable[[str], None] = lambda line: None,
     ) -> PreTrainedModel:
-        """The live object, or a model loaded for an engine with ``ds_config``; ``device`` and ``tell`` as for
-        :func:`load_model`. With the layer kernels that the options ask for, where there are any for its type.
+        """Return the live object, or load the model for an engine with ``ds_config``.
+
+        Liger kernels are applied if the options request them and Liger supports the model type. For ``device`` and
+        ``tell``, see :func:`load_model`.
         """
         model = self._loaded(options, dtype, ds_config, device, tell)
-        # A reward model of a type without kernels goes without; any other model was refused.
+        # Only a reward model can have a type without kernels; other models have been rejected before.
         if options.use_liger_kernel and liger_type(self.config) is not None:
             put_liger_kernels(model, options.liger_kernel_config)
         return model
@@ -212,7 +222,7 @@ class ModelSource:
         return model
 
     def knowing(self, vocabulary: Vocabulary) -> ModelSource:
-        """The same model with another vocabulary: written into a live one, in place; others get it when loaded."""
+        """Return the model with another vocabulary. A live model is changed in place, others when they are loaded."""
         if self.live is not None:
             vocabulary.put_on(self.live)
             return replace(self, vocabulary=vocabulary)
@@ -221,16 +231,16 @@ class ModelSource:
         return replace(self, config=config, vocabulary=vocabulary)
 
     def tokenizer(self, given: Any, key: str, trust_remote_code: bool) -> Any:
-        """The tokenizer that was given by the argument ``key``, or the model's own.
+        """Return the tokenizer passed as the argument ``key``, or load the model's own.
 
         Raises:
-            ModelError: the model's folder has none, or what was given is not one.
+            ModelError: the model has no tokenizer, or ``given`` is not a working tokenizer.
         """
         if given is None:
             kwargs = {name: self.init_kwargs[name] for name in _FOR_TOKENIZERS if name in self.init_kwargs}
             try:
                 given = AutoTokenizer.from_pretrained(self.name, trust_remote_code=trust_remote_code, **kwargs)
-            except Exception as error:  # each library has its own classes for one broken file
+            except Exception as error:  # every library raises its own classes for a corrupt file
                 raise ModelError(
                     f"{key}: no tokenizer could be loaded from {self.name!r}: {first_line(error)}"
                 ) from error
@@ -238,15 +248,15 @@ class ModelSource:
             raise ModelError(f"{key}: {type(given).__name__} is not a transformers tokenizer")
         try:
             given("a")
-        except Exception as error:  # such as a setting of another type, which nothing has read so far
+        except Exception as error:  # such as a setting of the wrong type that has not been read yet
             raise ModelError(f"{key}: the tokenizer of {self.name!r} does not work: {first_line(error)}") from error
         return given
 
 
 def widened(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A live model for a run that computes in ``dtype``: 16-bit weights become fp32 ones, in place, if need be.
+    """Cast a live model's 16-bit weights to fp32, in place, if the run computes in fp32.
 
-    The other direction is the engine's: it casts parameters to its compute dtype and leaves fp32 buffers alone.
+    The engine handles the other direction: it casts parameters to its compute dtype and does not cast fp32 buffers.
     """
     return model.to(dtype) if dtype == torch.float32 and model.dtype != dtype else model
 
@@ -258,10 +268,10 @@ def model_source(
     init_kwargs: dict[str, Any] | None = None,
     task: Task = CAUSAL_LM,
 ) -> ModelSource:
-    """Look at a path or object without loading anything.
+    """Validate a path or a live model without loading weights.
 
     Raises:
-        ModelError: it is neither, or cannot be used as ``task``.
+        ModelError: ``value`` is neither a path nor a model, or cannot be used as ``task``.
     """
     kwargs = init_kwargs or {}
     if isinstance(value, str):
@@ -277,7 +287,7 @@ def model_source(
         raise ModelError(f"{key}: {type(value).__name__} is neither a path nor a transformers model")
     if value.config.is_encoder_decoder:
         raise ModelError(
-            f"{key}: {type(value).__name__} is an encoder-decoder model; only decoder-only ones are supported"
+            f"{key}: {type(value).__name__} is an encoder-decoder model; only decoder-only models are supported"
         )
     task.check_live(value, key)
     return ModelSource(None, value, value.config, kwargs, task)

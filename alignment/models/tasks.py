@@ -1,7 +1,7 @@
-"""What a checkpoint is loaded as: a causal language model, or a sequence classifier with one label.
+"""The tasks for which a checkpoint is loaded: causal language modeling, and sequence classification with one label.
 
-Everything that differs between the two before and while weights are loaded is here: which transformers class loads
-them, which configurations and live models can be one, which weights may be missing, and what scores it.
+A task determines which transformers class loads the checkpoint, which configurations and live models are accepted,
+which weights may be missing, and which scorer wraps the model.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from alignment.models.classifier import (
 )
 from alignment.models.scorer import CompletionScorer, Scorer
 
-SCORED_LABELS = 2  # of a classifier that scores: its score is the logit of the first label
+SCORED_LABELS = 2  # largest number of labels for scoring; the score is the logit of the first label
 Check = Callable[[PretrainedConfig, str], None]
 LiveCheck = Callable[[PreTrainedModel, str], None]
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a model is loaded as and how it is scored.
+    """How a model is loaded and scored.
 
     Attributes:
-        noun: for messages.
-        auto: transformers' class that loads it.
-        mapping: the configurations that ``auto`` knows.
-        scorer: (model, whether to compute a balancing loss) -> the module that an engine wraps.
-        check_scorer: compares the scorer on its device with the model's own forward.
-        check_config: refuses a configuration that cannot be it, and completes one that can; named by the second
-            argument.
-        check_live: refuses a live model that is not it.
-        arguments: for ``from_pretrained``.
-        new: the first part of the names of parameters that begin anew where a checkpoint lacks them.
-        lacks: what to do about any other parameter that is missing.
+        noun: name of the task's models in messages.
+        auto: transformers class that loads them.
+        mapping: configuration classes supported by ``auto``.
+        scorer: (model, whether to compute a load-balancing loss) -> the module that an engine wraps.
+        check_scorer: compares the scorer on its device with the model's own forward pass.
+        check_config: rejects an unsupported configuration and completes a supported one; the second argument names
+            the model in messages.
+        check_live: rejects an unsupported live model.
+        arguments: arguments for ``from_pretrained``.
+        new: prefix of the parameters that are newly initialized if the checkpoint does not have them.
+        lacks: message for any other missing parameter.
     """
 
     noun: str
@@ -65,20 +65,20 @@ class Task:
     check_live: LiveCheck = lambda model, named: None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     new: str | None = None
-    lacks: str = "which would start at random; copy or download the folder again"
+    lacks: str = "copy or download the folder again"
 
     def knows(self, config: PretrainedConfig, trust_remote_code: bool) -> bool:
-        """Whether a model with this configuration can be loaded as this."""
+        """Return whether a model with this configuration can be loaded for this task."""
         remote = self.auto.__name__ in (getattr(config, "auto_map", None) or {})
         return type(config) in self.mapping or (trust_remote_code and remote)
 
     def of(self, config: PretrainedConfig) -> Task:
-        """The task of one checkpoint, which has as many labels as it was saved with."""
+        """Return the task for a checkpoint, with the number of labels in its configuration."""
         labels = {"num_labels": config.num_labels} if "num_labels" in self.arguments else {}
         return replace(self, arguments={**self.arguments, **labels})
 
     def is_new(self, parameter: str) -> bool:
-        """Whether this parameter may be missing from a checkpoint."""
+        """Return whether this parameter may be missing from a checkpoint."""
         return self.new is not None and parameter.startswith(f"{self.new}.")
 
 
@@ -102,18 +102,18 @@ CAUSAL_LM = Task(
 def _check_labels(labels: int, named: str, most: int = 1) -> None:
     if not 1 <= labels <= most:
         raise ModelError(
-            f"{named} has num_labels={labels}, and a reward model has 1; train one with method reward from a causal "
-            "language model"
+            f"{named} has num_labels={labels}, but a reward model must have 1; train one from a causal language model "
+            "with method reward"
         )
 
 
 def is_classifier(config: PretrainedConfig) -> bool:
-    """Whether a checkpoint was saved as a sequence classifier."""
+    """Return whether a checkpoint was saved as a sequence classifier."""
     return any("SequenceClassification" in name for name in config.architectures or ())
 
 
 def _completed(config: PretrainedConfig, named: str) -> None:
-    """A checkpoint that is no classifier yet will be one with one label; its own number of them is a default."""
+    """Validate a classifier's number of labels, or set it to 1 for a checkpoint of another kind."""
     if is_classifier(config):
         _check_labels(config.num_labels, named)
     else:
@@ -121,20 +121,23 @@ def _completed(config: PretrainedConfig, named: str) -> None:
 
 
 def _check_scored(config: PretrainedConfig, named: str) -> None:
-    """A configuration to score with."""
+    """Validate the configuration of a model that is used for scoring."""
     if is_classifier(config):
         _check_labels(config.num_labels, named, most=SCORED_LABELS)
         return
     if config.architectures:
         raise ModelError(
-            f"{named} is a {config.architectures[0]}: its weights lack {HEAD}.weight, the head of a reward model; "
-            "train one with method reward"
+            f"{named} is a {config.architectures[0]} without {HEAD}.weight, the head of a reward model; train a "
+            "reward model with method reward"
         )
     _completed(config, named)
 
 
 def _check_trained(config: PretrainedConfig, named: str) -> None:
-    """A configuration to train from. Its classifier is built without memory; code from elsewhere is not run for it."""
+    """Validate the configuration of a model to train.
+
+    Its classifier is built on the meta device; no remote code runs.
+    """
     _completed(config, named)
     if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         with torch.device("meta"):
@@ -144,15 +147,15 @@ def _check_trained(config: PretrainedConfig, named: str) -> None:
 def _check_decoder(model: PreTrainedModel, named: str) -> None:
     if not reads_last_token(model):
         raise ModelError(
-            f"{named} is a {model.config.model_type} model, whose {type(model).__name__} does not score the last "
-            "token of a decoder: it can be scored with, but not trained; start from a decoder such as Llama or Qwen"
+            f"{named} is a {model.config.model_type} model: {type(model).__name__} does not score the last token of a "
+            "decoder, so it can be used for scoring but not trained; use a decoder such as Llama or Qwen"
         )
 
 
 def _check_live_scored(model: PreTrainedModel, named: str) -> None:
     if linear_head(model) is None and "SequenceClassification" not in type(model).__name__:
         raise ModelError(
-            f"{named}: {type(model).__name__} is no sequence classifier; pass its path, or load it with "
+            f"{named}: {type(model).__name__} is not a sequence classifier; pass its path, or load it with "
             "AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)"
         )
     _check_labels(model.config.num_labels, f"{named}: {type(model).__name__}", most=SCORED_LABELS)
@@ -163,7 +166,7 @@ def _check_live_trained(model: PreTrainedModel, named: str) -> None:
     _check_decoder(model, named)
 
 
-# To score with: every weight is there.
+# For scoring: no weight may be missing.
 CLASSIFIER = Task(
     noun="sequence classifier",
     auto=AutoModelForSequenceClassification,
@@ -173,7 +176,7 @@ CLASSIFIER = Task(
     check_config=_check_scored,
     check_live=_check_live_scored,
     arguments={"num_labels": 1},
-    lacks="which would start at random; train a reward model with method reward",
+    lacks="train a reward model with method reward",
 )
 
 
@@ -182,7 +185,7 @@ def _trained_scorer(model: PreTrainedModel, router_aux_loss: bool) -> RewardScor
     return RewardScorer(model, router_aux_loss)
 
 
-# To train: a causal language model or a classifier, whose head may be new.
+# For training: a causal language model or a classifier; the head may be missing.
 REWARD_MODEL = replace(
     CLASSIFIER,
     scorer=_trained_scorer,

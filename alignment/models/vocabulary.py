@@ -1,7 +1,8 @@
-"""More tokens than a model was made with: those of another tokenizer's chat template, and embeddings for them.
+"""Add tokens to a model's vocabulary: those of another tokenizer's chat template, and embeddings for them.
 
-New rows begin as the mean of the old ones, which needs no random numbers: they are the same on every rank, at every
-ZeRO stage and in every run. transformers' ``mean_resizing`` draws them around it, with 1e-9 of the rows' covariance.
+New embeddings are initialized with the mean of the existing ones. Without random numbers, they are the same on every
+rank, at every ZeRO stage and in every run. (``mean_resizing`` of transformers samples around the mean, with 1e-9 of
+the embeddings' covariance.)
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from transformers import AddedToken, PretrainedConfig, PreTrainedModel
 from alignment.internals.deepspeed_zero3 import is_partitioned
 from alignment.internals.transformers import loading
 
-MULTIPLE = 64  # to which rows of embeddings are rounded up, as in TRL
+MULTIPLE = 64  # the number of embeddings is rounded up to a multiple of this, as in TRL
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What changes of a model with its tokenizer.
+    """Changes to a model's vocabulary.
 
     Attributes:
-        rows: of the embeddings; None: as many as there are.
-        new: ids of tokens that the model has not been trained on.
-        eos: id of the token that ends a text, for the configurations; None: theirs.
+        rows: number of rows of the embedding matrix; None: unchanged.
+        new: IDs of tokens that the model has not been trained on.
+        eos: ID of the end-of-sequence token to write into the configurations; None: unchanged.
     """
 
     rows: int | None = None
@@ -38,18 +39,18 @@ class Vocabulary:
         return self != Vocabulary()
 
     def note_in(self, config: PretrainedConfig) -> None:
-        """Write it into the configuration of a model that is not loaded yet."""
+        """Write the changes into the configuration of a model that is not loaded yet."""
         if self.rows is not None:
             config.get_text_config().vocab_size = self.rows
         if self.eos is not None:
             config.get_text_config().eos_token_id = config.eos_token_id = self.eos
 
     def put_on(self, model: PreTrainedModel) -> None:
-        """Resize a model's embeddings in place, whole or partitioned by ZeRO-3, and write its configurations."""
+        """Resize a model's embeddings in place, partitioned by ZeRO-3 or not, and update its configurations."""
         if self.rows is not None:
             resize(model, self.rows)
         self.note_in(model.config)
-        generation = getattr(model, "generation_config", None)  # a classifier generates nothing
+        generation = getattr(model, "generation_config", None)  # classifiers have none
         if self.eos is not None and generation is not None:
             ends = generation.eos_token_id
             others = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
@@ -58,7 +59,7 @@ class Vocabulary:
 
 
 def take_template(tokenizer: Any, source: Any) -> list[str]:
-    """Give a tokenizer the chat template of another one, with its EOS token and the tokens that are new, in place.
+    """Copy another tokenizer's chat template, EOS token and missing added tokens to a tokenizer, in place.
 
     Returns:
         The tokens that were added.
@@ -73,9 +74,9 @@ def take_template(tokenizer: Any, source: Any) -> list[str]:
 
 
 def fill_up(tokenizer: Any, rows: int) -> list[str]:
-    """Add unused tokens until there is one for every row of the embeddings; return them.
+    """Add unused tokens until every row of the embedding matrix has a token, and return them.
 
-    PEFT resizes a base to the number of tokens of the tokenizer that lies beside adapters.
+    PEFT resizes a base model to the number of tokens of the tokenizer that is stored with the adapters.
     """
     known = tokenizer.get_vocab()
     unused = (name for name in map("<extra_id_{}>".format, itertools.count()) if name not in known)
@@ -85,16 +86,16 @@ def fill_up(tokenizer: Any, rows: int) -> list[str]:
 
 
 def rounded_up(tokens: int, multiple: int | None = MULTIPLE) -> int:
-    """The rows of embeddings for so many tokens."""
+    """Return the number of rows of the embedding matrix for this number of tokens."""
     return tokens if multiple is None else -(-tokens // multiple) * multiple
 
 
 def resize(model: PreTrainedModel, rows: int) -> None:
-    """Give a model's embeddings, and its head, so many rows; those that are new begin as the mean of the others.
+    """Resize a model's embeddings and head to ``rows`` rows. New rows are initialized with the mean of the others.
 
-    Under ZeRO-3 the new parameters are whole on every rank, until an engine divides them.
+    Under ZeRO-3 the new parameters are replicated on every rank until an engine partitions them.
     """
-    before = int(model.get_input_embeddings().num_embeddings)  # true also where ZeRO-3 has divided the rows
+    before = int(model.get_input_embeddings().num_embeddings)  # correct under ZeRO-3 as well
     if rows == before:
         return
     divided = any(map(is_partitioned, model.parameters()))

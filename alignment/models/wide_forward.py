@@ -1,7 +1,7 @@
-"""Running a 16-bit model in fp32 without a second copy of it: a layer's weights are widened while it runs.
+"""Run a 16-bit model in fp32 without a second copy of it, by upcasting each layer's weights while it runs.
 
-What two sets of weights compute is compared to fp32 rounding that way, on any host, and not to the 16-bit rounding of
-every activation, which is larger than many a difference that matters.
+The outputs of two sets of weights can then be compared on any host to fp32 precision. The 16-bit rounding of every
+activation could be larger than the difference of interest.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 @contextlib.contextmanager
 def computing_in_fp32(model: nn.Module) -> Iterator[None]:
-    """Within this context the model computes in fp32; its weights are bitwise the same afterwards.
+    """Compute in fp32 within this context. The weights are bitwise identical afterwards.
 
-    Peak memory is the model and one of its decoder layers (or its embedding) in fp32.
+    Peak memory is that of the model plus one of its decoder layers (or its embedding) in fp32.
     """
     with contextlib.ExitStack() as hooks:
         for unit in _units(model):
@@ -38,14 +38,14 @@ def computing_in_fp32(model: nn.Module) -> Iterator[None]:
                     parameter.data = narrow
                 widened.clear()
 
-            hooks.callback(restore, unit)  # where a forward failed
+            hooks.callback(restore, unit)  # if a forward pass failed
             hooks.callback(unit.register_forward_pre_hook(widen).remove)
             hooks.callback(unit.register_forward_hook(restore).remove)
         yield
 
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:
-    """What is widened at once: an element of a list of layers, an adapted layer, or a module with its own weights."""
+    """Yield the modules to upcast one at a time: decoder layers, adapted layers and modules with their own weights."""
     for child in module.children():
         own = any(True for _ in child.parameters(recurse=False))
         if own or isinstance(module, nn.ModuleList) or isinstance(child, BaseTunerLayer):

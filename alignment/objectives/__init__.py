@@ -1,5 +1,5 @@
 """Pure loss functions: tensors in, per-row losses and detached rewards out.
 
-Nothing here knows of engines, ranks, batches or files. Every function returns one value per row, never a mean: that of
-a window is taken over all micro-batches and ranks at once by whoever holds the counts.
+They are independent of engines, ranks, batches and files. Every function returns one value per row, never a mean; the
+caller computes the mean of a window over all its micro-batches and ranks.
 """

@@ -1,4 +1,4 @@
-"""Contrastive preference optimisation (CPO) and its reference-free relatives.
+"""Contrastive Preference Optimization (CPO) and related reference-free losses.
 
 CPO: Xu et al., https://arxiv.org/abs/2401.08417. SimPO: Meng et al., https://arxiv.org/abs/2405.14734.
 AlphaPO: Gupta et al., https://arxiv.org/abs/2501.03884. IPO: Azar et al., https://arxiv.org/abs/2310.12036.
@@ -18,7 +18,7 @@ LENGTH_NORMALISED = frozenset({"ipo", "simpo", "alphapo"})
 
 
 class CPOLoss(NamedTuple):
-    """Per-pair results: ``losses`` (P,) with gradient, the preference part only; the rewards (P,) are detached."""
+    """Per-pair results: ``losses`` (P,), differentiable, without the NLL term; the rewards (P,) are detached."""
 
     losses: Tensor
     chosen_rewards: Tensor
@@ -26,10 +26,10 @@ class CPOLoss(NamedTuple):
 
 
 def alpha_reward(mean_logps: Tensor, alpha: float) -> Tensor:
-    """AlphaPO's reward shape ``(1 - p^-alpha) / alpha`` of the length-normalised likelihood p; log p at alpha 0."""
+    """AlphaPO's reward ``(1 - p^-alpha) / alpha`` of the length-normalized likelihood p; log p if alpha is 0."""
     if alpha == 0.0:
         return mean_logps
-    # expm1 keeps the digits that 1 - exp(...) loses for small alpha.
+    # expm1 avoids the loss of precision of 1 - exp(...) for small alpha.
     return -torch.expm1(-alpha * mean_logps) / alpha
 
 
@@ -45,21 +45,21 @@ def cpo_loss(
     simpo_gamma: float = 0.5,
     alpha: float = 0.0,
 ) -> CPOLoss:
-    """The preference loss of every pair. The NLL term (``cpo_alpha``) is ``nll``, weighted by the caller.
+    """Compute the preference loss of every pair. The caller adds the NLL term (``cpo_alpha`` times ``nll``).
 
     Args:
-        chosen_logps: (P,) summed completion log-probs of the chosen answers, with gradient.
-        rejected_logps: (P,) the same for the rejected ones.
-        chosen_lengths: (P,) completion tokens of the chosen answers.
-        rejected_lengths: (P,) completion tokens of the rejected ones.
+        chosen_logps: (P,) summed log-probs of the chosen completions, differentiable.
+        rejected_logps: (P,) summed log-probs of the rejected completions, differentiable.
+        chosen_lengths: (P,) number of tokens of the chosen completions.
+        rejected_lengths: (P,) number of tokens of the rejected completions.
         loss_type: one of :data:`CPO_LOSS_TYPES`. ``ipo``, ``simpo`` and ``alphapo`` use means over tokens.
-        beta: inverse temperature; for ``ipo`` its tau.
+        beta: inverse temperature; tau for ``ipo``.
         label_smoothing: probability that a pair's labels are swapped (``sigmoid``, ``simpo``, ``alphapo``).
         simpo_gamma: target reward margin of ``simpo`` and ``alphapo``.
-        alpha: AlphaPO's shape for ``simpo`` and ``alphapo``; other types must leave it 0.
+        alpha: AlphaPO's shape parameter for ``simpo`` and ``alphapo``; must be 0 for other types.
 
     Raises:
-        ValueError: unknown ``loss_type``, or ``alpha`` with a loss that sums log-probs.
+        ValueError: unknown ``loss_type``, or ``alpha`` with a loss on summed log-probs.
     """
     if loss_type not in CPO_LOSS_TYPES:
         raise ValueError(f"loss_type {loss_type!r} is not one of {', '.join(CPO_LOSS_TYPES)}")

@@ -1,9 +1,9 @@
-"""Direct preference optimisation (DPO), offline and online: pairs are compared by the policy's log-ratios.
+"""Direct Preference Optimization (DPO), offline and online: losses on the log-ratios of policy and reference.
 
 DPO: Rafailov et al., https://arxiv.org/abs/2305.18290. IPO: Azar et al., https://arxiv.org/abs/2310.12036.
 Hinge: SLiC, Zhao et al., https://arxiv.org/abs/2305.10425.
 Label smoothing (conservative DPO): Mitchell, https://ericmitchell.ai/cdpo.pdf.
-Online DPO, where the policy writes both answers of a pair: Guo et al., https://arxiv.org/abs/2402.04792.
+Online DPO, in which the policy generates both completions of a pair: Guo et al., https://arxiv.org/abs/2402.04792.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ DPO_LOSS_TYPES = ("sigmoid", "hinge", "ipo")
 
 
 class DPOResult(NamedTuple):
-    """Per-pair results: ``losses`` (P,) with gradient; the rewards (P,) are detached.
+    """Per-pair results: ``losses`` (P,), differentiable; the rewards (P,) are detached.
 
-    A reward is beta times the log-ratio of the whole answer, a sum over tokens for every loss, ``ipo`` included.
+    A reward is beta times the log-ratio of the completion, summed over its tokens for every loss, including ``ipo``.
     """
 
     losses: Tensor
@@ -39,22 +39,21 @@ def dpo_loss(
     label_smoothing: float = 0.0,
     lengths: tuple[Tensor, Tensor] | None = None,
 ) -> DPOResult:
-    """The preference loss of every pair, a function of its margin: the chosen log-ratio minus the rejected one.
+    """Compute the preference loss of every pair from its margin, the chosen log-ratio minus the rejected log-ratio.
 
     Args:
-        chosen_logps: (P,) summed completion log-probs of the chosen answers under the policy, with gradient.
-        rejected_logps: (P,) the same for the rejected ones.
-        ref_chosen_logps: (P,) the chosen answers under the reference.
-        ref_rejected_logps: (P,) the same for the rejected ones.
-        loss_type: one of :data:`DPO_LOSS_TYPES`. ``ipo`` pulls the margin to 1 / (2 beta).
-        beta: weight of the KL towards the reference; for ``ipo`` its tau.
+        chosen_logps: (P,) summed log-probs of the chosen completions under the policy, differentiable.
+        rejected_logps: (P,) summed log-probs of the rejected completions under the policy, differentiable.
+        ref_chosen_logps: (P,) summed log-probs of the chosen completions under the reference.
+        ref_rejected_logps: (P,) summed log-probs of the rejected completions under the reference.
+        loss_type: one of :data:`DPO_LOSS_TYPES`. ``ipo`` drives the margin to 1 / (2 beta).
+        beta: weight of the KL divergence from the reference; tau for ``ipo``.
         label_smoothing: probability that a pair's labels are swapped, below 0.5 (``sigmoid`` only).
-        lengths: (P,) completion tokens of the chosen answers and of the rejected ones, at least 1. With them ``ipo``
-            compares means over tokens, as offline DPO does; without, sums, as Online DPO does. Other losses ignore
-            them.
+        lengths: (P,) numbers of tokens of the chosen and of the rejected completions, at least 1. If given, ``ipo``
+            uses means over tokens, as in offline DPO; otherwise sums, as in Online DPO. Other losses ignore them.
 
     Raises:
-        ValueError: unknown ``loss_type``, or a ``label_smoothing`` that is out of range or without effect.
+        ValueError: unknown ``loss_type``, or a ``label_smoothing`` that is out of range or has no effect.
     """
     if loss_type not in DPO_LOSS_TYPES:
         raise ValueError(f"loss_type {loss_type!r} is not one of {', '.join(DPO_LOSS_TYPES)}")

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation (KTO) and its unpaired APO-zero variant.
+"""Kahneman-Tversky Optimization (KTO) and its variant, unpaired APO-zero.
 
 KTO: Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimization", https://arxiv.org/abs/2402.01306.
 APO-zero: D'Oosterlinck et al., "Anchored Preference Optimization", https://arxiv.org/abs/2408.06266 (unpaired form).
@@ -15,35 +15,35 @@ KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
 
 
 class KTOLoss(NamedTuple):
-    """Per-row results: ``losses`` (R,) with the gradient and the class weights in, ``rewards`` (R,) detached."""
+    """Per-row results: ``losses`` (R,), differentiable and with class weights applied; ``rewards`` (R,), detached."""
 
     losses: Tensor
     rewards: Tensor
 
 
 def kto_kl_sums(policy_kl_logps: Tensor, reference_kl_logps: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum and count of the log-ratios on mismatched completions, the ingredients of KTO's reference point z0.
+    """Return the sum and the number of the log-ratios of mismatched completions, for KTO's reference point z0.
 
     Args:
         policy_kl_logps: (R,) summed log-probs of each mismatched completion under the policy.
-        reference_kl_logps: (R,) the same under the reference.
+        reference_kl_logps: (R,) summed log-probs of each mismatched completion under the reference.
 
     Returns:
-        Two 0-dim tensors, detached: the sum and the number of rows. The caller adds them up over the micro-batches and
-        ranks of a window, for :func:`kto_kl`.
+        Two detached 0-dim tensors: the sum and the number of rows. The caller adds them up over the micro-batches and
+        ranks of a window and passes the totals to :func:`kto_kl`.
     """
     ratios = (policy_kl_logps - reference_kl_logps).detach()
     return ratios.sum(), ratios.new_full((), float(ratios.numel()))
 
 
 def kto_kl(total: Tensor, count: Tensor) -> Tensor:
-    """KTO's reference point z0: the mean log-ratio on the mismatched completions of a window, clamped at 0.
+    """Compute KTO's reference point z0: the mean log-ratio of a window's mismatched completions, clamped at 0.
 
-    The clamp comes last, over the whole window: one per batch would make a different, biased estimate.
+    The clamp is applied last, to the mean over the window: clamping per micro-batch would bias the estimate.
 
     Args:
         total: 0-dim, the sum of the log-ratios; see :func:`kto_kl_sums`.
-        count: 0-dim, their number; 0 gives 0.
+        count: 0-dim, their number; if 0, the result is 0.
     """
     return (total / count.clamp(min=1)).clamp(min=0)
 
@@ -59,11 +59,11 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> KTOLoss:
-    """KTO or APO-zero for every row.
+    """Compute the KTO or APO-zero loss of every row.
 
     Args:
-        policy_logps: (R,) summed completion log-probs under the policy, with gradient.
-        reference_logps: (R,) the same under the reference.
+        policy_logps: (R,) summed completion log-probs under the policy, differentiable.
+        reference_logps: (R,) summed completion log-probs under the reference.
         labels: (R,) bool, True for desirable rows.
         kl: 0-dim, the window's clamped KL estimate (not used by ``apo_zero_unpaired``).
         loss_type: ``"kto"`` or ``"apo_zero_unpaired"``.
@@ -84,6 +84,6 @@ def kto_loss(
     desirable = labels.to(log_ratios.dtype)
     sign = 2 * desirable - 1
     weights = desirable * desirable_weight + (1 - desirable) * undesirable_weight
-    # 1 - sigmoid(x) written as sigmoid(-x): no cancellation where the row is already learnt.
+    # sigmoid(-x) instead of 1 - sigmoid(x): no cancellation for rows that are already learned.
     losses = weights * torch.sigmoid(-sign * beta * (log_ratios - anchor))
     return KTOLoss(losses, beta * log_ratios.detach())

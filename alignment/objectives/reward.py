@@ -1,8 +1,8 @@
-"""The Bradley-Terry model of pairs, the objective of reward-model training.
+"""The Bradley-Terry loss for training reward models on pairs.
 
 Bradley and Terry, "Rank Analysis of Incomplete Block Designs", Biometrika 1952, https://doi.org/10.2307/2334029.
 Margins: Touvron et al., Llama 2, section 3.2.2, https://arxiv.org/abs/2307.09288.
-Centring: Eisenstein et al., "Helping or Herding?", https://arxiv.org/abs/2312.09244.
+Centering: Eisenstein et al., "Helping or Herding?", https://arxiv.org/abs/2312.09244.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class RewardResult(NamedTuple):
-    """Per-pair results: ``losses`` (P,) with gradient; the rewards (P,) are detached."""
+    """Per-pair results: ``losses`` (P,), differentiable; the rewards (P,) are detached."""
 
     losses: Tensor
     chosen_rewards: Tensor
@@ -24,13 +24,13 @@ class RewardResult(NamedTuple):
 def bradley_terry(
     chosen: Tensor, rejected: Tensor, margins: Tensor | None = None, center: float | None = None
 ) -> RewardResult:
-    """The negative log-likelihood that the chosen answer of every pair wins, as if it were worse by its margin.
+    """Compute the negative log-likelihood that the chosen completion of every pair wins by at least its margin.
 
     Args:
-        chosen: (P,) rewards of the chosen answers, with gradient.
-        rejected: (P,) the same for the rejected ones.
-        margins: (P,) by how much the chosen answers are better; None for 0.
-        center: weight of the square of a pair's sum of rewards, which keeps their mean at 0; None for none.
+        chosen: (P,) rewards of the chosen completions, differentiable.
+        rejected: (P,) rewards of the rejected completions, differentiable.
+        margins: (P,) margins by which the chosen completions are better; None for 0.
+        center: weight of a pair's squared sum of rewards, which keeps the mean reward near 0; None for no centering.
     """
     difference = chosen - rejected if margins is None else chosen - rejected - margins
     losses = -F.logsigmoid(difference)

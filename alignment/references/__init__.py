@@ -1,1 +1,1 @@
-"""Log-probs of the reference model, wherever they come from."""
+"""Log-probs of the reference model, for every placement."""

@@ -1,4 +1,4 @@
-"""A reference that is the policy itself: without its adapters, or with the frozen ones that it began with."""
+"""A reference computed with the policy's engine: with the adapters disabled, or with a frozen copy of them."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ from alignment.references.base import RowIds
 
 
 class AdapterReference:
-    """Asks the policy's engine, and lets every layer compute as in the policy as it was given.
+    """Computes log-probs of the initial policy with the policy's engine.
 
     Args:
-        policy: the engine that learns.
-        given: how the policy as given is computed with its weights.
+        policy: the policy's engine.
+        given: how the initial policy is computed with the policy's weights.
     """
 
     def __init__(self, policy: ScoringEngine, given: Given) -> None:
         self.policy, self.given = policy, given
 
     def sequence_logps(self, batch: Batch, ids: RowIds) -> Tensor:
-        """As :class:`~alignment.references.base.Reference` says."""
+        """See :class:`~alignment.references.base.Reference`."""
         with self.policy.inference(), computing_with(self.policy.scorer, self.given.adapter):
             return self.policy.sequence_scores(batch)
 
     def token_logps(self, batch: Batch, ids: RowIds) -> Tensor:
-        """As :class:`~alignment.references.base.Reference` says."""
+        """See :class:`~alignment.references.base.Reference`."""
         with self.policy.inference(), computing_with(self.policy.scorer, self.given.adapter):
             return self.policy.token_logps(batch)
 
     def close(self) -> None:
-        """Nothing to release: the engine is the policy's."""
+        """Do nothing: the engine belongs to the policy."""
 
 
 @dataclass(frozen=True)
 class AdapterReferencePlan:
-    """Such a reference as it is planned.
+    """The plan of an adapter reference.
 
     Attributes:
-        adapters: the policy's.
+        adapters: the policy's adapters.
     """
 
     adapters: Adapters
 
     def of(self, policy: ScoringEngine, given: Given) -> AdapterReference:
-        """The reference, checked once: before training, both compute the same. Collective.
+        """Create the reference and check that it equals the policy before training. Collective.
 
         Raises:
-            OptionError: they do not.
+            OptionError: the log-probs differ.
         """
         reference = AdapterReference(policy, given)
         if self.adapters.reference is None:
@@ -73,19 +73,19 @@ class AdapterReferencePlan:
             with computing_with(model, reference.given.adapter):
                 given = policy.scorer(*arguments).scores
         difference = float((now - given).abs().max())
-        exact = reference.given.adapter is not None  # a copy computes the same, to the bit or nearly
+        exact = reference.given.adapter is not None  # a copy computes (almost) bitwise identical results
         rounding = 1e-6 if exact else 1e-3 if model.dtype == torch.float32 else 0.15
         if not difference <= rounding * max(1.0, float(given.abs().max())):
             raise OptionError(
-                f"ref_placement: adapter: the policy's log-probs differ from the reference's by {difference:.3g} "
-                "before any training, so these adapters cannot be left out; set ref_placement to offload, sharded or "
-                "replica"
+                f"ref_placement: adapter: the log-probs of policy and reference differ by {difference:.3g} before "
+                "training, so the initial policy cannot be computed without these adapters; set ref_placement to "
+                "offload, sharded or replica"
             )
 
     def describe(self, given: Given | None) -> str:
-        """Whose log-probs, where they come from, and what that costs; for the line that a run begins with."""
+        """Describe the reference, its placement and its cost, in one line for the start of a run."""
         if self.adapters.reference is not None:
             return f"reference: the policy with its adapter {self.adapters.reference!r}, no second model"
         copied = not self.adapters.are_new if given is None else given.adapter is not None
-        how = "a frozen copy of its adapters" if copied else "its adapters off"
-        return f"reference: the policy as given, adapter ({how}, no second model)"
+        how = "a frozen copy of its adapters" if copied else "adapters disabled"
+        return f"reference: initial policy, adapter ({how}, no second model)"

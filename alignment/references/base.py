@@ -1,4 +1,4 @@
-"""What a method asks of a reference: log-probs of the sequences of a batch, which it may know by their rows."""
+"""The interface of references: log-probs of the sequences of a batch, which may be looked up by row."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from alignment.data.batching import Batch
 
 
 class RowIds(NamedTuple):
-    """Which rows the sequences of a batch are made of, for references that keep log-probs instead of a model.
+    """The rows from which the sequences of a batch were made, for references that store log-probs.
 
-    A row has one sequence for each of its completions, and one more if it has a partner: its own prompt with the
-    partner's completion. The sequences of a batch are in this order: the first completion of every row, the second of
-    every row, and so on, then those with partners.
+    A row has one sequence for each of its completions, and another one if it has a partner: its own prompt with the
+    partner's completion. The sequences of a batch are in this order: the first completion of every row, the second one
+    of every row, and so on, followed by those with partners.
 
     Attributes:
-        dataset: names the tokenised dataset; ``""`` for completions that are in no dataset.
-        rows: (R,) row numbers in it.
-        partners: (R,) row numbers of KTO's partners, -1 for a row without one; empty for methods that draw none.
+        dataset: name of the tokenized dataset; ``""`` for completions that are not in a dataset.
+        rows: (R,) row IDs in the dataset.
+        partners: (R,) row IDs of KTO's partners, -1 for a row without one; empty for methods without partners.
     """
 
     dataset: str
@@ -28,16 +28,16 @@ class RowIds(NamedTuple):
 
 
 class Reference(Protocol):
-    """A frozen model's log-probs. Every rank asks equally often."""
+    """Log-probs of a frozen model. All ranks must make the same number of calls."""
 
     def sequence_logps(self, batch: Batch, ids: RowIds) -> Tensor:
-        """(S,) fp32 sums of completion log-probs on the policy's device, without a graph."""
+        """Return (S,) fp32 summed completion log-probs on the policy's device, detached."""
         ...
 
     def token_logps(self, batch: Batch, ids: RowIds) -> Tensor:
-        """(N,) fp32 log-probs of the completion tokens in the order of ``batch.targets``, without a graph."""
+        """Return (N,) fp32 log-probs of the completion tokens in the order of ``batch.targets``, detached."""
         ...
 
     def close(self) -> None:
-        """Release what it holds."""
+        """Release its resources."""
         ...

@@ -1,4 +1,4 @@
-"""What a reference's log-probs depend on beside the rows: the content of its weights, not their name or age."""
+"""Identify a reference model by the content of its weights, not by name or timestamp, for precomputed log-probs."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from alignment.internals.deepspeed_zero3 import is_partitioned
 from alignment.models.adapters.record import Adapters
 from alignment.models.source import ModelSource
 
-# Weights, their indices, configurations and code; tokenizers are left out, for rows are known by their tokens.
+# Weights, their indices, configurations and code. Tokenizers are not needed, because rows are identified by tokens.
 _FILES = ("config.json", "adapter_config.json", "*.safetensors", "*.bin", "*.index.json", "*.py")
-_SETTLED_S = 2.0  # a file changed more recently than this may change again within one tick of its time stamp
+_SETTLED_S = 2.0  # a file that changed more recently may change again with the same timestamp
 
 
 def source_content(source: ModelSource, memory: Path, *, keep: bool) -> dict[str, Any]:
-    """What stands for a model's content: hashes of its files, the commit of a hub model, or a hash of a live one.
+    """Identify a model's content: by hashes of its files, by the commit of a hub model, or by a hash of a live model.
 
-    Collective where the model is live and partitioned; parameters are gathered one at a time.
+    Collective if the model is live and partitioned; parameters are gathered one at a time.
 
     Args:
         source: the model.
-        memory: a JSON file that remembers hashes of files by path, size and time stamp.
-        keep: whether this rank wants the result; the others get an empty dict.
+        memory: a JSON file that caches hashes of files by path, size and timestamp.
+        keep: whether this rank needs the result; other ranks get an empty dict.
     """
     if source.live is not None:
         return live_content(source.live, keep)
@@ -52,7 +52,7 @@ def source_content(source: ModelSource, memory: Path, *, keep: bool) -> dict[str
 
 
 def adapters_content(adapters: Adapters, memory: Path) -> dict[str, Any]:
-    """What stands for the adapters of a reference; live ones are among the parameters of :func:`live_content`."""
+    """Identify the adapters of a reference. Live adapters are included in :func:`live_content`."""
     if adapters.path is None:
         return {"name": adapters.name}
     folder = Path(adapters.path)
@@ -63,19 +63,19 @@ def adapters_content(adapters: Adapters, memory: Path) -> dict[str, Any]:
 
 
 def _commit(source: ModelSource) -> str:
-    """The commit of a hub model, whose configuration was loaded before and so is in the cache."""
+    """Return the commit of a hub model, whose configuration is in the cache because it was loaded before."""
     assert source.path is not None
     file = "/".join(part for part in (source.init_kwargs.get("subfolder", ""), "config.json") if part)
     return _cached_commit(source.path, file, source.init_kwargs)
 
 
 def hub_commit(path: str, file: str, kwargs: Mapping[str, Any]) -> str | None:
-    """The commit of a file that was loaded from the hub; None where it is not in the cache.
+    """Return the commit of a file that was loaded from the hub, or None if it is not in the cache.
 
     Args:
         path: name of the repository.
-        file: in it.
-        kwargs: of ``from_pretrained``: ``cache_dir`` and ``revision`` count.
+        file: path of the file in the repository.
+        kwargs: arguments of ``from_pretrained``, of which ``cache_dir`` and ``revision`` are used.
     """
     cached = try_to_load_from_cache(path, file, cache_dir=kwargs.get("cache_dir"), revision=kwargs.get("revision"))
     # …/snapshots/COMMIT/config.json
@@ -86,14 +86,14 @@ def _cached_commit(path: str, file: str, kwargs: Mapping[str, Any]) -> str:
     commit = hub_commit(path, file, kwargs)
     if commit is None:
         raise ModelError(
-            f"{path!r}: the commit that it was loaded from is not in the cache of the hub, so its log-probs cannot be "
-            "kept; download it to a folder, or set another ref_placement"
+            f"{path!r}: its commit is not in the hub cache, so its log-probs cannot be stored; download it to a "
+            "folder, or set another ref_placement"
         )
     return commit
 
 
 def live_content(model: PreTrainedModel, keep: bool) -> dict[str, Any]:
-    """The same of a live model: class, configuration, and a hash of every parameter and buffer."""
+    """Identify a live model by its class, its configuration, and a hash of its parameters and buffers."""
     digest = hashlib.blake2b(digest_size=16)
 
     def add(name: str, tensor: torch.Tensor) -> None:
@@ -108,7 +108,7 @@ def live_content(model: PreTrainedModel, keep: bool) -> dict[str, Any]:
         scales = getattr(parameter, "SCB", None)
         if keep and scales is not None:
             add(f"{name}.SCB", scales)
-        if keep and getattr(parameter, "quant_state", None) is not None:  # packed weights mean nothing without it
+        if keep and getattr(parameter, "quant_state", None) is not None:  # needed to interpret packed weights
             for part, tensor in parameter.quant_state.as_dict(packed=True).items():
                 add(f"{name}.{part}", tensor)
     if not keep:
@@ -124,7 +124,7 @@ def live_content(model: PreTrainedModel, keep: bool) -> dict[str, Any]:
 
 
 def file_hashes(files: list[Path], memory: Path) -> dict[str, str]:
-    """Name -> hash of each file's bytes, read only where path, size or time stamp are not those remembered."""
+    """Return name -> hash of each file. A file is only read if its size or timestamp differs from the cached one."""
     known, found, stamps = _remembered(memory), {}, {}
     for file in files:
         stat = file.stat()
@@ -150,7 +150,7 @@ def _remembered(memory: Path) -> dict[str, list[Any]]:
 
 
 def _remember(memory: Path, known: Mapping[str, list[Any]]) -> None:
-    """Write the file by one rename; if that is impossible, hashes are computed again the next time."""
+    """Write the cache atomically. If that fails, hashes are recomputed next time."""
     partial = memory.with_name(f".{memory.name}.{uuid.uuid4().hex[:8]}")
     with contextlib.suppress(OSError):
         memory.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A reference that is a model in an engine of its own: a replica, divided over the ranks, or in host memory."""
+"""A reference model in a separate engine: replicated, sharded over the ranks, or offloaded to host memory."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from alignment.references.base import RowIds
 
 
 class EngineReference:
-    """Computes log-probs when it is asked; row numbers are of no use to it. ``leaves``: of :func:`mark_leaves`."""
+    """Computes log-probs with a frozen engine. ``leaves`` are the modules returned by :func:`mark_leaves`."""
 
     def __init__(self, engine: FrozenEngine, leaves: list[nn.Module]) -> None:
         self.engine, self._leaves = engine, leaves
 
     def sequence_logps(self, batch: Batch, ids: RowIds) -> Tensor:
-        """As :class:`~alignment.references.base.Reference` says."""
+        """See :class:`~alignment.references.base.Reference`."""
         return self.engine.sequence_scores(batch)
 
     def token_logps(self, batch: Batch, ids: RowIds) -> Tensor:
-        """As :class:`~alignment.references.base.Reference` says."""
+        """See :class:`~alignment.references.base.Reference`."""
         return self.engine.token_logps(batch)
 
     def close(self) -> None:
@@ -44,16 +44,16 @@ class EngineReference:
 
 @dataclass(frozen=True)
 class ReferencePlan:
-    """A reference as it is planned, before anything is loaded; :meth:`build` needs no policy.
+    """The plan of a reference model, made before weights are loaded. :meth:`build` does not need the policy.
 
     Attributes:
         source: the reference's model.
-        policy: the policy's model, which a reference that was not given is a copy of.
-        frozen: placement and DeepSpeed JSON.
-        dtype: of weights and activations.
-        precomputed: whether the model is only asked before training, and its answers are kept.
-        adapters: those that the policy as given has already.
-        why: the sizes that its placement was chosen by; empty where it was asked for, or is the only one.
+        policy: the policy's model, of which the reference is a copy unless another model was passed.
+        frozen: placement and DeepSpeed configuration.
+        dtype: dtype of weights and activations.
+        precomputed: whether log-probs are computed before training and stored.
+        adapters: the adapters that the initial policy already has.
+        why: the sizes by which the placement was chosen; empty if it was requested or is the only possible one.
     """
 
     source: ModelSource
@@ -66,20 +66,20 @@ class ReferencePlan:
 
     @property
     def own(self) -> bool:
-        """Whether it is the policy as given."""
+        """Whether the reference is the initial policy."""
         return self.source.live is self.policy.live and self.source.path == self.policy.path
 
     @property
     def copies_policy(self) -> bool:
-        """Whether it is the live policy as given, which training changes."""
+        """Whether the reference is a live policy, which must be copied because training changes it."""
         return self.own and self.policy.live is not None
 
     def build(self, options: AlignmentConfig) -> EngineReference:
-        """Load the model into its engine; a live policy is copied, so this comes before its own engine. Collective."""
+        """Load the model into its engine. Call this before the policy's engine is created. Collective."""
         config = self.frozen.ds_config
         if self.copies_policy:
             assert self.policy.live is not None
-            # Loaded like any live model, with what its weights need.
+            # Loaded like any live model, including preparation of quantized weights.
             twin = replace(self.source, live=snapshot(self.policy.live))
             model = twin.load(options, self.dtype, config, device())
         else:
@@ -93,12 +93,12 @@ class ReferencePlan:
         try:
             return EngineReference(checked(FrozenEngine(scorer, config), CAUSAL_LM), leaves)
         except BaseException:
-            unmark_leaves(leaves)  # of a live model, which stays the user's
+            unmark_leaves(leaves)  # a live model still belongs to the user
             raise
 
     def describe(self, given: Given | None = None) -> str:
-        """Whose log-probs, where they come from, and what that costs; for the line that a run begins with."""
-        own = "the policy as given" if self.own else self.source.name
+        """Describe the reference, its placement and its cost, in one line for the start of a run."""
+        own = "initial policy" if self.own else self.source.name
         quantization = self.source.quantization
         kept = "" if quantization is None else f" with {quantization.describe()}"
         size = self.dtype.itemsize if quantization is None else quantization.bits / 8

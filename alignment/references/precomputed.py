@@ -1,4 +1,4 @@
-"""A reference that keeps log-probs instead of a model: every sequence is looked up by its row."""
+"""A reference with precomputed log-probs instead of a model: every sequence is looked up by its row."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from alignment.references.store import Rows
 
 @dataclass(frozen=True)
 class LogpTable:
-    """What is known of a dataset.
+    """The log-probs of a dataset.
 
     Attributes:
-        values: (R, W) fp32 on the host: a row's completions in their order, then its prompt with its partner's.
-        partners: (R,) row ids, -1 for a row without one.
+        values: (R, W) fp32 on the host: the completions of a row in order, then its prompt with the partner's.
+        partners: (R,) row IDs, -1 for a row without a partner.
     """
 
     values: Tensor
@@ -30,11 +30,11 @@ class LogpTable:
 
 
 def places(ids: RowIds, completions: int) -> tuple[Tensor, Tensor]:
-    """(S,) row and (S,) column in :attr:`LogpTable.values` of each sequence that ``ids`` are of.
+    """Return the (S,) row and (S,) column in :attr:`LogpTable.values` of each sequence of a batch.
 
     Args:
-        ids: of a batch; their order of sequences is that of :class:`~alignment.references.base.RowIds`.
-        completions: how many each row has; partners' stand in the column behind them.
+        ids: the rows of the batch; sequences are ordered as in :class:`~alignment.references.base.RowIds`.
+        completions: number of completions per row; the next column is the partner's.
     """
     partnered = [row for row, partner in zip(ids.rows, ids.partners) if partner >= 0]
     rows = torch.tensor([*ids.rows * completions, *partnered], dtype=torch.long)
@@ -43,21 +43,21 @@ def places(ids: RowIds, completions: int) -> tuple[Tensor, Tensor]:
 
 
 class PrecomputedReference:
-    """Answers about the rows of known datasets.
+    """Looks up log-probs of the rows of known datasets.
 
     Args:
-        tables: by the name of the dataset.
-        completions: of each row.
+        tables: tables by dataset name.
+        completions: number of completions per row.
     """
 
     def __init__(self, tables: dict[str, LogpTable], completions: int) -> None:
         self.tables, self.completions = tables, completions
 
     def sequence_logps(self, batch: Batch, ids: RowIds) -> Tensor:
-        """As :class:`~alignment.references.base.Reference` says.
+        """See :class:`~alignment.references.base.Reference`.
 
         Raises:
-            RuntimeError: the batch is of another dataset, or its rows have other partners: a defect, not a user error.
+            RuntimeError: the dataset is unknown, or the rows have other partners. This is a bug, not a user error.
         """
         table = self.tables.get(ids.dataset)
         if table is None:
@@ -65,23 +65,27 @@ class PrecomputedReference:
         drawn, stored = np.array(ids.partners, dtype=np.int64), table.partners[list(ids.rows)]
         for row, partner, known in zip(ids.rows, drawn, stored):
             if partner not in (-1, known):
-                raise RuntimeError(f"row {row} was given the partner {partner}; the stored log-probs are for {known}")
+                raise RuntimeError(
+                    f"row {row} has partner {partner}, but the stored log-probs are for partner {known}"
+                )
         rows, columns = places(ids, self.completions)
         if len(rows) != len(batch.lengths):
-            raise RuntimeError(f"{len(batch.lengths)} sequences were asked for, {len(rows)} are stored for their rows")
+            raise RuntimeError(
+                f"the batch has {len(batch.lengths)} sequences, but {len(rows)} are stored for its rows"
+            )
         return transferred([table.values[rows, columns]], device())[0]
 
     def token_logps(self, batch: Batch, ids: RowIds) -> Tensor:
-        """Refused: sums are all that is kept.
+        """Not supported, because only sums are stored.
 
         Raises:
             OptionError: always.
         """
         raise OptionError(
-            "ref_placement='precomputed': this method asks for the log-prob of each token, and only sums are stored; "
-            "set ref_placement to offload, sharded or replica"
+            "ref_placement='precomputed': this method needs the log-prob of each token, but only sums are stored; set "
+            "ref_placement to offload, sharded or replica"
         )
 
     def close(self) -> None:
-        """Let go of the tables."""
+        """Release the tables."""
         self.tables = {}

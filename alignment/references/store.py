@@ -1,8 +1,8 @@
-"""Log-probs of a reference on disk: one folder for each key, in parts by row number, each whole or not there.
+"""Store log-probs of a reference on disk: a folder for each key, split into parts by row, each written atomically.
 
-File logic only: nothing here knows of models, ranks or batches. A part is written to a hidden name, synced and
-renamed, so a killed run loses at most the part that it was computing. Every part carries a checksum, and the manifest
-spells out the whole key.
+This module only handles files and is independent of models, ranks and batches. A part is written to a hidden file,
+synced and renamed, so a killed run loses at most the part that it was computing. Every part has a checksum, and the
+manifest contains the full key.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from safetensors.numpy import save
 
 from alignment.config.errors import OutputError
 
-FORMAT_VERSION = 1  # raise it when parts are stored in another way, or the same key would give other numbers
-PART_ROWS = 1024  # rows of a part, the most that a killed run has to compute again
+FORMAT_VERSION = 1  # increase it if the format of parts changes, or if the same key would give other values
+PART_ROWS = 1024  # rows per part, the maximum that must be recomputed after a killed run
 _STALE_S = 24 * 3600.0  # hidden files older than this were left by a run that was killed
 
 Logps = npt.NDArray[np.float32]
@@ -36,15 +36,15 @@ class LogpStore:
     """The log-probs of every row of one dataset under one reference.
 
     Args:
-        parent: the folder that holds the stores' own folders.
-        key: everything that the numbers depend on, as JSON can hold it; each value in a part of its own.
-        partners: (R,) row ids of KTO's partners, -1 for a row without one; parts with others do not count.
-        width: sequences of a row.
+        parent: the folder that contains the folders of all stores.
+        key: everything that the log-probs depend on, as JSON values.
+        partners: (R,) row IDs of KTO's partners, -1 for a row without one. Parts with other partners are not used.
+        width: number of sequences per row.
 
     Attributes:
-        folder: of this store.
-        values: (R, ``width``) fp32, what is known so far.
-        missing: the parts that are not known, as ranges of row numbers.
+        folder: the folder of this store.
+        values: (R, ``width``) fp32, the log-probs computed so far.
+        missing: the parts that have not been computed, as ranges of rows.
     """
 
     def __init__(self, parent: Path, key: Mapping[str, Any], partners: Rows, width: int) -> None:
@@ -68,20 +68,20 @@ class LogpStore:
 
     @property
     def parts(self) -> list[range]:
-        """All parts, as ranges of row numbers."""
+        """All parts, as ranges of rows."""
         rows, step = len(self.partners), self._rows_per_part
         return [range(start, min(start + step, rows)) for start in range(0, rows, step)]
 
     @property
     def size(self) -> int:
-        """Bytes of the parts that are there."""
+        """The total size of the stored parts in bytes."""
         return sum(file.stat().st_size for file in self.folder.glob("part-*"))
 
     def read(self) -> list[str]:
-        """Fill :attr:`values` with what is there and :attr:`missing` with what is not; nothing is written.
+        """Fill :attr:`values` from the stored parts, and :attr:`missing` with the missing ones. Nothing is written.
 
         Returns:
-            A sentence for each file that cannot be used.
+            A message for each file that cannot be used.
         """
         self.missing, self._unusable = self.parts, []
         if not self.folder.is_dir():
@@ -89,7 +89,7 @@ class LogpStore:
         manifest = self.folder / "manifest.json"
         if not _says(manifest, self._manifest):
             self._unusable = [self._file(part) for part in self.parts]
-            return [f"{manifest}: does not hold the key of this store; every part is computed again"]
+            return [f"{manifest}: does not contain the key of this store; all parts are recomputed"]
         faults, missing = [], []
         for part in self.parts:
             file = self._file(part)
@@ -100,12 +100,14 @@ class LogpStore:
             except (OSError, SafetensorError, ValueError, KeyError) as error:
                 missing.append(part)
                 self._unusable.append(file)
-                faults.append(f"{file}: is torn ({error}); rows {part.start + 1} to {part.stop} are computed again")
+                faults.append(
+                    f"{file} is truncated or corrupt ({error}); rows {part.start + 1} to {part.stop} are recomputed"
+                )
         self.missing = missing
         return faults
 
     def prepare(self) -> None:
-        """Make the folder ready for :meth:`write`: its manifest is there, and nothing that cannot be used.
+        """Prepare the folder for :meth:`write`: write the manifest and delete unusable files.
 
         Raises:
             OutputError: the folder cannot be written.
@@ -125,10 +127,10 @@ class LogpStore:
 
         Args:
             part: one of :attr:`missing`.
-            logps: (rows of the part, sequences of a row) fp32.
+            logps: (rows of the part, sequences per row) fp32.
 
         Raises:
-            OutputError: it cannot be written, a full disk included.
+            OutputError: the part cannot be written, for example because the disk is full.
         """
         partners = self.partners[part.start : part.stop]
         metadata = {"checksum": self._checksum(part, logps)}
@@ -141,16 +143,16 @@ class LogpStore:
         return self.folder / f"part-{part.start:09d}-{part.stop:09d}.safetensors"
 
     def _checked(self, file: Path, part: range) -> Logps:
-        """The log-probs of a part. Raises what reading does, or ValueError with what is wrong."""
+        """Read and check the log-probs of a part. Raises the errors of reading, or ValueError if a check fails."""
         with safe_open(file, framework="numpy") as opened:
             logps, partners = opened.get_tensor("logps"), opened.get_tensor("partners")
             checksum = (opened.metadata() or {}).get("checksum")
         if logps.shape != (len(part), self.values.shape[1]) or logps.dtype != np.float32:
-            raise ValueError("its table has another shape")
+            raise ValueError("unexpected shape or dtype")
         if checksum != self._checksum(part, logps):
-            raise ValueError("its checksum is wrong")
+            raise ValueError("checksum mismatch")
         if not np.array_equal(partners, self.partners[part.start : part.stop]):
-            raise ValueError("its rows have other partners")
+            raise ValueError("different partners")
         found: Logps = logps
         return found
 
@@ -161,7 +163,7 @@ class LogpStore:
 
 
 def _says(file: Path, text: str) -> bool:
-    """Whether a file is there and holds ``text``."""
+    """Return whether a file exists and contains ``text``."""
     try:
         return file.read_text(encoding="utf-8") == text
     except (OSError, ValueError):
@@ -169,7 +171,7 @@ def _says(file: Path, text: str) -> bool:
 
 
 def _publish(file: Path, content: bytes) -> None:
-    """Write a file so that it is seen whole or not at all, and stays so when the machine stops."""
+    """Write a file atomically and durably."""
     partial = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")
     try:
         with partial.open("wb") as opened:

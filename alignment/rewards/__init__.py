@@ -1,1 +1,1 @@
-"""Scores of completions and verdicts on pairs: functions and judges of a user, reward models, their weighted sum."""
+"""Rewards: user-defined reward functions and judges, reward models, and their weighted sum."""

@@ -1,4 +1,4 @@
-"""Judges that ask a language model somewhere else: several questions at a time, bounded retries, both orders."""
+"""Judges that query a remote language model: concurrent requests, bounded retries, both orders of a pair."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from alignment.reporting.completions import as_text
 from alignment.rewards.pairwise import BasePairwiseJudge
 from alignment.rewards.questions import FAILED, INSTRUCTION, check_instruction, filled_in, read_verdict
 
-_LONGEST_PAUSE_S = 300.0  # that a server may ask for, or that doubling comes to
-_LOOK_S = 1.0  # between two signs of life while answers are waited for
+_LONGEST_PAUSE_S = 300.0  # limit of exponential backoff and of Retry-After
+_LOOK_S = 1.0  # seconds between heartbeats while waiting for answers
 
 
 class NoAnswer(Exception):
-    """A question that was not answered for a reason that is the question's own; the others may do.
+    """A question failed for a reason that may only concern this question.
 
     Args:
         text: what happened.
-        status: of HTTP, where there was an answer.
+        status: the HTTP status, if there was a response.
     """
 
     def __init__(self, text: str, status: int | None = None) -> None:
@@ -38,11 +38,11 @@ class NoAnswer(Exception):
 
 
 class Busy(NoAnswer):
-    """An endpoint that does not answer now, and may a moment later.
+    """An endpoint is temporarily unavailable.
 
     Args:
         text: what happened.
-        after: seconds that it asked to be left alone for, by every question; None: it did not say.
+        after: seconds after which the endpoint asked to be retried, which applies to all questions; None if unknown.
     """
 
     def __init__(self, text: str, after: float | None = None) -> None:
@@ -51,15 +51,15 @@ class Busy(NoAnswer):
 
 
 class Untried(Busy):
-    """A question that was not asked, for others had been given up."""
+    """A question was not sent, because others had failed permanently."""
 
 
 class Broken(NoAnswer):
-    """An endpoint that will answer none of the questions, however often it is asked."""
+    """An endpoint cannot answer any questions, so retrying is useless."""
 
 
 class _Question(NamedTuple):
-    """One of a pair; ``turned``: its second completion is shown first."""
+    """A question about a pair. If ``turned``, the second completion is shown first."""
 
     pair: int
     turned: bool
@@ -67,7 +67,7 @@ class _Question(NamedTuple):
 
 
 class _Round:
-    """What the questions of one call share: the pause that all keep, and whether there is any use in going on."""
+    """State shared by the questions of one call: the common pause, and whether to continue."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -75,49 +75,49 @@ class _Round:
         self._answered, self._given_up, self._left = False, False, False
 
     def keep_pause(self) -> None:
-        """Wait until the endpoint may be asked."""
+        """Wait until the endpoint may be queried."""
         while (left := self._resume - time.monotonic()) > 0 and not self.ended.wait(left):
             pass
 
     def pause(self, seconds: float) -> None:
-        """Let nobody ask for so long."""
+        """Delay all queries by ``seconds``."""
         with self._lock:
             self._resume = max(self._resume, time.monotonic() + seconds)
 
     def answered(self) -> None:
-        """The endpoint is alive."""
+        """Record that the endpoint has answered."""
         self._answered = True
 
     def give_up(self) -> None:
-        """A question has had all its retries."""
+        """Record that a question has failed after all retries."""
         self._given_up = True
 
     def leave(self) -> None:
-        """Nobody waits for answers any more."""
+        """Record that the caller no longer waits for answers."""
         self._left = True
         self.ended.set()
 
     @property
     def hopeless(self) -> bool:
-        """Whether to ask nothing more: a question was given up before any was answered, or nobody waits."""
+        """Whether to stop: a question failed before any was answered, or the caller has left."""
         return self._left or (self._given_up and not self._answered)
 
 
 class ModelJudge(BasePairwiseJudge):
-    """Asks a model which of two completions is better; a subclass says how it is reached.
+    """Base class of judges that ask a model which of two completions is better.
 
     Args:
-        system_prompt: the question, with ``{prompt}``, ``{response0}`` and ``{response1}``; None: the one of
-            :mod:`.questions`. The model has to answer with 0 or 1 alone.
-        max_requests: questions in all; pairs beyond them get -1. None: no limit.
-        concurrency: questions that wait for an answer at the same time, on each rank.
-        retries: how often a question is repeated that a busy or broken endpoint did not answer.
-        pause: seconds before the first repetition; every further one waits twice as long.
-        both_orders: ask about every pair twice, with either completion first. A pair gets -1 where the two answers
-            differ: the model went by the position. False asks once, in an order drawn at random.
+        system_prompt: the question, with ``{prompt}``, ``{response0}`` and ``{response1}``; None for the one in
+            :mod:`.questions`. The model must answer with 0 or 1 only.
+        max_requests: maximum total number of questions; further pairs get -1. None: no limit.
+        concurrency: maximum number of concurrent questions on each rank.
+        retries: number of retries if the endpoint is busy or fails.
+        pause: seconds before the first retry, doubled for each further retry.
+        both_orders: ask about every pair twice, in both orders. A pair gets -1 if the two answers disagree, because
+            the model then decided by position. False asks once, in random order.
 
     Raises:
-        OptionError: an argument that cannot be used.
+        OptionError: an argument is invalid.
     """
 
     def __init__(
@@ -143,31 +143,31 @@ class ModelJudge(BasePairwiseJudge):
     @property
     @abstractmethod
     def where(self) -> str:
-        """The model and where it is asked, for messages."""
+        """The model and its location, for messages."""
 
     @property
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """What its verdicts depend on, as JSON can hold it; without secrets."""
+        """Everything that the verdicts depend on, as JSON values, without secrets."""
 
     @abstractmethod
     def ask(self, text: str) -> str | None:
-        """The model's answer to one question, None for a refusal. Called by several threads at a time.
+        """Return the model's answer to a question, or None for a refusal. Called from several threads.
 
         Raises:
-            NoAnswer: there is none.
+            NoAnswer: the question was not answered.
         """
 
     def judge(self, prompts: list[Any], completions: list[Any], shuffle_order: bool = True) -> list[int]:
-        """For each pair 0 (the first is better), 1 (the second is) or -1 (refused, unreadable, or a matter of order).
+        """Return for each pair 0 (the first is better), 1 (the second) or -1 (refused, unreadable or inconsistent).
 
         Args:
             prompts: (P,) texts or conversations.
-            completions: (P,) two of them for each.
-            shuffle_order: without ``both_orders``, draw which completion is shown first from NumPy's generator.
+            completions: (P,) two completions for each prompt.
+            shuffle_order: without ``both_orders``, choose which completion is shown first with NumPy's generator.
 
         Raises:
-            RewardError: the endpoint answers no question; the message names it.
+            RewardError: the endpoint answers no questions; the message names it.
         """
         questions = self._affordable(self._questions(prompts, completions, shuffle_order))
         verdicts: list[list[int]] = [[] for _ in prompts]
@@ -181,21 +181,21 @@ class ModelJudge(BasePairwiseJudge):
         found = []
         for number, (prompt, pair) in enumerate(zip(prompts, completions, strict=True)):
             if len(pair) != 2:
-                raise ValueError(f"{len(pair)} completions of one prompt; a judge of pairs compares 2")
+                raise ValueError(f"a prompt has {len(pair)} completions; a pairwise judge compares 2")
             for turn in (False, True) if self.both_orders else (bool(turned[number]),):
                 first, second = (as_text(each) for each in (reversed(pair) if turn else pair))
                 found.append(_Question(number, turn, filled_in(self.system_prompt, as_text(prompt), first, second)))
         return found
 
     def _affordable(self, questions: list[_Question]) -> list[_Question]:
-        """The questions that there is money left for; a pair's are asked together or not at all."""
+        """Return the questions within the limit. The two questions of a pair are asked together or not at all."""
         if self.max_requests is None:
             return questions
         each = 2 if self.both_orders else 1
         left = max(0, self.max_requests - self.num_requests) // each * each
         if len(questions) > left and not self._told_of_limit:
             self._told_of_limit = True
-            self._tell(f"max_requests={self.max_requests} is reached; from here on pairs get no verdict")
+            self._tell(f"max_requests={self.max_requests} is reached; further pairs get no verdict")
         return questions[:left]
 
     def _verdicts(self, questions: list[_Question]) -> list[int]:
@@ -208,8 +208,8 @@ class ModelJudge(BasePairwiseJudge):
         return [FAILED if isinstance(answer, NoAnswer) else read_verdict(answer) for answer in answers]
 
     def _check(self, failed: Sequence[NoAnswer], asked: int) -> None:
-        """Go on without some answers, but not without any; a question may be at fault, an endpoint not for ever."""
-        # An untried one says least.
+        """Continue without some of the answers, but raise an error if the endpoint answers no questions at all."""
+        # Questions that were not sent are the least informative.
         first = min(failed, key=lambda one: (not isinstance(one, Broken), isinstance(one, Untried)))
         said = f"{len(failed)} of {asked} questions were not answered: {first}"
         own_fault = not any(isinstance(one, (Busy, Broken)) for one in failed)
@@ -221,7 +221,7 @@ class ModelJudge(BasePairwiseJudge):
         print(f"{f'rank {rank()}: ' if rank() else ''}judge {self.where}: {text}", flush=True)
 
     def _answers(self, texts: Sequence[str]) -> list[str | None | NoAnswer]:
-        """An answer, None for a refusal, or why there is none, for each text."""
+        """Return for each text the answer, None for a refusal, or the error."""
         together = _Round()
 
         def answer(text: str) -> str | None | NoAnswer:
@@ -235,23 +235,23 @@ class ModelJudge(BasePairwiseJudge):
                 futures = [pool.submit(answer, text) for text in texts]
                 waiting = set(futures)
                 while waiting:
-                    # Each question takes bounded time: whoever waits for one does not hang.
+                    # Each question takes bounded time, so waiting for one is not a hang.
                     _, waiting = concurrent.futures.wait(waiting, _LOOK_S)
                     ACTIVITY.progress()
-                    if REQUESTS.reason is not None:  # a run that was asked to stop has little time left
+                    if REQUESTS.reason is not None:  # a run that is about to stop has little time left
                         together.ended.set()
-            except BaseException:  # Ctrl-C: nothing may run on behind the caller's back
+            except BaseException:  # Ctrl-C: leave no threads running
                 together.leave()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
             return [future.result() for future in futures]
 
     def _repeated(self, text: str, together: _Round) -> str | None:
-        """One question's answer, asked for until it comes or there is no use in it."""
+        """Ask a question, with retries."""
         for number in itertools.count(1):
             together.keep_pause()
             if together.hopeless:
-                raise Untried("others were given up before it was asked")
+                raise Untried("not sent, because other questions had failed")
             try:
                 answer = self.ask(text)
             except Busy as error:
@@ -273,15 +273,15 @@ class ModelJudge(BasePairwiseJudge):
 
 
 def check_number(name: str, value: Any, least: float, *, whole: bool, empty: bool = False) -> None:
-    """Check an argument of a judge.
+    """Check a numeric argument of a judge.
 
     Raises:
-        OptionError: it is no number, or too small.
+        OptionError: the value is not a number, or is too small.
     """
     if value is None and empty:
         return
     kinds: tuple[Callable[..., Any], ...] = (int,) if whole else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not value >= least:  # type: ignore[arg-type]
         raise OptionError(
-            f"{setting(name, value)}: expected {'a whole number' if whole else 'a number'} of at least {least:g}"
+            f"{setting(name, value)}: expected {'an integer' if whole else 'a number'} of at least {least:g}"
         )

@@ -1,4 +1,4 @@
-"""Calls of a user's code: awaitables in one event loop, and failures in one line that names code, rows and ranks."""
+"""Call user code: run awaitables in one event loop, and report failures in one line with code, rows and ranks."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from alignment.engines.watch.stop import Cut
 
 
 def name_of(code: Any) -> str:
-    """The name of a function, or of the class of any other object."""
+    """Return the name of a function, or of the class of any other object."""
     while isinstance(code, functools.partial):
         code = code.func
     return str(getattr(code, "__name__", type(code).__name__))
 
 
 def together(values: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Await all values at once and return their results, an exception in place of the result of one that raised.
+    """Await all values concurrently and return their results, with exceptions in place of failed results.
 
-    They run in the one event loop of this process, which has a thread of its own: clients that functions keep from
-    one step to the next stay usable, and the caller's thread may run a loop itself, as notebooks do.
+    They run in a single event loop per process, in a separate thread: clients that functions keep between steps remain
+    usable, and the caller's thread may run its own loop, as notebooks do.
     """
 
     async def result(value: Awaitable[Any]) -> Any:
         try:
             return await value
         except SystemExit as leaving:
-            return leaving  # it would end the loop's thread, and with it every later answer
+            return leaving  # it would end the loop's thread
 
     async def results() -> list[Any]:
         return await asyncio.gather(*map(result, values), return_exceptions=True)
@@ -45,7 +45,7 @@ def together(values: Sequence[Awaitable[Any]]) -> list[Any]:
     try:
         return future.result()
     except BaseException:
-        future.cancel()  # Ctrl-C: nothing may run on behind the caller's back
+        future.cancel()  # Ctrl-C: leave nothing running
         raise
 
 
@@ -57,48 +57,50 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 def span(places: Sequence[str]) -> str:
-    """The rows of a batch by its first and last."""
+    """Describe the rows of a batch by the first and the last one."""
     return places[0] if places[0] == places[-1] else f"{places[0]} to {places[-1]}"
 
 
 def as_list(returned: Any, who: str, places: Sequence[str], wanted: str, of: str) -> list[Any]:
-    """What a user's code returned, as a list with one value for each place.
+    """Convert the return value of user code to a list with one value per row.
 
     Args:
         returned: a list, tuple or other sequence, or a one-dimensional tensor or array.
-        who: the code, for messages.
-        places: names of the rows that it was called with.
-        wanted: what it should return, in the plural.
-        of: what it was called with, in the plural.
+        who: name of the code in messages.
+        places: names of the rows with which it was called.
+        wanted: what it should return, in the plural, for messages.
+        of: what it was called with, in the plural, for messages.
 
     Raises:
-        RewardError: it is none of these, or of another length.
+        RewardError: the value has another type or length.
     """
     plain = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(plain, Sequence) or isinstance(plain, (str, bytes)):
-        raise RewardError(f"{who} returned {show(plain)} for {span(places)}; return a list of {len(places)} {wanted}")
+        raise RewardError(
+            f"{who} returned {show(plain)} for {span(places)}; expected a list of {len(places)} {wanted}"
+        )
     if len(plain) != len(places):
         raise RewardError(
-            f"{who} returned {len(plain)} {wanted} for {len(places)} {of}, {span(places)}; return one for each"
+            f"{who} returned {len(plain)} {wanted} for {len(places)} {of}, {span(places)}; expected one for each"
         )
     return list(plain)
 
 
 def scalar(value: Any) -> Any:
-    """A tensor or array of no dimension, or a NumPy number, as Python's number; anything else as it is."""
+    """Convert a 0-dim tensor or array, or a NumPy number, to a Python number; return anything else unchanged."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
 def raise_together(failure: RewardError | None, retries: Retries = NEVER) -> None:
-    """Raise one error on every rank if there is a failure on any. Collective.
+    """Raise the same error on every rank if any rank failed. Collective.
 
     Args:
-        failure: this rank's.
-        retries: of the calls; what was repeated on any rank is counted on every one.
+        failure: this rank's failure, if any.
+        retries: the retries of the calls; retries on any rank are counted on all ranks.
 
     Raises:
-        RewardError: what failed on the first rank that failed, and on which ranks something did.
-        Cut: the same while a training run that was asked to stop ends: a resume does it again.
+        RewardError: the error of the first failed rank, with the ranks that failed.
+        Cut: instead of RewardError, if the run is stopping: the step is repeated after a resume.
     """
     text = None if failure is None else str(failure)
     own = (text, retries.taken(), REQUESTS.deferring and REQUESTS.reason is not None)
@@ -109,11 +111,11 @@ def raise_together(failure: RewardError | None, retries: Retries = NEVER) -> Non
         return
     message = everyone[ranks[0]][0]
     if world_size() > 1:
-        also = f"; failed as well: {', '.join(map(str, ranks[1:]))}" if len(ranks) > 1 else ""
+        also = f"; also failed: {', '.join(map(str, ranks[1:]))}" if len(ranks) > 1 else ""
         message = f"{message} (on rank {ranks[0]}{also})"
     if any(leaving for _, _, leaving in everyone):
         if rank() == 0:
-            print(f"{message}. The run was asked to stop and repeats this step when it resumes", flush=True)
+            print(f"{message}. The run is stopping and repeats this step when it resumes", flush=True)
         raise Cut
     if failure is not None and world_size() == 1:
         raise failure

@@ -1,4 +1,4 @@
-"""Several reward sources as one: their weighted sum per sample, with every rank failing where one does."""
+"""Combine several reward sources into a weighted sum per sample. A failure on one rank is raised on all ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Scores:
     """The scores of this rank's S samples.
 
     Attributes:
-        total: (S,) weighted sums over the sources that said something; None where none did.
-        by_source: (S,) what each source said, by its name, unweighted.
-        ignored: how many times a source said nothing.
-        truncated: how many of the samples a source had to cut.
+        total: (S,) weighted sums over the sources that returned a score; None if none did.
+        by_source: (S,) unweighted scores of each source, by name.
+        ignored: how often a source returned no score.
+        truncated: number of samples that a source truncated.
     """
 
     total: list[float | None]
@@ -33,16 +33,16 @@ class Scores:
 
 
 class Rewards:
-    """Reward sources with their weights.
+    """Reward sources with weights.
 
     Args:
-        sources: one or more; a name that several have is numbered from the second on.
-        weights: one per source; None means 1 for each.
-        missing_eos_penalty: taken off the total of a completion that did not end by itself; None for nothing.
-        retries: of functions.
+        sources: one or more sources; duplicate names are numbered starting with the second.
+        weights: one weight per source; None for 1 each.
+        missing_eos_penalty: subtracted from the total of a completion without EOS; None for no penalty.
+        retries: retries for functions.
 
     Raises:
-        OptionError: weights that are not one finite number per source.
+        OptionError: the weights are not one finite number per source.
     """
 
     def __init__(
@@ -59,39 +59,40 @@ class Rewards:
         if len(self.weights) != len(sources):
             raise OptionError(
                 f"reward_weights: {len(self.weights)} weights for {len(sources)} reward sources "
-                f"({', '.join(self.names)}); give one for each"
+                f"({', '.join(self.names)}); set one per source"
             )
         for weight, name in zip(self.weights, self.names):
             if not math.isfinite(weight):
-                raise OptionError(f"reward_weights: {weight} for {name}; set a finite number")
+                raise OptionError(f"reward_weights: {weight} for {name}; expected a finite number")
 
     def check(self, columns: Collection[str], where: str | None = None) -> None:
-        """Whether the functions can be called with rows that have these further columns.
+        """Check that the functions can be called with the columns of a dataset.
 
         Args:
-            columns: their names.
-            where: names the rows in messages, such as a part of a mixture; None where there is but one dataset.
+            columns: the names of its additional columns.
+            where: name of the dataset in messages; None if there is only one.
 
         Raises:
-            OptionError: as :meth:`FunctionReward.check`.
+            OptionError: see :meth:`FunctionReward.check`.
         """
         for source in self.sources:
             if isinstance(source, FunctionReward):
                 source.check(columns, where)
 
     def follow(self, state: TrainerState) -> None:
-        """Let functions see the state of the run."""
+        """Pass the state of the run to functions."""
         for source in self.sources:
             if isinstance(source, FunctionReward):
                 source.state = state
 
     def score(self, samples: Samples) -> Scores:
-        """The scores of this rank's samples, of which there may be none. Collective.
+        """Score this rank's samples, possibly none. Collective.
 
-        Functions come first, and what fails in them fails on every rank before any source that calls collectives.
+        Functions are called first, so that their failures are raised on all ranks before other sources run
+        collectives.
 
         Raises:
-            RewardError: a function failed, here or on another rank; the same on every rank.
+            RewardError: a function failed on any rank; the same error on all ranks.
         """
         scores: dict[str, list[float | None]] = {}
         functions = {n: s for n, s in zip(self.names, self.sources) if isinstance(s, FunctionReward)}
@@ -122,7 +123,7 @@ class Rewards:
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """The names, each that occurred before with the first free number behind it."""
+    """Make names unique by appending the first free number to duplicates."""
     found: list[str] = []
     for name in names:
         candidates = (name if number == 1 else f"{name}_{number}" for number in range(1, len(names) + 1))

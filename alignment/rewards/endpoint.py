@@ -1,6 +1,6 @@
-"""Judges behind an HTTP interface: any OpenAI-compatible endpoint, OpenAI's own, and Hugging Face's inference.
+"""Judges behind an HTTP API: OpenAI-compatible endpoints, including OpenAI's.
 
-A key is read from the environment where a question is asked, sent to the named URL alone, and kept nowhere: not in an
+An API key is read from the environment for each request and only sent to the configured URL. It is never stored in an
 attribute, a message, the log or the saved options.
 """
 
@@ -21,12 +21,12 @@ from alignment.config.errors import OptionError, RewardError, listing, setting
 from alignment.rewards.asking import Broken, Busy, ModelJudge, NoAnswer, check_number
 
 _OPENAI = "https://api.openai.com/v1"
-_LARGEST = 1 << 20  # bytes of an answer
-_SAID = 200  # characters of an error's text that are repeated
+_LARGEST = 1 << 20  # maximum size of a response in bytes
+_SAID = 200  # maximum number of characters of an error that are quoted
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A key is for the URL that was named, and for no other one that an answer names."""
+    """Rejects redirects, because the API key must only be sent to the configured URL."""
 
     def redirect_request(self, *args: Any) -> None:
         return None
@@ -36,20 +36,20 @@ _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 class EndpointJudge(ModelJudge):
-    """Asks a model at an OpenAI-compatible endpoint (vLLM, llama.cpp, SGLang, OpenAI …), by ``/chat/completions``.
+    """Asks a model at an OpenAI-compatible endpoint (vLLM, llama.cpp, SGLang, OpenAI …) with ``/chat/completions``.
 
     Args:
-        model: its name there.
-        base_url: up to the version, such as ``http://localhost:8000/v1``.
-        system_prompt: as of :class:`.ModelJudge`, as are all that are not named here.
-        api_key_env: the environment variable that holds the key; where it is not set, none is sent.
-        timeout: seconds for a whole answer.
-        max_tokens: of an answer; a model that thinks first needs more.
-        extra_body: further keys of every request; a key that is null takes one of ours away
+        model: name of the model at the endpoint.
+        base_url: URL including the version, such as ``http://localhost:8000/v1``.
+        system_prompt: see :class:`.ModelJudge`, as for all arguments that are not listed here.
+        api_key_env: environment variable with the API key; if it is unset, no key is sent.
+        timeout: seconds for a complete response.
+        max_tokens: maximum number of tokens of an answer; reasoning models need more.
+        extra_body: additional keys of every request; null removes a default key
             (``{"max_tokens": null, "max_completion_tokens": 16}``).
 
     Raises:
-        OptionError: an argument that cannot be used.
+        OptionError: an argument is invalid.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class EndpointJudge(ModelJudge):
         super().__init__(system_prompt, **asking)
         for name, text in (("model", model), ("base_url", base_url), ("api_key_env", api_key_env)):
             if not isinstance(text, str) or not text.strip():
-                raise OptionError(f"{setting(name, text)}: expected a text that is not empty")
+                raise OptionError(f"{setting(name, text)}: expected a non-empty string")
         self.model, self.base_url, self.api_key_env = model, _checked_url(base_url), api_key_env
         check_number("timeout", timeout, 0.001, whole=False)
         check_number("max_tokens", max_tokens, 1, whole=True)
@@ -98,17 +98,17 @@ class EndpointJudge(ModelJudge):
             message = content["choices"][0]["message"]
             answer = message["content"]
         except (KeyError, IndexError, TypeError):
-            raise Busy("it answered without choices[0].message.content") from None
+            raise Busy("its response has no choices[0].message.content") from None
         return answer if isinstance(answer, str) and not message.get("refusal") else None
 
     def check(self, retries: int | None = None) -> None:
-        """Whether the endpoint is there and serves the model, as far as it tells (``/models``).
+        """Check that the endpoint is available and, if it supports ``/models``, that it serves the model.
 
         Args:
-            retries: in place of the judge's own.
+            retries: overrides the judge's retries.
 
         Raises:
-            RewardError: it is not, or does not.
+            RewardError: the endpoint is unavailable, or does not serve the model.
         """
         retries = self.retries if retries is None else retries
         for number in range(retries + 1):
@@ -117,21 +117,21 @@ class EndpointJudge(ModelJudge):
                 break
             except NoAnswer as error:
                 if not isinstance(error, Busy) and error.status not in (401, 403):
-                    return  # it keeps no such list
+                    return  # /models is not supported
                 if not isinstance(error, Busy) or number == retries:
                     raise RewardError(f"judge {self.where}: {error}") from None
                 time.sleep(min(self.pause * 2**number, 60.0))
         entries = content.get("data") if isinstance(content, dict) else None
         served = [str(each["id"]) for each in entries or () if isinstance(each, dict) and "id" in each]
-        # A list may be long and in pages (OpenAI's), and names may have aliases: only a short one is believed.
+        # Only trust short lists: long ones may be paginated (OpenAI's), and names may have aliases.
         if served and len(served) <= 8 and self.model not in served and self.base_url != _OPENAI:
             raise RewardError(f"judge {self.where}: it serves {listing(served)}; set model to one of them")
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The JSON of an answer.
+        """Send a request and return the JSON of the response.
 
         Raises:
-            NoAnswer: there is none.
+            NoAnswer: the request failed.
         """
         key = os.environ.get(self.api_key_env, "").strip()
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -146,25 +146,25 @@ class EndpointJudge(ModelJudge):
                 raise self._refusal(error, key) from None
         except TimeoutError:
             raise Busy(f"no answer within {self.timeout:g} s") from None
-        except (OSError, http.client.HTTPException) as error:  # URLError is the former
+        except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
             reason = getattr(error, "reason", None) or error
             if isinstance(reason, TimeoutError):
                 raise Busy(f"no answer within {self.timeout:g} s") from None
             raise Busy(f"{type(reason).__name__}: {reason}" if str(reason) else type(reason).__name__) from None
-        except ValueError:  # a key with a line break in it; not repeated here
-            raise Broken(f"the key in {self.api_key_env} cannot be sent; set it anew") from None
+        except ValueError:  # a key with a line break; do not quote it
+            raise Broken(f"the key in {self.api_key_env} contains invalid characters; set it again") from None
         if content is None:
-            raise Busy(f"no whole answer within {self.timeout:g} s, or one of more than {_LARGEST} bytes")
+            raise Busy(f"no complete response within {self.timeout:g} s, or more than {_LARGEST} bytes")
         try:
             return json.loads(content)
         except ValueError:
-            raise Busy("its answer is not JSON") from None
+            raise Busy("its response is not JSON") from None
 
     def _refusal(self, error: urllib.error.HTTPError, key: str) -> NoAnswer:
-        """What a status other than 200 means."""
+        """Convert an HTTP status other than 200 to an error."""
         status = error.code
-        if status in (401, 403):  # its text may repeat the key, or a part of it
-            held = f"the key in {self.api_key_env} is not accepted" if key else f"set {self.api_key_env} to a key"
+        if status in (401, 403):  # the text may contain the key, or part of it
+            held = f"the key in {self.api_key_env} was rejected" if key else f"set {self.api_key_env} to an API key"
             return Broken(f"HTTP {status}; {held}", status)
         try:
             said = _said(_read(error, time.monotonic() + self.timeout) or b"")
@@ -180,17 +180,17 @@ class EndpointJudge(ModelJudge):
 
 
 class OpenAIPairwiseJudge(EndpointJudge):
-    """:class:`EndpointJudge` with TRL's name, arguments and defaults; the package ``openai`` is not needed.
+    """:class:`EndpointJudge` with TRL's name, arguments and defaults; does not need the package ``openai``.
 
     Args:
-        model: its name there.
-        system_prompt: as of :class:`.ModelJudge`.
-        max_requests: as of :class:`.ModelJudge`; every pair takes two in both orders.
-        base_url: None takes ``OPENAI_BASE_URL`` from the environment, or OpenAI's own.
-        **further: as of :class:`EndpointJudge`.
+        model: name of the model at the endpoint.
+        system_prompt: see :class:`.ModelJudge`.
+        max_requests: see :class:`.ModelJudge`; with ``both_orders``, every pair takes two requests.
+        base_url: None for ``OPENAI_BASE_URL`` from the environment, or else OpenAI's endpoint.
+        **further: see :class:`EndpointJudge`.
 
     Raises:
-        OptionError: an argument that cannot be used, or OpenAI's own endpoint without a key.
+        OptionError: an argument is invalid, or OpenAI's endpoint is used without a key.
     """
 
     def __init__(
@@ -206,35 +206,35 @@ class OpenAIPairwiseJudge(EndpointJudge):
         super().__init__(model, url, system_prompt, max_requests=max_requests, **further)
         if self.base_url == _OPENAI and not os.environ.get(self.api_key_env, "").strip():
             raise OptionError(
-                f"judge: OpenAIPairwiseJudge asks {self.base_url}, and there is no key in {self.api_key_env}; set it, "
-                "or pass the base_url of another endpoint"
+                f"judge: OpenAIPairwiseJudge needs an API key for {self.base_url}, but {self.api_key_env} is not set; "
+                "set it, or pass the base_url of another endpoint"
             )
 
 
 def _checked_url(url: str) -> str:
-    """A base URL without its last slash.
+    """Return a base URL without a trailing slash.
 
     Raises:
-        OptionError: it is no plain HTTP URL; a name, password or query would be saved with the options.
+        OptionError: the value is not a plain HTTP URL; a name, password or query would be saved with the options.
     """
     url = url.strip().rstrip("/")
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
     except ValueError:
-        raise OptionError("base_url: it is no URL; write http://HOST:PORT/v1") from None
+        raise OptionError("base_url: not a valid URL; expected http://HOST:PORT/v1") from None
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise OptionError(
-            "base_url: it has a name, a password or a query in it, which would be saved with the options; write "
-            "http://HOST:PORT/v1, and put a key into the environment variable that api_key_env names"
+            "base_url: it contains a user name, a password or a query, which would be saved with the options; use "
+            "http://HOST:PORT/v1, and store an API key in the environment variable named by api_key_env"
         )
     if not good:
-        raise OptionError(f"{setting('base_url', url)}: it is no HTTP URL; write http://HOST:PORT/v1")
+        raise OptionError(f"{setting('base_url', url)}: not an HTTP URL; expected http://HOST:PORT/v1")
     return url.removesuffix("/chat/completions")
 
 
 def _read(response: Any, end: float) -> bytes | None:
-    """The body of an answer; None where it is too long, or not whole when time is up."""
+    """Read the body of a response; None if it is too long, or incomplete at the deadline."""
     content = bytearray()
     while part := response.read1(1 << 16):
         content += part
@@ -244,7 +244,7 @@ def _read(response: Any, end: float) -> bytes | None:
 
 
 def _said(content: bytes) -> str:
-    """The text of an error, on one short line; empty where there is none to be read."""
+    """Return the message of an error response as one short line; empty if there is none."""
     try:
         error = json.loads(content)
     except ValueError:
@@ -256,12 +256,12 @@ def _said(content: bytes) -> str:
 
 
 def is_busy(status: int) -> bool:
-    """Whether an HTTP status means that the server may answer later."""
+    """Return whether an HTTP status means that a retry may succeed."""
     return status in (408, 409, 425, 429) or status >= 500
 
 
 def retry_after(value: str | None) -> float | None:
-    """The seconds of an HTTP ``Retry-After``, which is a number or a date; None where it says nothing."""
+    """Return the seconds of an HTTP ``Retry-After`` header, a number or a date; None if it is missing or invalid."""
     if value is None:
         return None
     try:

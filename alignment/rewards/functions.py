@@ -1,4 +1,4 @@
-"""Rewards by a user's Python functions, called by keyword with what their signatures ask for."""
+"""Reward functions: user-defined Python functions, called with the keyword arguments in their signatures."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from alignment.engines.watch.retries import NEVER, Retries, is_transient
 from alignment.rewards.callables import as_list, name_of, scalar, span, together
 from alignment.rewards.samples import Samples
 
-# What every function may ask for, besides the dataset's further columns.
+# The arguments available to every function, in addition to the dataset's other columns.
 ARGUMENTS = ("prompts", "completions", "completion_ids")
-STATE = "trainer_state"  # and of the run: transformers' TrainerState
+STATE = "trainer_state"  # the run's TrainerState of transformers
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class FunctionReward:
-    """A reward source made of a callable, which may be a coroutine function or return an awaitable.
+    """A reward source that calls a function, which may be a coroutine function or return an awaitable.
 
-    It is called with ``prompts``, ``completions``, ``completion_ids`` and the dataset's further columns, each a list
-    with one value per sample, and with ``trainer_state``, a copy of the run's ``TrainerState``: those that it has a
-    parameter for, or all if it takes ``**kwargs``. It returns as many
-    numbers (booleans count as 1 and 0), None where it has nothing to say. It has copies: it may change them.
+    The available arguments are ``prompts``, ``completions``, ``completion_ids`` and the dataset's other columns, each
+    a list with one value per sample, and ``trainer_state``, a copy of the run's ``TrainerState``. The function gets
+    those that its signature names, or all of them if it takes ``**kwargs``. It returns one number per sample (booleans
+    count as 1 and 0), or None for no score. It gets copies, which it may modify.
 
     Args:
         function: the callable.
-        name: for messages and metrics; the function's own if None.
+        name: name in messages and metrics; None for the function's name.
 
     Attributes:
-        state: of the run, once there is one.
+        state: the state of the run.
 
     Raises:
-        OptionError: it cannot be called by keyword.
+        OptionError: the function cannot be called with keyword arguments.
     """
 
     truncated = 0
@@ -55,7 +55,7 @@ class FunctionReward:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError) as error:
             raise OptionError(
-                f"{self.who} tells nothing of its arguments ({error}); wrap it in a function that takes "
+                f"{self.who} has no readable signature ({error}); wrap it in a function that takes "
                 f"{', '.join(ARGUMENTS)} and the columns that it needs"
             ) from error
         self._takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
@@ -68,49 +68,51 @@ class FunctionReward:
         for parameter in parameters:
             nameless = parameter.kind is inspect.Parameter.POSITIONAL_ONLY
             if nameless and parameter.default is inspect.Parameter.empty:
-                raise OptionError(f"{self.who} takes {parameter.name!r} by position only; arguments come by keyword")
+                raise OptionError(
+                    f"{self.who} takes {parameter.name!r} as a positional-only argument; make it a keyword argument"
+                )
 
     def check(self, columns: Collection[str], where: str | None = None) -> None:
-        """Whether the function can be called with rows that have these further columns.
+        """Check that the function can be called with the columns of a dataset.
 
         Args:
-            columns: their names.
-            where: names the rows in messages; None where there is but one dataset.
+            columns: the names of its additional columns.
+            where: name of the dataset in messages; None if there is only one.
 
         Raises:
-            OptionError: it needs an argument that there is not, or a column has the name of one that there is anyway.
+            OptionError: a required argument is missing, or a column has the name of a built-in argument.
         """
         where = where or "the dataset"
         for name in self._required:
             if name not in (*ARGUMENTS, STATE) and name not in columns:
                 raise OptionError(
-                    f"{self.who} needs {name!r}, which {where} does not have as a column (further columns "
-                    f"that JSON can hold: {listing(sorted(columns))}); add the column, or give the argument a default"
+                    f"{self.who} requires argument {name!r}, but {where} has no such column (available: "
+                    f"{listing(sorted(columns))}); add the column, or give the argument a default"
                 )
         for name in (*ARGUMENTS, STATE):
             if name in columns and (self._takes_all or name in self._taken):
                 raise OptionError(
-                    f"{self.who} takes {name!r}, which is what training hands to it and also a column of {where}; "
-                    "rename the column"
+                    f"{self.who} takes {name!r}, which is both a built-in argument and a column of {where}; rename "
+                    "the column"
                 )
 
     def call(self, samples: Samples) -> Any:
-        """What the function returns, as it is: a result or an awaitable one."""
+        """Call the function and return its result, which may be awaitable."""
         given = {name: getattr(samples, name) for name in ARGUMENTS} | samples.columns | {STATE: self.state}
         taken = {name: values for name, values in given.items() if self._takes_all or name in self._taken}
-        # Copies to the ground: a function that cuts an id off its list must not cut what is trained on.
+        # Deep copies: a function that modifies its lists must not modify the training data.
         return self.function(**copy.deepcopy(taken))
 
     def scores(self, returned: Any, samples: Samples) -> list[float | None]:
-        """What the function returned, checked.
+        """Validate the function's result.
 
         Raises:
-            RewardError: an exception in place of a result, or anything that is not a score for each sample.
+            RewardError: the result is an exception, or not one score per sample.
         """
         if isinstance(returned, BaseException):
             raise RewardError(
-                f"{self.who} raised {raised(returned)} while scoring {span(samples.places)}; correct it, or let it "
-                "return None for what it cannot score"
+                f"{self.who} raised {raised(returned)} while scoring {span(samples.places)}; fix the function, or "
+                "return None for samples that it cannot score"
             ) from returned
         values = as_list(returned, self.who, samples.places, "scores", "samples")
         return [self._score(value, place) for value, place in zip(values, samples.places)]
@@ -120,39 +122,42 @@ class FunctionReward:
         if value is None:
             return None
         if not isinstance(value, numbers.Real):
-            raise RewardError(f"{self.who} returned {show(value)} for {place}; return a number, or None for no score")
+            raise RewardError(
+                f"{self.who} returned {show(value)} for {place}; expected a number, or None for no score"
+            )
         try:
             number = float(value)
         except OverflowError:  # an integer of more than 308 digits
             number = math.inf
         if not math.isfinite(number):
             raise RewardError(
-                f"{self.who} returned {number} for {place}; return a finite number, or None for no score"
+                f"{self.who} returned {number} for {place}; expected a finite number, or None for no score"
             )
         return number
 
     def score(self, samples: Samples) -> list[float | None]:
-        """A score per sample; None where the function has nothing to say. Without samples it is not called.
+        """Return one score (or None) per sample. Without samples, the function is not called.
 
         Raises:
-            RewardError: as ``score_all``.
+            RewardError: see ``score_all``.
         """
         return score_all([self], samples)[0]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 def score_all(
     functions: Sequence[FunctionReward], samples: Samples, retries: Retries = NEVER
 ) -> list[list[float | None]]:
-    """The scores of every function. Those that return awaitables are awaited together, after all were called.
+    """Return the scores of every function. Awaitables are awaited concurrently, after all functions were called.
 
-    A function that raised an error which may pass, such as a timeout, is called again, with the same random streams;
-    of several awaitables, those that failed are awaited together again.
+    A function that raised a transient error, such as a timeout, is called again with the same random state; failed
+    awaitables are awaited concurrently again.
 
     Raises:
-        RewardError: a function raised or returned what are no scores; the first of them is named, with its rows.
+        RewardError: a function raised an error or returned invalid scores; the message names the first one and its
+            rows.
     """
     if not len(samples):
         return [[] for _ in functions]
@@ -176,5 +181,5 @@ def _called(function: FunctionReward, samples: Samples, retries: Retries) -> Any
         return retries(function.who, as_before(functools.partial(function.call, samples)))
     except Leaving:
         raise
-    except FAILURES as error:  # reported once the others are awaited: none may be left behind
+    except FAILURES as error:  # reported after the others have been awaited
         return error

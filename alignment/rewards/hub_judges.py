@@ -1,4 +1,4 @@
-"""Judges by TRL's names that other packages reach or run: Hugging Face's inference client, and PairRM."""
+"""Judges with TRL's names that depend on other packages: Hugging Face's inference client, and PairRM."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from alignment.rewards.pairwise import BasePairwiseJudge
 
 
 class HfPairwiseJudge(ModelJudge):
-    """Asks a model by ``huggingface_hub.InferenceClient``: a provider of the hub's, or the URL of an own server.
+    """Asks a model with ``huggingface_hub.InferenceClient``: an inference provider of the hub, or a server's URL.
 
     Args:
         model: name on the hub, or a URL.
-        token: the hub's; None takes that of ``hf auth login`` or ``HF_TOKEN``. Handed to the client and kept there.
-        system_prompt: as of :class:`.ModelJudge`, as are all that are not named here.
-        timeout: seconds for an answer.
-        max_tokens: of an answer.
+        token: hub token; None for the one of ``hf auth login`` or ``HF_TOKEN``. It is only stored in the client.
+        system_prompt: see :class:`.ModelJudge`, as for all arguments that are not listed here.
+        timeout: seconds for a response.
+        max_tokens: maximum number of tokens of an answer.
 
     Raises:
-        OptionError: an argument that cannot be used.
+        OptionError: an argument is invalid.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class HfPairwiseJudge(ModelJudge):
 
     @property
     def where(self) -> str:
-        return f"{self.model} by Hugging Face's inference client"
+        return f"{self.model} (Hugging Face inference client)"
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -63,13 +63,13 @@ class HfPairwiseJudge(ModelJudge):
         try:
             found = self.client.chat_completion([{"role": "user", "content": text}], max_tokens=self.max_tokens)
             answer = found.choices[0].message.content
-        except Exception as error:  # those of the client's HTTP library, which changes between releases
+        except Exception as error:  # the errors depend on the client's HTTP library, which changes between releases
             raise _refusal(error) from None
         return answer if isinstance(answer, str) else None
 
 
 def _refusal(error: Exception) -> NoAnswer:
-    """What an error of the hub's client means; it is not chained, for it holds the request and so the token."""
+    """Convert an error of the hub's client. It must not be chained, because its request contains the token."""
     response = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
     if response is None or not isinstance(status, int):
@@ -77,38 +77,38 @@ def _refusal(error: Exception) -> NoAnswer:
         if is_transient(error):
             return Busy(said)
         unreadable = isinstance(error, (ValueError, TypeError, AttributeError, IndexError, KeyError))
-        return Busy(f"its answer cannot be read ({type(error).__name__})") if unreadable else Broken(said)
+        return Busy(f"its response cannot be read ({type(error).__name__})") if unreadable else Broken(said)
     if is_busy(status):
         return Busy(f"HTTP {status}", retry_after(response.headers.get("retry-after")))
     if status in (401, 402, 403):
-        return Broken(f"HTTP {status}; pass a token that may use inference, or run `hf auth login`", status)
+        return Broken(f"HTTP {status}; pass a token with inference permission, or run `hf auth login`", status)
     if status == 404 or status < 400:
         return Broken(f"HTTP {status}; check model", status)
     return NoAnswer(f"HTTP {status}", status)
 
 
 class PairRMJudge(BasePairwiseJudge):
-    """Ranks with PairRM (https://huggingface.co/llm-blender/PairRM) by the package ``llm-blender``, on this device.
+    """Ranks with PairRM (https://huggingface.co/llm-blender/PairRM) on this device, using ``llm-blender``.
 
     Attributes:
         blender: the package's ``Blender``.
 
     Raises:
-        OptionError: the package is not installed, or does not work with the libraries that are.
+        OptionError: the package is not installed, or does not work with the installed libraries.
     """
 
     def __init__(self) -> None:
         if importlib.util.find_spec("llm_blender") is None:
             raise OptionError(
-                "judge: PairRMJudge needs the package llm-blender; install it with `pip install llm-blender`, or ask "
-                "a model at an endpoint with OpenAIPairwiseJudge"
+                "judge: PairRMJudge requires the package llm-blender; run `pip install llm-blender`, or use a model "
+                "at an endpoint with OpenAIPairwiseJudge"
             )
         try:
             self.blender = importlib.import_module("llm_blender").Blender()
             self.blender.loadranker("llm-blender/PairRM", device=str(device()))
         except (ImportError, AttributeError, OSError) as error:
             raise OptionError(
-                f"judge: PairRMJudge: llm-blender does not work here: {type(error).__name__}: {one_line(error)}; ask "
+                f"judge: PairRMJudge: llm-blender could not be loaded: {type(error).__name__}: {one_line(error)}; use "
                 "a model at an endpoint with OpenAIPairwiseJudge"
             ) from error
 
@@ -120,17 +120,17 @@ class PairRMJudge(BasePairwiseJudge):
         return_scores: bool = False,
         temperature: float = 1.0,
     ) -> list[Any]:
-        """For each pair 0 or 1, the number of the better completion.
+        """Return for each pair the index of the better completion, 0 or 1.
 
         Args:
             prompts: (P,) texts or conversations.
-            completions: (P,) two of them for each.
-            shuffle_order: draw which completion is shown first from NumPy's generator.
-            return_scores: return the probability that the first completion is the better one instead.
-            temperature: of that probability.
+            completions: (P,) two completions for each prompt.
+            shuffle_order: choose which completion is shown first with NumPy's generator.
+            return_scores: instead return the probability that the first completion is better.
+            temperature: temperature of that probability.
 
         Raises:
-            ValueError: a prompt that has not two completions.
+            ValueError: a prompt does not have two completions.
         """
         if any(len(pair) != 2 for pair in completions):
             raise ValueError("PairRM compares 2 completions of each prompt")
@@ -144,6 +144,6 @@ class PairRMJudge(BasePairwiseJudge):
         found = np.array(self.blender.rank(texts, shown, return_scores=return_scores, disable_tqdm=True))
         found[turned] = found[turned][:, ::-1].copy()
         if not return_scores:
-            return [int(place) - 1 for place in found[:, 0]]  # the place of the first one: 1 or 2
+            return [int(place) - 1 for place in found[:, 0]]  # the rank of the first completion: 1 or 2
         margins = (found[:, 0] - found[:, 1]).astype(np.float64) / temperature
         return [float(value) for value in 1 / (1 + np.exp(-margins))]

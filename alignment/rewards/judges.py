@@ -1,4 +1,4 @@
-"""Pairwise judges: a user's code that says which of two completions is better, not how good each is."""
+"""Pairwise judges: user code that selects the better of two completions without scoring them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from alignment.rewards.questions import FAILED
 
 
 class Judge:
-    """A judge made of a callable, or of an object with a method ``judge``; either may be a coroutine function.
+    """Wraps a callable, or an object with a method ``judge``; either may be a coroutine function.
 
-    It is called with two lists, the prompts and for each a list of two completions, and returns for each 0 (the first
-    is better), 1 (the second is) or -1 (it cannot say). One with TRL's signature, which has a ``shuffle_order``, is
-    given conversations as texts, as TRL does.
+    It is called with two lists, the prompts and a list of two completions for each, and returns for each pair 0 (the
+    first is better), 1 (the second is better) or -1 (no verdict). A judge with TRL's signature, which has a
+    ``shuffle_order``, gets conversations as text, as in TRL.
 
     Args:
         judge: the callable or object.
-        name: for messages; its own if None.
-        retries: of its calls that fail for a reason that may pass.
+        name: name in messages; None for the judge's name.
+        retries: retries of calls that fail with a transient error.
 
     Raises:
-        OptionError: it cannot be called so.
+        OptionError: the judge cannot be called in this way.
     """
 
     def __init__(self, judge: Any, name: str | None = None, retries: Retries = NEVER) -> None:
@@ -45,9 +45,9 @@ class Judge:
         self.code = judge
         self._call = getattr(judge, "judge", judge)
         if isinstance(judge, type) or not callable(self._call):
-            raise OptionError(f"{self.who} is {show(judge)}; give a function, or an object with a method 'judge'")
+            raise OptionError(f"{self.who} is {show(judge)}; expected a function, or an object with a method 'judge'")
         if isinstance(judge, (BaseBinaryJudge, BaseRankJudge)):
-            raise OptionError(f"{self.who} compares no pairs; give a BasePairwiseJudge, or score with reward_funcs")
+            raise OptionError(f"{self.who} does not compare pairs; use a BasePairwiseJudge, or reward_funcs")
         self._takes_texts = False
         try:
             signature = inspect.signature(self._call)
@@ -55,16 +55,16 @@ class Judge:
             self._takes_texts = "shuffle_order" in signature.parameters
         except TypeError as error:
             raise OptionError(
-                f"{self.who} cannot be called with two arguments ({error}); let it take prompts and pairs"
+                f"{self.who} cannot be called with two arguments ({error}); it must take prompts and pairs"
             ) from error
         except ValueError:
-            return  # a built-in that does not tell: calling it will show
+            return  # a built-in without a signature
 
     def ready(self) -> list[str]:
-        """Ask a judge at an endpoint whether it is there, on the first rank; a line that says so. Collective.
+        """Check on rank 0 that an endpoint judge is available, and return a line for the start of a run. Collective.
 
         Raises:
-            RewardError: it is not; the same on every rank.
+            RewardError: the endpoint is unavailable; the same error on all ranks.
         """
         if not isinstance(self.code, EndpointJudge):
             return []
@@ -72,33 +72,33 @@ class Judge:
         return [f"judge: {self.code.where}"]
 
     def looked_at(self) -> list[str]:
-        """What a dry run says of a judge at an endpoint, which it asks once whether it is there."""
+        """Check an endpoint judge once, and return a line for a dry run."""
         if not isinstance(self.code, EndpointJudge):
             return []
         try:
             self.code.check(retries=0)
         except RewardError as error:
-            return [f"{error}. A run would end here"]
-        return [f"judge {self.code.where}: it is there"]
+            return [f"{error}. A run would stop with this error"]
+        return [f"judge {self.code.where}: available"]
 
     def verdicts(
         self, prompts: Sequence[Text], pairs: Sequence[Sequence[Text]], seed: int, places: Sequence[str]
     ) -> list[int]:
-        """For each pair 0 (the first is better), 1 (the second is) or -1 (no verdict). Collective.
+        """Return for each pair 0 (the first is better), 1 (the second is better) or -1 (no verdict). Collective.
 
-        Half of the pairs, drawn from the seed, are shown the other way round, and their answers turned back: a judge
-        that favours a position favours neither completion.
+        Half of the pairs, chosen with the seed, are shown in reverse order and their verdicts reversed, so that a
+        judge with a position bias favors neither completion.
 
         Args:
-            prompts: (P,) this rank's; there may be none, and then the judge is not called.
+            prompts: (P,) this rank's prompts; if there are none, the judge is not called.
             pairs: (P,) two completions each.
-            seed: of the order; another one for every step and rank.
+            seed: seed of the order, different for every step and rank.
             places: (P,) names of the prompts' rows, for messages.
 
         Raises:
-            RewardError: the judge raised or returned what are no verdicts, here or on another rank; the same on every.
+            RewardError: the judge failed or returned invalid verdicts on any rank; the same error on all ranks.
         """
-        # Not Python's generator: a judge that tosses a coin, seeded alike, would toss what turned the pairs.
+        # Not Python's generator: a random judge with the same seed would then depend on the order of the pairs.
         turned = (np.random.default_rng(seed).random(len(pairs)) < 0.5).tolist()
         shown = [list(reversed(pair)) if turn else list(pair) for pair, turn in zip(pairs, turned)]
         failure, answers = None, []
@@ -111,16 +111,16 @@ class Judge:
 
     def _asked(self, prompts: list[Text], pairs: list[list[Text]], places: Sequence[str]) -> list[int]:
         try:
-            # Copies: a judge that is asked again must not be shown what it has changed.
+            # Copies: on a retry, the judge must not see its own modifications.
             returned = self.retries(self.who, as_before(lambda: self._answer(*copy.deepcopy((prompts, pairs)))))
         except Leaving:
             raise
-        except RewardError as error:  # of a judge of ours, which has said it all
+        except RewardError as error:  # raised by one of our judges, with a complete message
             raise RewardError(f"{error} (judging {span(places)})") from None
         except FAILURES as error:
             raise RewardError(
-                f"{self.who} raised {raised(error)} while judging {span(places)}; correct it, or let it return -1 for "
-                "what it cannot judge"
+                f"{self.who} raised {raised(error)} while judging {span(places)}; fix the judge, or return -1 for "
+                "pairs that it cannot judge"
             ) from error
         values = as_list(returned, self.who, places, "verdicts", "pairs")
         return [self._verdict(value, place) for value, place in zip(values, places)]
@@ -137,10 +137,10 @@ class Judge:
 
     def _verdict(self, value: Any, place: str) -> int:
         value = scalar(value)
-        # A boolean would be taken for its number, where True may well mean that the first is better.
+        # Reject booleans, which are integers too: True may well mean that the first completion is better.
         if not isinstance(value, int) or isinstance(value, bool) or value not in (0, 1, FAILED):
             raise RewardError(
-                f"{self.who} returned {show(value)} for {place}; return 0 (the first is better), 1 (the second is) or "
-                "-1 (no verdict)"
+                f"{self.who} returned {show(value)} for {place}; expected 0 (the first is better), 1 (the second is "
+                "better) or -1 (no verdict)"
             )
         return value

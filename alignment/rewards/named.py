@@ -1,4 +1,4 @@
-"""Judges that an option names without any code of the user's: a model at an endpoint, and those of TRL's scripts."""
+"""Judges that options can select without user code: models at an endpoint, and the judges of TRL's scripts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _SECRET = ("key", "token", "password", "secret", "authorization")
 
 
 def is_named(judge: Any, option: Any) -> bool:
-    """Whether ``option`` is the name by which TRL's scripts make such a judge."""
+    """Return whether ``option`` is the name with which TRL's scripts create such a judge."""
     return isinstance(option, str) and option in NAMED and isinstance(judge, NAMED[option])
 
 
 def named_judge(option: Any) -> Any:
-    """The judge that a name of :data:`NAMED` or a mapping stands for; None for anything else.
+    """Create the judge for a name in :data:`NAMED` or for a mapping; return None for anything else.
 
     Raises:
-        OptionError: a mapping with a key that is not known, or a value that cannot be used.
+        OptionError: the mapping has an unknown key or an invalid value.
     """
     if isinstance(option, str) and option in NAMED:
         return NAMED[option]()
@@ -45,11 +45,11 @@ def _endpoint(given: Mapping[str, Any]) -> EndpointJudge:
             continue
         if any(word in str(name).lower() for word in _SECRET):
             raise OptionError(
-                f"judge: {name}: a key is not written into options, which are saved; put it into an environment "
+                f"judge: {name}: secrets are not allowed in options, because these are saved; use an environment "
                 "variable, and set api_key_env to its name"
             )
         close = did_you_mean(str(name), known)
-        raise OptionError(f"judge: {setting(str(name), value)}: unknown key{close}; known are {listing(known)}")
+        raise OptionError(f"judge: {setting(str(name), value)}: unknown key{close}; known keys: {listing(known)}")
     missing = [name for name in ("base_url", "model") if name not in given]
     if missing:
         raise OptionError(f"judge: {listing(missing)} is missing; set base_url (http://HOST:PORT/v1) and model")

@@ -1,6 +1,6 @@
-"""The interfaces of judges, by the names that scripts know from TRL; a judge need not be derived from any of them.
+"""The interfaces of judges, with the names used by TRL. A judge does not have to inherit from any of them.
 
-A judge of pairs may as well be a function, see :class:`alignment.rewards.judges.Judge`.
+A pairwise judge can also be a function, see :class:`alignment.rewards.judges.Judge`.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from alignment.config.errors import OptionError, listing, show
 
 
 class BaseJudge(ABC):
-    """Anything that judges completions."""
+    """Base class of judges."""
 
     @abstractmethod
     def judge(self, prompts: list[str], completions: list[Any], shuffle_order: bool = True) -> list[Any]:
-        """A judgement of each prompt's completions.
+        """Judge the completions of each prompt.
 
         Args:
             prompts: (P,) texts.
-            completions: (P,) what answers them.
-            shuffle_order: show them in an order drawn at random, so that no position is favoured.
+            completions: (P,) the completions of each prompt.
+            shuffle_order: show them in random order, to avoid position bias.
         """
 
 
 class BaseRankJudge(BaseJudge):
-    """Ranks any number of completions: for each prompt their places, the best first."""
+    """Ranks any number of completions of each prompt."""
 
     @abstractmethod
     def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[list[int]]:
-        """(P,) for each prompt the numbers of its completions, from best to worst; see :class:`BaseJudge`."""
+        """Return for each of the P prompts the indices of its completions, best first; see :class:`BaseJudge`."""
 
 
 class BasePairwiseJudge(BaseJudge):
-    """Compares two completions: for each prompt the number of the better one."""
+    """Selects the better of two completions of each prompt."""
 
     @abstractmethod
     def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
-        """(P,) for each prompt 0 (the first of its two completions is better), 1 (the second is) or -1 (unknown)."""
+        """Return for each of the P prompts 0 (the first completion is better), 1 (the second) or -1 (no verdict)."""
 
 
 class BaseBinaryJudge(BaseJudge):
-    """Says of single completions whether they satisfy something."""
+    """Decides for single completions whether they satisfy a criterion."""
 
     @abstractmethod
     def judge(  # type: ignore[override]  # TRL's order of arguments
@@ -53,29 +53,29 @@ class BaseBinaryJudge(BaseJudge):
         gold_completions: list[str] | None = None,
         shuffle_order: bool = True,
     ) -> list[int]:
-        """(P,) for each completion 1 (it does), 0 (it does not) or -1 (no verdict).
+        """Return for each of the P completions 1 (yes), 0 (no) or -1 (no verdict).
 
         Args:
             prompts: (P,) texts.
-            completions: (P,) one for each.
-            gold_completions: (P,) what the completions should be like, where that is known.
-            shuffle_order: of no effect on single completions.
+            completions: (P,) one completion for each prompt.
+            gold_completions: (P,) reference completions, if available.
+            shuffle_order: has no effect on single completions.
         """
 
 
 class AllTrueJudge(BaseBinaryJudge):
-    """1 where every one of several judges says 1, -1 where one of them has no verdict, else 0.
+    """Returns 1 if all of several judges return 1, -1 if one of them has no verdict, otherwise 0.
 
     The mixture of judges of CGPO (https://huggingface.co/papers/2409.20370).
 
     Args:
-        judges: of single completions.
+        judges: judges of single completions.
     """
 
     def __init__(self, judges: Sequence[BaseBinaryJudge]) -> None:
         self.judges = list(judges)
         if not self.judges:
-            raise OptionError("judges: none were given, so there is nothing to agree on; give at least one")
+            raise OptionError("judges: the list is empty; pass at least one judge")
 
     def judge(  # type: ignore[override]  # TRL's order of arguments
         self,
@@ -84,16 +84,16 @@ class AllTrueJudge(BaseBinaryJudge):
         gold_completions: list[str] | None = None,
         shuffle_order: bool = True,
     ) -> list[int]:
-        """As :class:`BaseBinaryJudge` says.
+        """See :class:`BaseBinaryJudge`.
 
         Raises:
-            ValueError: one of the judges answered with something else than 1, 0 and -1.
+            ValueError: a judge returned a value other than 1, 0 and -1.
         """
         everyone = [judge.judge(prompts, completions, gold_completions, shuffle_order) for judge in self.judges]
         found = []
         for verdicts in zip(*everyone, strict=True):
             strange = [verdict for verdict in verdicts if verdict not in (0, 1, -1)]
             if strange:
-                raise ValueError(f"a judge returned {listing(map(show, strange))}; it has to return 1, 0 or -1")
+                raise ValueError(f"a judge returned {listing(map(show, strange))}; expected 1, 0 or -1")
             found.append(-1 if -1 in verdicts else int(all(verdict == 1 for verdict in verdicts)))
         return found

@@ -1,4 +1,4 @@
-"""A reward model as a source of rewards: its own engine, its own tokenizer and chat template, its own batches."""
+"""A reward model as a reward source, with its own engine, tokenizer, chat template and batches."""
 
 from __future__ import annotations
 
@@ -34,32 +34,33 @@ Place: TypeAlias = Callable[[ModelSource, int | None], tuple[str, str] | None]
 
 
 class ClassifierReward:
-    """Scores completions with a sequence classifier that has one label, or two of which the first is the score.
+    """Scores completions with a sequence classifier with one label, or with two labels, of which the first is used.
 
-    Made without loading a weight; :meth:`build`, or else the first :meth:`score`, builds the engine. Prompt and
-    completion are tokenised as in the training of a reward model: as one text or conversation, ended once.
+    Weights are not loaded until :meth:`build` or the first :meth:`score` builds the engine. Prompt and completion are
+    tokenized as for the training of reward models: as one text or conversation, with one end token.
 
     Args:
         model: path, hub name or live model.
-        tokenizer: the reward model's; None loads the one of its folder.
-        options: the run's: seed, attention, device.
-        dtypes: the run's; the reward model computes in the policy's dtype.
-        placement: ``offload``, ``sharded`` or ``replica``; None: as ``deepspeed`` says, or by the machine.
-        deepspeed: JSON of its engine: path, packaged name or mapping; None: the packaged one of the placement.
-        batch_size: sequences of one forward; None: two for each row of the policy's micro-batch.
-        in_4bit: keep its weights in 4 bits.
-        place: gives the placement of a model with weights of so many bits, and the sizes that speak for it, if neither
-            ``placement`` nor ``deepspeed`` says.
+        tokenizer: the reward model's tokenizer; None to load it from the model.
+        options: the run's options.
+        dtypes: the run's dtypes; the reward model computes in the policy's dtype.
+        placement: ``offload``, ``sharded`` or ``replica``; None: determined by ``deepspeed`` or by ``place``.
+        deepspeed: DeepSpeed configuration of its engine: path, packaged name or mapping; None: the packaged one of the
+            placement.
+        batch_size: sequences per forward pass; None: two for each row of the policy's micro-batch.
+        in_4bit: load its weights in 4 bits.
+        place: chooses a placement for a model with weights of a given number of bits, and returns it with the sizes
+            that explain it; used if both ``placement`` and ``deepspeed`` are None.
 
     Attributes:
-        name: what metrics call it.
-        frozen: placement and DeepSpeed JSON of its engine.
-        truncated: sequences of this rank that were cut to the model's positions in the last call of :meth:`score`.
-        tokens: tokens of this rank that were scored in the last call.
+        name: its name in metrics.
+        frozen: placement and DeepSpeed configuration of its engine.
+        truncated: number of this rank's sequences that were truncated in the last call of :meth:`score`.
+        tokens: number of this rank's tokens that were scored in the last call.
 
     Raises:
-        ModelError: a model or tokenizer that cannot be used.
-        OptionError: a DeepSpeed JSON that cannot be used, or that contradicts ``placement``.
+        ModelError: the model or tokenizer cannot be used.
+        OptionError: the DeepSpeed configuration is invalid, or contradicts ``placement``.
     """
 
     name = "reward_model"
@@ -112,38 +113,38 @@ class ClassifierReward:
         self._engine: FrozenEngine | None = None
 
     def describe(self) -> str:
-        """One line for the start of a run."""
-        text = f"reward model: {self.source.name}, {self.frozen.placement.name}, {self.batch_size} sequences at once"
+        """Return one line for the start of a run."""
+        text = f"reward model: {self.source.name}, {self.frozen.placement.name}, batch size {self.batch_size}"
         text += f", {self._why}" if self._why else ""
         if self.source.config.num_labels > 1:
-            text += f"; of its {self.source.config.num_labels} labels the score is the logit of the first"
+            text += f"; the score is the logit of the first of its {self.source.config.num_labels} labels"
         plain = self.options.use_liger_kernel and liger_type(self.source.config) is None
-        return f"{text}; Liger has no kernels for a {self.source.config.model_type} model" if plain else text
+        return f"{text}; Liger has no kernels for {self.source.config.model_type} models" if plain else text
 
     def check(self, prompt: Text, place: str, template: Mapping[str, Any]) -> None:
-        """Whether prompts like this one can be given to the reward model, known before anything is loaded.
+        """Check that the reward model supports prompts like this one, before weights are loaded.
 
         Args:
-            prompt: of one row.
-            place: names the row in messages.
-            template: variables of its chat template besides the messages.
+            prompt: the prompt of a row.
+            place: name of the row in messages.
+            template: variables for the chat template.
 
         Raises:
-            ModelError: it is conversational, and the reward model's tokenizer has no chat template.
-            DataError: the chat template fails on it.
+            ModelError: the prompt is conversational, but the reward model's tokenizer has no chat template.
+            DataError: the chat template fails.
         """
         if not isinstance(prompt, str) and not self.rows.tokenizer.chat_template:
             raise ModelError(
                 f"reward_processing_class: {place} is conversational, but the reward model's tokenizer "
-                f"{self.rows.name} has no chat template; set its chat_template, or give prompts that are strings"
+                f"{self.rows.name} has no chat template; set its chat_template, or use prompts that are strings"
             )
         self.rows.encode([Source(prompt, (spoken(prompt, "a"),), place, template)])
 
     def build(self) -> FrozenEngine:
-        """The engine, built if it is not there. Collective.
+        """Return the engine, and build it on the first call. Collective.
 
         Raises:
-            ModelError: the model cannot be loaded, or does not compute scores in a way that is known.
+            ModelError: the model cannot be loaded, or computes scores in an unsupported way.
         """
         if self._engine is None:
             compute = getattr(torch, self.dtypes.compute)
@@ -153,15 +154,15 @@ class ClassifierReward:
             try:
                 self._engine = frozen_engine(model, self.frozen.ds_config, CLASSIFIER)
             except BaseException:
-                unmark_leaves(self._leaves)  # of a live model, which stays the user's
+                unmark_leaves(self._leaves)  # a live model still belongs to the user
                 raise
         return self._engine
 
     def score(self, samples: Samples) -> list[float | None]:
-        """The score of every sample; None for one without a single token. Collective; ranks may have unequal numbers.
+        """Score every sample; None for a sample without tokens. Collective; ranks may have different numbers.
 
         Raises:
-            RewardError: a chat template failed, or a score is not finite, here or on another rank.
+            RewardError: the chat template failed, or a score is not finite, on any rank.
         """
         self.build()
         sequences: list[list[int]] = []
@@ -175,14 +176,14 @@ class ClassifierReward:
         for place, score in zip(samples.places, scores, strict=True):
             if failure is None and score is not None and not math.isfinite(score):
                 failure = RewardError(
-                    f"reward model {self.source.name}: its score of a completion of {place} is {score}; its weights "
-                    "are broken, or too large for fp16: use bf16"
+                    f"reward model {self.source.name}: the score of a completion of {place} is {score}; its weights "
+                    "are corrupted, or overflow in fp16; use another checkpoint, or bf16"
                 )
         raise_together(failure)
         return scores
 
     def _tokenised(self, samples: Samples) -> list[list[int]]:
-        """Token ids of prompt and completion together, cut on the right to what the model has positions for."""
+        """Return the token IDs of prompt + completion, truncated on the right to the positions of the model."""
         rows = zip(samples.prompts, samples.completions, samples.places, samples.template, strict=True)
         encoded = self.rows.encode(
             [Source(prompt, (text,), place, template) for prompt, text, place, template in rows]
@@ -192,7 +193,10 @@ class ClassifierReward:
         return [ids[: self._longest] for ids in whole]
 
     def _scored(self, sequences: list[list[int]]) -> list[float | None]:
-        """Scores in the order of the sequences, which are batched by length; every rank makes as many forwards."""
+        """Score sequences, batched by length, and return the scores in order.
+
+        All ranks run the same number of passes.
+        """
         engine, size = self.build(), self.batch_size
         order = sorted((n for n, ids in enumerate(sequences) if ids), key=lambda n: -len(sequences[n]))
         forwards = int(largest_over_ranks(torch.tensor(math.ceil(len(order) / size), device=engine.device)))
@@ -207,7 +211,7 @@ class ClassifierReward:
         return scores
 
     def close(self) -> None:
-        """Release the engine; another :meth:`score` builds it anew."""
+        """Release the engine. The next :meth:`score` builds it again."""
         if self._engine is not None:
             self._engine.close()
             unmark_leaves(self._leaves)

@@ -1,4 +1,4 @@
-"""What is scored, and what scores: completions with all that is known of their rows, and the interface of a source."""
+"""Samples, completions with the data of their rows, and the interface of reward sources."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from alignment.data.messages import Text
 
 @dataclass(frozen=True)
 class Samples:
-    """The completions of one rank, S of them; a prompt with two completions is two samples. It may be empty.
+    """The S completions of one rank, possibly none. A prompt with two completions is two samples.
 
     Attributes:
-        prompts: (S,) strings or lists of messages, as the user gave them.
-        completions: (S,) a string, or for a conversational prompt one assistant's message in a list.
-        completion_ids: (S,) token ids as they were generated, with the token that ended the completion.
-        ended: (S,) whether the completion ended by itself, not at ``max_new_tokens``.
-        columns: further columns of the dataset by name, each with S values.
-        places: (S,) names of the samples' rows for messages, such as ``data.jsonl row 12``.
-        template: (S,) variables of the chat template besides the messages, such as ``tools``.
+        prompts: (S,) the user's strings or lists of messages.
+        completions: (S,) a string, or a list with one assistant message for a conversational prompt.
+        completion_ids: (S,) generated token IDs, including the token that ended the completion.
+        ended: (S,) whether the completion ended with an end token rather than at ``max_new_tokens``.
+        columns: additional columns of the dataset by name, each with S values.
+        places: (S,) names of the samples' rows in messages, such as ``data.jsonl row 12``.
+        template: (S,) variables for the chat template, such as ``tools``.
     """
 
     prompts: list[Text]
@@ -41,30 +41,30 @@ class Samples:
 
 
 class RewardSource(Protocol):
-    """Scores samples. One that is no user's function may call collectives, so every rank calls it equally often.
+    """Scores samples. Sources other than functions may run collectives, so all ranks must make the same calls.
 
     Attributes:
-        name: for messages and metrics.
-        truncated: how many of the samples last scored were cut because they were too long for the source.
+        name: name in messages and metrics.
+        truncated: number of samples that were truncated in the last call because they were too long.
     """
 
     name: str
     truncated: int
 
     def score(self, samples: Samples) -> list[float | None]:
-        """One finite score per sample; None where the source has nothing to say of it."""
+        """Return one finite score per sample, or None for no score."""
         ...
 
     def close(self) -> None:
-        """Release what the source holds."""
+        """Release the source's resources."""
         ...
 
 
 def spoken(prompt: Text, text: str) -> Text:
-    """A completion's text in the form of its prompt: the text itself, or one assistant's message in a list."""
+    """Return a completion in the form of its prompt: the text itself, or a list with one assistant message."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
 def in_groups(values: Sequence[Any], size: int) -> list[list[Any]]:
-    """Values per sample as values per prompt, ``size`` samples to each prompt."""
+    """Group values per sample into values per prompt, ``size`` samples for each prompt."""
     return [list(values[start : start + size]) for start in range(0, len(values), size)]

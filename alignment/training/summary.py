@@ -10,6 +10,7 @@ from alignment.reporting.progress import memory_gib
 from alignment.reporting.report import RunReport, duration
 from alignment.training.context import RunContext
 from alignment.training.run_engines import RunEngines
+from alignment.training.run_page import write_page
 
 REPORT = "report.md"
 _BOOKKEEPING = ("step", "epoch", "num_tokens")  # keys of log entries that are not metrics
@@ -26,8 +27,9 @@ def write_report(context: RunContext, engines: RunEngines, *, show: bool) -> Non
         return
     try:
         _write(context, engines, over_ranks(summaries), largest, show)
-    except Exception as error:  # matplotlib and the file system have their own exception classes
+    except Exception as error:
         context.tell(f"could not write {REPORT}: {type(error).__name__}: {error}")
+    write_page(context.output_dir, context.tell, "finished")
 
 
 def _write(

@@ -353,7 +353,7 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         self._check_evaluation()
         if self.train_data is None or self.sampler is None:
             said = data_of_commands(self.args)
-            raise OptionError(f"train_dataset: required for training{said}")
+            raise OptionError(f"train_dataset: required for training{said or '; pass it to the trainer'}")
         asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         if self.engines.trained:
             steps = total_steps(self.args, self.sampler)
@@ -477,7 +477,7 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
             data = {n: self._prepare(d, None, "eval_dataset") for n, d in named_datasets(eval_dataset).items()}
             self.engines.know(data.values())
         if not data:
-            raise OptionError("eval_dataset: required for evaluation")
+            raise OptionError("eval_dataset: required for evaluation; pass it to the trainer or to evaluate()")
         return self._evaluated(data, ignore_keys, metric_key_prefix)
 
     def _evaluated(
@@ -503,7 +503,7 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
         """The names of all metrics other than the loss."""
         return (*self.method.metrics, *self.resources.metrics)
 
-    # For callers ---------------------------------------------------------------------------------------------------
+    # For callers ----------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
         """Write model and tokenizer in Hugging Face format, for any ZeRO stage. All ranks must call it.

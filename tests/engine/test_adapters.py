@@ -220,7 +220,7 @@ def test_a_trained_bias_is_not_part_of_the_reference(tmp_path: Path) -> None:
     config = Qwen2Config(**{**AutoModelForCausalLM.from_pretrained(folder).config.to_dict(), "model_type": "qwen2"})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "qwen")
     model = str(tmp_path / "qwen")
-    with pytest.raises(OptionError, match=r"q_proj.bias of the base is trained as well \(bias='all'\)"):
+    with pytest.raises(OptionError, match=r"q_proj.bias of the base model is also trained \(bias='all'\)"):
         trained(model, tmp_path / "own", LoraConfig(r=2, bias="all"))
     trainer = trained(model, tmp_path / "replica", LoraConfig(r=2, bias="all"), ref_placement="replica")
     found = inside(trainer)
@@ -309,7 +309,7 @@ def test_two_references_are_rejected(base: str, tmp_path: Path) -> None:
         args = DPOConfig(**run_options(tmp_path, use_peft=True, **more))
         DPOTrainer(base, reference, args=args, train_dataset=paired_rows(2))
 
-    with pytest.raises(OptionError, match="a reference model was given as well"):
+    with pytest.raises(OptionError, match="ref_placement='adapter' and a reference model"):
         plan(reference=base, ref_placement="adapter")
     with pytest.raises(OptionError, match="ref_deepspeed=.*has no effect with ref_placement='adapter'"):
         plan(ref_placement="adapter", ref_deepspeed="ref_replica")
@@ -358,9 +358,14 @@ def test_options_that_would_be_lost_or_ignored_are_rejected(base: str, tmp_path:
 
     inner = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2))
     refused(r"adapters inside already \(default\)", inner.get_base_model(), LoraConfig(r=2))
-    refused("it holds the base", use_peft=True, output_dir=base, overwrite_output_dir=True)
-    refused("a folder of its own", use_peft=True, merged_output_dir=str(tmp_path / "x" / "out"))
-    refused("which merging does not know", use_peft=True, merged_output_dir="m", model_init_kwargs={"cache_dir": "c"})
+    refused("this folder contains the base model", use_peft=True, output_dir=base, overwrite_output_dir=True)
+    refused("a separate folder", use_peft=True, merged_output_dir=str(tmp_path / "x" / "out"))
+    refused(
+        "merging does not support cache_dir",
+        use_peft=True,
+        merged_output_dir="m",
+        model_init_kwargs={"cache_dir": "c"},
+    )
     refused("lora_r=64: has no effect with peft_config", config=LoraConfig(r=2), use_peft=True, lora_r=64)
     inner.get_base_model().model.norm.weight.requires_grad_(True)
-    refused("model.norm.weight requires a gradient and is no part", inner)
+    refused("model.norm.weight requires a gradient but does not belong", inner)

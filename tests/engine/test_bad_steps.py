@@ -1,4 +1,4 @@
-"""Runs with bad steps are bitwise equal to runs whose window plan skips those windows, even after a restart."""
+"""Runs with bad steps are bitwise equal to runs that omit those windows from the start, also after a restart."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from alignment.data.windows import WindowPlan
 from alignment.training.window import WindowPass
 from tools.ranks import RankServer
 
-_GRID = "test_skipping_a_window_is_bitwise_exact"
+_GRID = "test_the_window_is_omitted_bitwise"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def trained(
     model: str, tmp_path_factory: pytest.TempPathFactory, ranks: RankServer, request: pytest.FixtureRequest
 ) -> Path:
-    """The folder with the runs of the tests that were selected: one job for each number of ranks."""
+    """Train the runs of the selected tests, in one job per number of ranks; return their folder."""
     folder = tmp_path_factory.mktemp("bad-steps")
     cases = selected_cases(request, _GRID)
     for world in (1, 2):
@@ -63,7 +63,7 @@ def trained(
     [pytest.param(case, marks=pytest.mark.ci if case in CASES else pytest.mark.slow) for case in (*CASES, *MORE)],
     ids=name_of,
 )
-def test_skipping_a_window_is_bitwise_exact(case: Case, trained: Path) -> None:
+def test_the_window_is_omitted_bitwise(case: Case, trained: Path) -> None:
     action, whole = case[-1], trained / name_of(case)
     assert "error" not in outcome(whole)
     bad = events(whole, "bad_step")
@@ -84,12 +84,12 @@ def test_skipping_a_window_is_bitwise_exact(case: Case, trained: Path) -> None:
     assert [e["window"] for e in events(again, "bad_step")] == LEFT_OUT
 
 
-# What ends a run, and what it resumes from ---------------------------------------------------------------------------
+# Ends of a run, and where it resumes --------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def in_process(own_process_group: None, model: str, tmp_path: Path) -> Callable[..., Path]:
-    """Train one run of ``PLAIN`` in this process; its folder."""
+    """Train one run of ``PLAIN`` in this process; return its folder."""
 
     def trained(name: str, *, spoilt: Sequence[dict[str, Any]] = (), go_on: Any = None, **more: Any) -> Path:
         run = {**run_of(PLAIN, model, **more), "name": name, "faults": list(spoilt)}
@@ -103,8 +103,8 @@ PLAIN: Case = ("stage0", "fp32", 1, "CPO", "full", "")
 LATE = {"kind": "gradient", "window": [1, 1]}
 
 
-def test_a_stop_keeps_the_last_good_step_and_a_resume_may_skip(in_process: Callable[..., Path]) -> None:
-    """The weights are those of the previous step, even after a non-finite gradient; then the window is skipped."""
+def test_a_stop_saves_the_last_good_step_and_a_resume_can_skip(in_process: Callable[..., Path]) -> None:
+    """The saved weights are those of the step before, also for a non-finite gradient; then the window is omitted."""
     stopped = in_process("stopped", spoilt=[LATE])
     found = outcome(stopped)
     assert found["weights finite"]
@@ -131,7 +131,7 @@ def test_a_run_with_too_many_bad_steps_ends(action: str, in_process: Callable[..
     assert error.startswith("step 7: the gradient norm is nan") and "\n" not in error
     assert "2 bad steps occurred before (max_bad_steps=2). The weights of step 6 are saved in checkpoint-6" in error
     assert outcome(ended)["weights finite"] and len(events(ended, "bad_step")) == 2
-    # The count is for the entire run: a resumed run cannot have more.
+    # The count covers the whole run, so the resumed run allows no more bad steps.
     again = in_process("again", spoilt=spoilt, go_on=("ended", 6), on_bad_step=action, max_bad_steps=2)
     assert "2 bad steps occurred before" in outcome(again)["error"]
     more = in_process("more", spoilt=spoilt, go_on=("ended", 6), on_bad_step=action, max_bad_steps=3)
@@ -148,7 +148,7 @@ def test_without_a_checkpoint_a_rewind_skips(in_process: Callable[..., Path]) ->
 
 
 @pytest.mark.ci
-def test_a_rewind_may_skip_windows_before_the_bad_one(in_process: Callable[..., Path]) -> None:
+def test_a_rewind_can_omit_windows_before_the_bad_one(in_process: Callable[..., Path]) -> None:
     rewound = in_process("rewound", spoilt=[LATE], on_bad_step="rewind", rewind_windows=2)
     (event,) = events(rewound, "bad_step")
     assert event["checkpoint"] == "checkpoint-4" and event["omitted"] == [[1, 0], [1, 1]]
@@ -160,7 +160,7 @@ def test_a_rewind_may_skip_windows_before_the_bad_one(in_process: Callable[..., 
 def test_a_rewind_recovers_from_corrupted_weights(
     in_process: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Skipping windows cannot undo a bit flip; the newest checkpoint is not used if it is damaged."""
+    """Skipping windows does not repair a flipped bit in the weights. A damaged newest checkpoint is not used."""
     plain = in_process("plain", spoilt=[LATE], on_bad_step="skip")
     broken: list[int] = []
 
@@ -183,10 +183,10 @@ def test_a_rewind_recovers_from_corrupted_weights(
     assert [path.name for path in (rewound / "out" / "previous-1").iterdir()] == ["checkpoint-4"]
 
 
-def test_windows_skipped_by_a_rewind_outlive_the_process(
+def test_windows_omitted_by_a_rewind_survive_a_restart(
     in_process: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hardware fault occurs once; a run that is killed before its next checkpoint still skips the window."""
+    """A hardware fault happens once; a run killed before its next checkpoint still omits the window."""
     once = {**LATE, "times": 1}
     whole = in_process("whole", spoilt=[once], on_bad_step="rewind")
     calls: list[WindowPlan] = []
@@ -216,4 +216,4 @@ def test_an_overflow_in_fp16_is_not_a_bad_step(in_process: Callable[..., Path]) 
         run = in_process("run", on_bad_step="stop", fp16=True, deepspeed=stage, dtype=None)
     norms = [line["grad_norm"] for line in outcome(run)["history"] if "grad_norm" in line]
     assert "error" not in outcome(run) and events(run, "bad_step") == []
-    assert all(norms) and events(run, "overflow"), "windows that overflowed were computed again"
+    assert all(norms) and events(run, "overflow"), "windows that overflowed were repeated"

@@ -1,4 +1,4 @@
-"""transformers' callbacks: which events they get and when, what they can request, and the best checkpoint."""
+"""transformers' callbacks: their events, their requests, and the best checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Recorder(TrainerCallback):
-    """Records the names of events with the step, and the arguments of `on_log` and `on_evaluate`."""
+    """Records events with their steps, and the arguments of `on_log` and `on_evaluate`."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
@@ -71,7 +71,7 @@ def test_events_come_in_transformers_order(model: str, tmp_path: Path) -> None:
         ("on_log", 2),
         ("on_log", 2),
         ("on_evaluate", 2),
-        # The last window has one row: one micro-batch, so there is nothing between two.
+        # The last window has one row: one micro-batch, so there is no substep.
         *((name, 2) for name in step if name != "on_substep_end"),
         ("on_step_end", 3),
         ("on_log", 3),
@@ -88,8 +88,8 @@ def test_events_come_in_transformers_order(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("first", "steps"), [(True, [1, 2, 4, 5]), (False, [2, 4, 5])])
-def test_the_steps_that_are_logged(model: str, tmp_path: Path, first: bool, steps: list[int]) -> None:
-    """Every second step, the last, and the first if requested; a mean covers the steps since the previous line."""
+def test_logged_steps(model: str, tmp_path: Path, first: bool, steps: list[int]) -> None:
+    """Every second step, the last, and optionally the first; a mean covers the steps since the previous line."""
     args = KTOConfig(**options(tmp_path, max_steps=5, logging_steps=2, logging_first_step=first))
     trainer = KTOTrainer(model=model, args=args, train_dataset=unpaired_rows(20))
     trainer.train()
@@ -102,11 +102,11 @@ def test_the_steps_that_are_logged(model: str, tmp_path: Path, first: bool, step
         for name in ("rewards/chosen", "logps/rejected"):
             count = entry[name.replace("rewards", "count").replace("logps", "count")]
             assert entry[f"{name}_sum"] == pytest.approx(entry[name] * count)
-    # The last one was not due: the summary says it again, as TRL's does, and is no step's entry for that.
+    # The last step was not due: the summary repeats it, as in TRL, and does not count as a step's entry.
     summary, step_only = trainer.state.log_history[-1], ("loss", "grad_norm", "learning_rate")
     assert {name: value for name, value in logged[-1].items() if name not in step_only}.items() <= summary.items()
     assert "train_loss" in summary and not any(name in summary for name in step_only)
-    line = json.loads((trainer.output_dir / "log.jsonl").read_text().splitlines()[-2])  # before the event of the end
+    line = json.loads((trainer.output_dir / "log.jsonl").read_text().splitlines()[-2])  # the line before the end event
     assert line.pop("time") and line == summary
 
 
@@ -128,7 +128,7 @@ def test_a_callback_can_save_evaluate_and_stop(model: str, tmp_path: Path) -> No
     output = trainer.train()
     trainer.close()
     assert output.global_step == 4
-    assert "rewards/chosen" not in trainer.state.log_history[-1], "all was logged when it was due"
+    assert "rewards/chosen" not in trainer.state.log_history[-1], "everything was logged when due"
     assert [p.name for p in Path(args.output_dir or "").glob("checkpoint-*")] == ["checkpoint-2"]
     assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [3]
 
@@ -139,7 +139,7 @@ class EndsEpochs(TrainerCallback):
 
 
 def test_a_callback_can_end_an_epoch(model: str, tmp_path: Path) -> None:
-    """Two windows of each epoch are trained: after the second, the next epoch's order begins."""
+    """Two windows of each epoch are trained on; after the second, the next epoch starts."""
     args = SFTConfig(**options(tmp_path, max_steps=4))
     rows = [{"prompt": row["prompt"], "completion": row["completion"]} for row in unpaired_rows(12)]
     trainer = SFTTrainer(model=model, args=args, train_dataset=rows, callbacks=[EndsEpochs()])
@@ -161,7 +161,7 @@ def test_callbacks_are_added_and_removed(model: str, tmp_path: Path) -> None:
 
 
 class Decides(TrainerCallback):
-    """Replaces a metric by a given series of values, so that the best evaluation is known."""
+    """Replaces a metric by given values, so that a test knows which evaluation is the best."""
 
     def __init__(self, values: list[float]) -> None:
         self.values = iter(values)
@@ -171,7 +171,7 @@ class Decides(TrainerCallback):
 
 
 @pytest.mark.parametrize("stage", ["stage0", "stage2", "stage3-offload"])
-def test_the_best_checkpoint_is_restored(model: str, tmp_path: Path, stage: str) -> None:
+def test_the_best_checkpoint_is_loaded_at_the_end(model: str, tmp_path: Path, stage: str) -> None:
     values = [5.0, 2.0, float("nan"), 4.0, 3.0]
     args = CPOConfig(
         **options(
@@ -206,7 +206,7 @@ def test_the_best_checkpoint_is_restored(model: str, tmp_path: Path, stage: str)
     assert any(not torch.equal(start[name], best[name]) for name in best)
 
 
-def test_the_best_checkpoint_outlives_newer_ones(model: str, tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_kept_longer_than_newer_ones(model: str, tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "load_best_model_at_end": True}
     args = CPOConfig(**options(tmp_path, num_train_epochs=1, eval_strategy="steps", eval_steps=1, **saving))
     decides = [Decides([5.0, 2.0, 4.0, 3.0, 6.0])]
@@ -219,13 +219,13 @@ def test_the_best_checkpoint_outlives_newer_ones(model: str, tmp_path: Path) -> 
 
 
 class OwnControl(TrainerCallback):
-    """Returns its own control object, as transformers allows."""
+    """Returns its own control, as transformers allows."""
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         return copy.copy(control)
 
 
-def test_every_new_best_is_saved_whatever_control_a_callback_returns(model: str, tmp_path: Path) -> None:
+def test_every_new_best_is_saved_even_if_a_callback_returns_its_own_control(model: str, tmp_path: Path) -> None:
     args = CPOConfig(
         **options(tmp_path, num_train_epochs=1, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True)
     )
@@ -236,10 +236,10 @@ def test_every_new_best_is_saved_whatever_control_a_callback_returns(model: str,
     assert sorted(p.name[-1] for p in Path(args.output_dir or "").glob("checkpoint-*")) == ["1", "2", "3"]
 
 
-def test_the_evaluation_at_the_start_is_not_of_a_checkpoint(
+def test_the_initial_evaluation_has_no_checkpoint(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is the best of all here; the run ends with the best evaluation for which weights exist, and reports it."""
+    """It has the best metric here, but the run ends with the best weights that were saved, and reports these."""
     args = CPOConfig(
         **options(
             tmp_path,
@@ -277,7 +277,7 @@ def test_early_stopping_without_its_requirements(
     rows = {"train_dataset": paired_rows(4), "eval_dataset": paired_rows(2)}
     trainer = CPOTrainer(model=model, args=CPOConfig(**options(tmp_path, **more)), **rows)
     trainer.add_callback(EarlyStoppingCallback)
-    monkeypatch.setattr(trainer.engines, "build", lambda steps: pytest.fail("a model would be loaded"))
+    monkeypatch.setattr(trainer.engines, "build", lambda steps: pytest.fail("must not load a model"))
     with pytest.raises(OptionError, match=said):
         trainer.train()
 
@@ -299,7 +299,7 @@ def test_early_stopping(model: str, tmp_path: Path) -> None:
         args=args,
         train_dataset=paired_rows(8),
         eval_dataset=paired_rows(2),
-        # No later evaluation exceeds the first one by more than 1: after two more, the run ends.
+        # No later evaluation exceeds the first one by more than 1, so the run ends after two more.
         callbacks=[EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=1.0)],
     )
     output = trainer.train()
@@ -342,7 +342,7 @@ def test_tensorboard_and_wandb_offline(model: str, tmp_path: Path, monkeypatch: 
     [
         ({"report_to": "tensorbord"}, "report_to='tensorbord': no such integration; did you mean 'tensorboard'?"),
         ({"report_to": ["wandb", "x"]}, "report_to='x': no such integration; set one of azure_ml"),
-        ({"load_best_model_at_end": True}, "load_best_model_at_end=True: there are no evaluations to choose by"),
+        ({"load_best_model_at_end": True}, "load_best_model_at_end=True: requires evaluations"),
         ({"greater_is_better": True}, "greater_is_better=True: has no effect without metric_for_best_model"),
     ],
 )
@@ -352,7 +352,7 @@ def test_refused_options(given: dict[str, Any], said: str, tmp_path: Path) -> No
     assert said in str(caught.value)
 
 
-def test_a_metric_that_evaluation_does_not_produce(model: str, tmp_path: Path) -> None:
+def test_a_metric_that_evaluation_does_not_have(model: str, tmp_path: Path) -> None:
     args = KTOConfig(
         **options(tmp_path, eval_strategy="epoch", load_best_model_at_end=True, metric_for_best_model="rewards/margin")
     )
@@ -361,13 +361,13 @@ def test_a_metric_that_evaluation_does_not_produce(model: str, tmp_path: Path) -
     assert not Path(args.output_dir or "").exists()
 
 
-def test_the_names_of_integrations_are_transformers() -> None:
+def test_integrations_have_transformers_names() -> None:
     assert set(INTEGRATIONS) == set(INTEGRATION_TO_CALLBACK) - {"trackio"}
 
 
 @pytest.mark.ci
 def test_two_ranks_act_as_one(model: str, ranks: RankServer, tmp_path: Path) -> None:
-    """A callback's request on one rank, in any event, applies to all; the best weights are restored on both."""
+    """A callback's request on one rank, in any event, applies to all; both ranks load the best weights."""
     (tmp_path / "run.json").write_text(json.dumps({"model": model, "out": str(tmp_path / "run")}))
     ranks.run(DRIVERS / "callbacks.py", tmp_path / "run.json")
     outcome = json.loads((tmp_path / "out.json").read_text())
@@ -379,6 +379,6 @@ def test_two_ranks_act_as_one(model: str, ranks: RankServer, tmp_path: Path) -> 
         "on_evaluate should_training_stop": {"steps": [[2, 0.4]] * 2, "saved": []},
         "on_save should_training_stop": {"steps": [[2, 0.4]] * 2, "saved": ["checkpoint-2"]},
         "on_epoch_begin should_epoch_stop": {"steps": [[4, 0.8]] * 2, "saved": []},
-        # From step 2 on every step ends an epoch.
+        # From step 2 on, every step ends an epoch.
         "on_step_end should_epoch_stop": {"steps": [[4, 2.2]] * 2, "saved": []},
     }

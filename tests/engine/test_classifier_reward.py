@@ -61,7 +61,7 @@ def test_scores_are_those_of_the_saved_model_in_order(tmp_path: Path, placement:
     reward = source(path, tmp_path, placement=placement, batch_size=batch_size)
     lives = reward.frozen.placement.name
     assert lives == (placement or "replica")
-    assert reward.describe() == f"reward model: {path}, {lives}, {batch_size or 2} sequences at once"
+    assert reward.describe() == f"reward model: {path}, {lives}, batch size {batch_size or 2}"
     tokenizer = char_tokenizer()
     expected = own_scores(path, [f"{p}{t}</s>" for p, t in zip(PROMPTS, TEXTS)], tokenizer)
     found = reward.score(samples(PROMPTS, TEXTS))
@@ -122,7 +122,7 @@ def test_a_model_that_is_passed_twice_counts_once(tmp_path: Path) -> None:
 def test_the_first_of_two_labels_is_the_score(tmp_path: Path) -> None:
     path = make_classifier(tmp_path / "two", seed=1, labels=2)
     reward = source(path, tmp_path)
-    assert reward.describe().endswith("of its 2 labels the score is the logit of the first")
+    assert reward.describe().endswith("the score is the logit of the first of its 2 labels")
     found = reward.score(samples(["once "], ["upon"]))
     assert found == pytest.approx(own_scores(path, ["once upon</s>"], char_tokenizer(template=PLAIN)), rel=1e-4)
     reward.close()
@@ -158,7 +158,7 @@ def test_a_score_that_is_not_finite_names_model_and_row(tmp_path: Path) -> None:
     reward.score(samples(["a"], ["b"]))
     torch.nn.init.constant_(live.score.weight, float("nan"))
     with pytest.raises(
-        RewardError, match=r"^reward model .*reward: its score of a completion of rows\.jsonl row 1 is nan"
+        RewardError, match=r"^reward model .*reward: the score of a completion of rows\.jsonl row 1 is nan"
     ):
         reward.score(samples(["a", "c"], ["b", "d"]))
     reward.close()
@@ -180,11 +180,13 @@ def test_errors_before_anything_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=r"^reward model .*: rows\.jsonl row 1: the chat template .* fails on it"):
         failing.score(samples([chat], ["hi"]))
     failing.close()
-    with pytest.raises(ModelError, match=r"^reward_model_path: .* is a LlamaForCausalLM: its weights lack score"):
+    with pytest.raises(ModelError, match=r"^reward_model_path: .* is a LlamaForCausalLM without score"):
         source(make_model(tmp_path / "language"), tmp_path)
-    with pytest.raises(ModelError, match=r"^reward_model_path: .*many' has num_labels=3, and a reward model has 1"):
+    with pytest.raises(
+        ModelError, match=r"^reward_model_path: .*many' has num_labels=3, but a reward model must have 1"
+    ):
         source(make_classifier(tmp_path / "many", labels=3), tmp_path)
-    with pytest.raises(ModelError, match=r"^reward_model_path: '/nowhere': no such folder"):
+    with pytest.raises(ModelError, match=r"^reward_model_path: folder '/nowhere' does not exist"):
         source("/nowhere", tmp_path)
     with pytest.raises(ModelError, match="^reward_processing_class: int is not a transformers tokenizer"):
         source(path, tmp_path, 3)
@@ -203,5 +205,5 @@ def test_its_engine_is_configured_separately_from_the_policys(tmp_path: Path) ->
         OptionError, match="^DeepSpeed mapping: .*'offload', which contradicts reward_placement='replica'"
     ):
         source(path, tmp_path, deepspeed=mapping, placement="replica")
-    with pytest.raises(OptionError, match="zero_optimization.stage=2: a frozen engine is stage 3 or 0"):
+    with pytest.raises(OptionError, match="zero_optimization.stage=2: a frozen model requires stage 3"):
         source(path, tmp_path, deepspeed=zero(2))

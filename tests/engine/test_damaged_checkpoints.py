@@ -71,7 +71,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def whole(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that ended."""
+    """Return the folder of a finished run."""
     trainer = make(model, tmp_path_factory.mktemp("whole"))
     trainer.train()
     trainer.close()
@@ -89,7 +89,7 @@ def flip(path: Path, at: int) -> None:
 
 
 def taken(folder: Path, method: str = "kto") -> tuple[int, list[str]]:
-    """The step of the checkpoint that a run would resume from, and its messages."""
+    """Return the step of the checkpoint that a run would resume from, and the messages."""
     told: list[str] = []
     chosen = choose(folder, "latest", method, lambda _: None, told.append)
     assert chosen is not None
@@ -97,7 +97,7 @@ def taken(folder: Path, method: str = "kto") -> tuple[int, list[str]]:
 
 
 def test_every_truncated_file_and_every_flipped_bit_is_detected(whole: Path, tmp_path: Path) -> None:
-    """100 of each, across all files of the newest checkpoint; the previous one is used, the damaged file reported."""
+    """100 of each, over all files of the newest checkpoint; the previous one is used, and the file is named."""
     folder = tmp_path / "out"
     shutil.copytree(whole, folder)
     newest = folder / f"checkpoint-{STEPS}"
@@ -157,7 +157,7 @@ def test_no_run_starts_over_damaged_checkpoints(whole: Path, tmp_path: Path) -> 
     assert str(refused.value).count("run_state.json: has 3 bytes") == len(checkpoints(folder))
 
 
-def test_a_checkpoint_of_another_run_is_not_the_newest(whole: Path, tmp_path: Path, model: str) -> None:
+def test_checkpoints_of_other_runs_are_ignored(whole: Path, tmp_path: Path, model: str) -> None:
     other = make(model, tmp_path / "other", seed=7)
     other.train()
     other.close()
@@ -168,7 +168,7 @@ def test_a_checkpoint_of_another_run_is_not_the_newest(whole: Path, tmp_path: Pa
     assert step == STEPS and told == [f"resume_from_checkpoint: {folder / 'checkpoint-9'}: belongs to another run"]
 
 
-def test_a_checkpoint_with_only_a_model_is_skipped(model: str, whole: Path, tmp_path: Path) -> None:
+def test_a_model_only_checkpoint_is_skipped(model: str, whole: Path, tmp_path: Path) -> None:
     trainer = make(model, tmp_path, save_only_model=True)
     trainer.train()
     trainer.close()
@@ -183,7 +183,7 @@ def test_a_checkpoint_with_only_a_model_is_skipped(model: str, whole: Path, tmp_
     assert manifest.resumable is False and taken(trainer.output_dir)[0] == 2
 
 
-# Disks that fill ---------------------------------------------------------------------------------------------------
+# Full disks ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def test_space_is_checked_before_anything_is_written(
 
 
 class Filling(TrainerCallback):
-    """Leaves the given kilobytes of a disk free before each save; all of it before the last one."""
+    """Leaves the given kilobytes of a disk free before each save, and all of it before the last one."""
 
     def __init__(self, disk: Path, free: list[int]) -> None:
         self.ballast, self.free = disk / "ballast", free
@@ -267,11 +267,11 @@ class Filling(TrainerCallback):
             self.ballast.write_bytes(bytes(room))
 
 
-def test_a_disk_that_fills_at_every_save(
+def test_a_disk_that_fills_up_at_every_save(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the log, the model, the optimizer's state, the run's, the manifest: only that checkpoint is lost."""
-    monkeypatch.setattr(writer, "_SPARE", -(1 << 30))  # the check beforehand would detect it
+    """In the log, model, optimizer state, run state or manifest: only that checkpoint is lost."""
+    monkeypatch.setattr(writer, "_SPARE", -(1 << 30))  # disables the check before writing
     with small_disk(tmp_path / "disk", 4000) as disk:
         trainer = make(model, disk, save_total_limit=1)
         trainer.args.save_steps = 1
@@ -291,7 +291,7 @@ def test_a_disk_that_fills_at_every_save(
 
 
 def test_a_buffer_that_training_changes_is_restored(tmp_path: Path) -> None:
-    """Also one that is not saved with the model."""
+    """Including one that is not saved with the model."""
     path = make_model(tmp_path / "model", seed=1)
 
     def counting() -> Any:

@@ -58,9 +58,9 @@ def broken() -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("stream", "said"),
     [
-        (stream_of([]), "the stream gives no rows"),
-        (stream_of([{"other": 1}]), "the stream gives no rows with columns that are used"),
-        (IterableDataset.from_generator(broken), "the stream broke after row 2: the line was cut"),
+        (stream_of([]), "the stream has no rows"),
+        (stream_of([{"other": 1}]), "the stream has no rows with usable columns"),
+        (IterableDataset.from_generator(broken), "the stream failed after row 2: the line was cut"),
         (
             stream_of([*unpaired_rows(2), {"prompt": {1}}]),
             r"row 3: prompt is .1. \(of type set\), which cannot be stored: .* use JSON-like values",

@@ -1,4 +1,4 @@
-"""``generate_during_eval``, ``LogCompletionsCallback``: whose answers are written; training is undisturbed."""
+"""``generate_during_eval`` and ``LogCompletionsCallback``: written completions; training is not affected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tools.ranks import RankServer
 
-# Adapters begin at zero: at the start there is nothing to be switched off.
+# New adapters are zero, so disabling them has no effect at the start.
 MOVED = {"learning_rate": 5.0, "eval_on_start": False}
 CASES: list[dict[str, Any]] = [
     {
@@ -43,7 +43,7 @@ CASES: list[dict[str, Any]] = [
 
 
 def greedy(folder: Path, prompts: list[str], adapters: Path | None = None) -> list[str]:
-    """What transformers generates from a saved model, one prompt at a time."""
+    """Return what transformers generates with a saved model, one prompt at a time."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if adapters is not None:
         model = PeftModel.from_pretrained(model, adapters)
@@ -67,11 +67,11 @@ def tables(folder: Path) -> list[dict[str, Any]]:
         *(pytest.param(nproc, tuple(each["name"] for each in CASES), marks=pytest.mark.slow) for nproc in (1, 2)),
     ],
 )
-def test_tables_and_an_undisturbed_run(tmp_path: Path, ranks: RankServer, nproc: int, names: tuple[str, ...]) -> None:
+def test_tables_do_not_affect_the_run(tmp_path: Path, ranks: RankServer, nproc: int, names: tuple[str, ...]) -> None:
     cases = [case for case in CASES if case["name"] in names]
     make_model(tmp_path / "model", "untied", seed=1)
     make_model(tmp_path / "reference", "untied", seed=2)
-    for name in ("model", "reference"):  # the likeliest token: drawn all the same, and what greedy decoding gives
+    for name in ("model", "reference"):  # top_k=1: sampling equals greedy decoding
         GenerationConfig(do_sample=True, top_k=1, eos_token_id=1).save_pretrained(tmp_path / name)
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     result = ranks.run(DRIVERS / "eval_answers.py", tmp_path, tmp_path / "cases.json", nproc=nproc, timeout=400)

@@ -62,6 +62,8 @@ def test_a_run_reports_and_uses_the_plan_that_fits(tmp_path: Path, capsys: pytes
     with contextlib.closing(trainer), mock.patch("alignment.training.run_engines.world_size", return_value=2):
         trainer.train()
         assert trainer.engines.policy.reduces_once
-    assert "gradients: summed in float32, reduced once per step, 0.00 GiB on each device" in capsys.readouterr().out
+    assert (
+        "gradients: accumulated in float32, reduced once per step, 0.00 GiB on each device" in capsys.readouterr().out
+    )
     written = json.loads((tmp_path / "out" / "deepspeed.json").read_text())
     assert written["data_types"] == {"grad_accum_dtype": "fp32"}

@@ -1,4 +1,4 @@
-"""Runs that upload to a stand-in for the hub: uploaded files, messages, and failures that must not end a run."""
+"""Runs that upload to a fake Hub: uploaded files, messages, and failures that must not end a run."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ pytestmark = pytest.mark.ci
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A hub for uploads of the processes of this test."""
+    """A fake Hub for the processes of this test."""
     fake = FakeHub()
     for name, value in {"HF_ENDPOINT": fake.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", fake.url)  # read when the library was imported
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", fake.url)  # read when the library is imported
     with fake.serving():
         yield fake
 
 
 def uploading(folder: Path, **more: Any) -> dict[str, Any]:
-    """Options of a run of three steps that saves and uploads at each step."""
+    """Return options of a run of three steps that saves and uploads each step."""
     hub = {"push_to_hub": True, "hub_token": TOKEN, "hub_always_push": True, "retry_pause": 0.0, "retries": 1}
     return options(folder, **{**hub, "max_steps": 3, "save_strategy": "steps", "save_steps": 1, **more})
 
 
 def fetched(hub: FakeHub, path: str, folder: Path) -> Path:
-    """Download a path of the repository into a folder."""
+    """Download a path of the repository to a folder."""
     for name, content in hub.files("me/out").items():
         if name.startswith(f"{path}/"):
             target = folder / name.removeprefix(f"{path}/")
@@ -64,12 +64,12 @@ def test_a_run_uploads_its_checkpoints_and_its_model(
     trainer = KTOTrainer(model=model, args=args, train_dataset=unpaired_rows(12))
     assert trainer.hub_model_id == "me/out" and hub.repos["me/out"].private is None
     trainer.train()
-    (tmp_path / "out" / "notes.txt").write_text("of the user")
+    (tmp_path / "out" / "notes.txt").write_text("written by a user")
     said = capsys.readouterr().out
     assert said.count("could not upload checkpoint-1 (HTTP 500") == 1
     paths = {name.partition("/")[0] for name in hub.files("me/out") if "/" in name}
-    assert paths == {"checkpoint-2", "checkpoint-3"}  # save_total_limit has removed the first of these here
-    # A failure at the end is reported with the command that makes up for it.
+    assert paths == {"checkpoint-2", "checkpoint-3"}  # save_total_limit has removed the first one locally
+    # A failure at the end is reported with the command to upload manually.
     hub.faults["/commit/"] = [500, 500]
     trainer.save_model()
     said = capsys.readouterr().out
@@ -96,11 +96,11 @@ def test_a_run_uploads_its_checkpoints_and_its_model(
     head = yaml.safe_load(files["README.md"].decode().split("---")[1])
     assert head["datasets"] == ["org/rows"] and head["license"] == "mit" and {"kto", "x"} <= set(head["tags"])
     assert files["model.safetensors"] == (tmp_path / "out" / "model.safetensors").read_bytes()
-    assert hub.tokens - {None} == {TOKEN}  # `hf` asks something of its own without one
+    assert hub.tokens - {None} == {TOKEN}  # `hf` makes a request without a token
     for file in (path for path in (tmp_path / "out").rglob("*") if path.is_file()):
         assert TOKEN.encode() not in file.read_bytes(), file
     assert not any(TOKEN.encode() in content for content in files.values())
-    # The upload is complete: a run resumes from it, in a repository that is not created again.
+    # The upload is complete: a run resumes from it, and the repository is not created again.
     checkpoint = fetched(hub, "checkpoint-2", tmp_path / "fetched" / "checkpoint-2")
     Manifest.read(checkpoint).check_contents(checkpoint, Manifest.read(checkpoint).files)
     made = hub.count("repos/create")
@@ -119,7 +119,7 @@ class Stopping(TrainerCallback):
             REQUESTS.request(StopReason.STOP)
 
 
-def test_a_stop_waits_for_no_upload(
+def test_a_stop_does_not_wait_for_uploads(
     hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""When a run logs, evaluates and saves, beside transformers' own Trainer with the same options."""
+"""When a run logs, evaluates and saves, compared with transformers' Trainer for the same options."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Recorder(TrainerCallback):
-    """Keeps what happened and after which step; the course of the metric is given."""
+    """Records events with their steps; the values of the metric are given."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
@@ -78,7 +78,7 @@ def theirs(folder: Path, more: dict[str, Any]) -> Recorder:
 
 
 @pytest.mark.ci
-def test_it_happens_when_it_happens_in_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_intervals_match_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(tmp_path / "policy", "tied", seed=1)
     expected = {}
     with monkeypatch.context() as alone:
@@ -95,7 +95,7 @@ def test_it_happens_when_it_happens_in_transformers(tmp_path: Path, monkeypatch:
         trainer.train()
         trainer.close()
         end = recorder.lengths[0]
-        # The last line of the log is not left out where the number of steps is no multiple.
+        # The last step is logged even if the number of steps is not a multiple of the interval.
         own = [event for event in recorder.events if event != ("log", end)]
         assert own == [event for event in expected[name].events if event != ("log", end)], name
         assert (("log", end) in recorder.events) == (more.get("logging_strategy") != "no"), name
@@ -105,7 +105,7 @@ def test_it_happens_when_it_happens_in_transformers(tmp_path: Path, monkeypatch:
 
 @pytest.mark.ci
 def test_sections_of_deepspeed(tmp_path: Path) -> None:
-    """DeepSpeed is not given them: a run by the options that they mean ends with the same weights."""
+    """They are not passed to DeepSpeed: a run with the equivalent options ends with the same weights."""
     model, ends = make_model(tmp_path / "policy", "tied", seed=1), []
     stage = options(tmp_path)["deepspeed"]
     sections = {

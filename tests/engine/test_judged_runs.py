@@ -1,4 +1,4 @@
-"""Online DPO with a judge at an endpoint: what it prefers is trained on, and no key is left anywhere."""
+"""Online DPO with a judge at an endpoint: training uses its preferences, and the API key is written nowhere."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def train(folder: Path, judge: Any) -> list[dict[str, Any]]:
     return [entry for entry in trainer.state.log_history if "grad_norm" in entry]
 
 
-def test_a_judge_at_an_endpoint(
+def test_a_judge_with_an_endpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(RolloutEngine, "generate", canned)
@@ -63,7 +63,7 @@ def test_a_judge_at_an_endpoint(
     with serving(lambda text: next(troubles, None) or longer(text)) as server:
         asked = train(tmp_path / "asked", spec | {"base_url": server.url, "retries": 4})
         assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
-    assert asked == plain and plain[0]["pairs/dropped"] < 1  # both orders agree, so a pair is what it is by a function
+    assert asked == plain and plain[0]["pairs/dropped"] < 1  # both orders agree, so pairs equal those of a function
     answered = [0]
 
     def dies(text: str) -> Answer:

@@ -1,4 +1,4 @@
-"""The balancing loss of a mixture of experts: its value, its weight, its gradient, against the model's own."""
+"""The load-balancing loss of mixtures of experts: value, weight and gradient, compared with the model's own."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def make_trainer(path: str, folder: Path, method: str = "cpo", **options: Any) -
 
 
 def train(trainer: AlignmentTrainer) -> Outcome:
-    """The first log line and the weights after the step."""
+    """Return the first log line and the weights after the step."""
     trainer.train()
     assert trainer.model is not None
     weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
@@ -66,12 +66,12 @@ def train(trainer: AlignmentTrainer) -> Outcome:
 
 @pytest.fixture(scope="module")
 def plain(path: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """The CPO step without a balancing loss."""
+    """The CPO step without a load-balancing loss."""
     return train(make_trainer(path, tmp_path_factory.mktemp("plain") / "out", router_aux_loss_coef=0.0))
 
 
 def own_balancing_loss(path: str, trainer: AlignmentTrainer) -> tuple[list[Tensor], list[int], Any]:
-    """Of each micro-batch of the first window, by the unchanged model with its mask; tokens; the model."""
+    """Return, per micro-batch of the first window, the unmodified model's loss and token count; and the model."""
     model = AutoModelForCausalLM.from_pretrained(path)
     assert trainer.sampler is not None and trainer.train_data is not None
     data, plan = trainer.train_data, trainer.sampler.plan(0, 0)
@@ -82,7 +82,7 @@ def own_balancing_loss(path: str, trainer: AlignmentTrainer) -> tuple[list[Tenso
         output = model(input_ids=scored.input_ids, attention_mask=mask, output_router_logits=True)
         losses.append(load_balancing_loss_func(output.router_logits, 4, 2, mask))
         tokens.append(int(mask.sum()))
-        assert tokens[-1] < mask.numel(), "without padding the mask would not matter"
+        assert tokens[-1] < mask.numel(), "without padding, the mask would have no effect"
     return losses, tokens, model
 
 
@@ -112,7 +112,7 @@ def test_several_micro_batches_are_weighted_by_their_tokens(path: str, tmp_path:
     values = [float(loss.detach()) for loss in losses]
     expected = sum(value * count for value, count in zip(values, tokens)) / sum(tokens)
     plain_mean = sum(values) / 3
-    assert abs(plain_mean - expected) > 1e-4, "the weights matter"
+    assert abs(plain_mean - expected) > 1e-4, "the weights have an effect"
     log, _ = train(trainer)
     assert log["aux_loss"] == pytest.approx(expected, rel=1e-6)
     assert log["loss"] == pytest.approx(plain[0]["loss"] + 0.5 * expected, rel=1e-6)
@@ -122,7 +122,7 @@ def test_several_micro_batches_are_weighted_by_their_tokens(path: str, tmp_path:
 def test_its_gradient_reaches_every_weight(
     path: str, tmp_path: Path, plain: Outcome, checkpointing: bool, stage: str
 ) -> None:
-    """The balancing loss alone makes the difference between two updates; autograd on the plain model says which."""
+    """The difference between two updates equals the gradient of the loss by autograd on the plain model."""
     options: dict[str, Any] = {"gradient_checkpointing": checkpointing, "deepspeed": STAGES[stage]}
     coefficient = 20.0
     trainer = make_trainer(path, tmp_path / "with", router_aux_loss_coef=coefficient, **options)
@@ -153,7 +153,7 @@ def test_every_stage_has_the_same_gradient(path: str, tmp_path: Path, plain: Out
     assert abs(plain[0]["grad_norm"] - norms["stage0"]) > 0.1 * norms["stage0"]
 
 
-def test_the_weight_comes_from_the_configuration_unless_given(path: str, tmp_path: Path, plain: Outcome) -> None:
+def test_the_weight_defaults_to_that_of_the_configuration(path: str, tmp_path: Path, plain: Outcome) -> None:
     assert AutoModelForCausalLM.from_pretrained(path).config.router_aux_loss_coef == 0.001
     log, _ = train(make_trainer(path, tmp_path / "default"))
     assert log["loss"] == pytest.approx(plain[0]["loss"] + 0.001 * log["aux_loss"], rel=1e-6)
@@ -174,7 +174,7 @@ def test_experts_without_router_logits_are_refused() -> None:
 
 def test_a_dense_model_has_nothing_to_balance(tmp_path: Path) -> None:
     dense = make_model(tmp_path / "dense", "tied")
-    trainer = make_trainer(dense, tmp_path / "out", router_aux_loss_coef=0.001)  # the default of TRL's newest
+    trainer = make_trainer(dense, tmp_path / "out", router_aux_loss_coef=0.001)  # the default of recent TRL releases
     assert trainer.aux_coefficient is None
     trainer = make_trainer(dense, tmp_path / "out", router_aux_loss_coef=0.0)
     assert trainer.aux_coefficient is None and not trainer.aux_loss_enabled
@@ -208,8 +208,8 @@ def test_evaluation_logs_it_too(path: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [GraniteMoeConfig, Qwen2MoeConfig])
-def test_the_balancing_loss_knows_either_name_of_the_experts(kind: Any) -> None:
-    """Granite's configuration has ``num_local_experts`` alone, Qwen's ``num_experts`` alone."""
+def test_the_balancing_loss_supports_both_names_for_the_number_of_experts(kind: Any) -> None:
+    """Granite's configuration only has ``num_local_experts``, Qwen's only ``num_experts``."""
     name = {GraniteMoeConfig: "num_local_experts", Qwen2MoeConfig: "num_experts"}[kind]
     sizes = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     config = kind(**sizes, num_attention_heads=2, num_key_value_heads=1, num_experts_per_tok=2, **{name: 6})

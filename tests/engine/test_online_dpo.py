@@ -1,4 +1,4 @@
-"""Online DPO as users run it: real rollouts, rewards, judges, evaluation, what is alive when, what is written."""
+"""Online DPO end to end: rollouts, rewards, judges, evaluation, tensors alive in each phase, output files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def arguments(folder: Path, **more: Any) -> OnlineDPOConfig:
 
 
 def letters(completions: list[str], wanted: list[str]) -> list[float]:
-    """How many letters from ``wanted`` to the end of the alphabet there are."""
+    """Count the letters from ``wanted`` to the end of the alphabet."""
     return [float(sum(letter >= one for letter in text)) for text, one in zip(completions, wanted, strict=True)]
 
 
@@ -74,7 +74,7 @@ def test_a_script_for_trl_runs(paths: dict[str, str], tmp_path: Path) -> None:
     assert abs(second["objective/kl"]) > 1e-3
     assert first["objective/scores"] == first["rewards/reward_model/mean"]
     assert first["objective/scores_margin"] > 0
-    both = 2 * first["objective/scores"]  # of two completions each, so the mean over the pairs
+    both = 2 * first["objective/scores"]  # two completions per prompt, so this is the mean over the pairs
     assert 2 * first["objective/rlhf_reward"] == pytest.approx(both, abs=1e-5) and first["pairs/dropped"] == 0
     assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
     trainer.close()
@@ -84,12 +84,12 @@ def test_a_script_for_trl_runs(paths: dict[str, str], tmp_path: Path) -> None:
 def test_a_reward_model_of_two_labels(
     paths: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Pairs are ranked by the first label, which the start of the run says."""
+    """Pairs are ranked by the first label, as printed at the start of the run."""
     two = make_classifier(tmp_path / "two", seed=3, labels=2)
     args = arguments(tmp_path, max_steps=1, reward_model_path=two, missing_eos_penalty=0.0)
     trainer = OnlineDPOTrainer(model=paths["policy"], args=args, train_dataset=prompts(4))
     trainer.train()
-    assert "of its 2 labels the score is the logit of the first" in "".join(capfd.readouterr())
+    assert "the score is the logit of the first of its 2 labels" in "".join(capfd.readouterr())
     lines = [json.loads(line) for line in (tmp_path / "out" / "completions.jsonl").read_text().splitlines()]
     tokenizer, model = AutoTokenizer.from_pretrained(two), AutoModelForSequenceClassification.from_pretrained(two)
     for line in lines:
@@ -97,7 +97,7 @@ def test_a_reward_model_of_two_labels(
             text = f"{line['prompt']}{line[side]}</s>"
             logits = model(**tokenizer(text, add_special_tokens=False, return_tensors="pt")).logits[0]
             assert line[f"{side}_score"] == pytest.approx(float(logits[0]), rel=1e-3), text
-            assert abs(float(logits[0] - logits[1])) > 1e-2, "the labels differ, so the test can fail"
+            assert abs(float(logits[0] - logits[1])) > 1e-2, "the labels differ, so the test is meaningful"
     assert len(lines) == 4
     trainer.close()
 
@@ -116,14 +116,14 @@ def test_functions_weights_and_more_generations(paths: dict[str, str], tmp_path:
     )
     trainer.train()
     first, second = logs(trainer)
-    assert (first["beta"], second["beta"]) == (0.1, 0.3), "four prompts are one window, so each step is an epoch"
+    assert (first["beta"], second["beta"]) == (0.1, 0.3), "four prompts fill one window, so each step is an epoch"
     said = [json.loads(line) for line in (tmp_path / "out" / "completions.jsonl").read_text().splitlines()]
     assert [line["step"] for line in said] == [1] * 4 + [2] * 4
     for line in said:
         assert line["dropped"] is not None or line["chosen_score"] > line["rejected_score"]
         assert {line["prompt"]} <= {row["prompt"] for row in prompts(4)}
     assert 0 < first["rewards/ignored"] < 1
-    # The second function speaks of completions that ended early only, and these are what carries no penalty.
+    # The second function only scores completions that ended early, which have no penalty.
     ended = first["val/contain_eos_token"]
     short = (1 - 2 * first["rewards/ignored"]) * first["rewards/brevity/mean"] if ended else 0.0
     expected = first["rewards/letters/mean"] + 0.5 * short - 2.0 * (1 - ended)
@@ -132,7 +132,7 @@ def test_functions_weights_and_more_generations(paths: dict[str, str], tmp_path:
 
 
 def test_a_completion_ends_with_any_eos_of_tokenizer_and_model(paths: dict[str, str], tmp_path: Path) -> None:
-    """Chat models often have two: the tokenizer's, and another one in their generation config."""
+    """Chat models often have two: the tokenizer's, and another one in the generation config."""
     model = AutoModelForCausalLM.from_pretrained(paths["policy"])
     own = AutoTokenizer.from_pretrained(paths["policy"])
     model.generation_config.eos_token_id = [token for token in range(len(own)) if token != own.eos_token_id]
@@ -149,7 +149,7 @@ def test_a_completion_ends_with_any_eos_of_tokenizer_and_model(paths: dict[str, 
     assert log["completions/mean_length"] == 1.0 == log["val/contain_eos_token"]
 
 
-def test_a_judge_that_fails_and_favours_a_side(paths: dict[str, str], tmp_path: Path) -> None:
+def test_a_judge_that_fails_and_prefers_a_position(paths: dict[str, str], tmp_path: Path) -> None:
     shown: list[list[str]] = []
 
     class First:
@@ -166,13 +166,17 @@ def test_a_judge_that_fails_and_favours_a_side(paths: dict[str, str], tmp_path: 
     assert "objective/scores" not in log and "objective/rlhf_reward" not in log
     said = [json.loads(line) for line in (tmp_path / "out" / "completions.jsonl").read_text().splitlines()]
     chosen = {line["chosen"] for line in said if line["dropped"] is None}
-    assert chosen == {pair[0] for pair in shown[1:]}, "what the judge saw first and preferred is what is learnt"
+    assert chosen == {pair[0] for pair in shown[1:]}, (
+        "the completions that the judge saw first and preferred are chosen"
+    )
     trainer.close()
 
 
 @pytest.mark.parametrize("judged", [False, True])
-def test_evaluation_counts_wins_against_the_start_policy(paths: dict[str, str], tmp_path: Path, judged: bool) -> None:
-    """A policy that is trained hard towards one letter wins; one that is not trained is compared with nothing."""
+def test_evaluation_computes_the_win_rate_against_the_initial_policy(
+    paths: dict[str, str], tmp_path: Path, judged: bool
+) -> None:
+    """A policy trained strongly towards one letter wins; an untrained policy has no comparison."""
 
     def share(text: str) -> float:
         return sum(letter > "m" for letter in text) / max(len(text), 1)
@@ -199,7 +203,7 @@ def test_evaluation_counts_wins_against_the_start_policy(paths: dict[str, str], 
     assert ("eval_objective/scores" in evaluations[-1]) is not judged
     assert {"eval_rewards/margins", "eval_completions/mean_length"} <= evaluations[-1].keys()
     entries = {name: record.entries for name, record in trainer.phases.records.items()}
-    # The start policy's answers, and those of two evaluations, apart from the twelve steps of training.
+    # The initial policy's completions and those of two evaluations, separate from the twelve training steps.
     assert (entries["rollout"], entries["eval rollout"]) == (12, 3)
     assert (entries["reference"], entries["eval reference"], entries["evaluate"]) == (12, 2, 2)
     again = trainer.evaluate()
@@ -214,8 +218,8 @@ def test_evaluation_counts_wins_against_the_start_policy(paths: dict[str, str], 
     assert "generate, up to " in report
 
 
-def test_a_window_without_pairs_moves_the_schedule_and_no_weight(paths: dict[str, str], tmp_path: Path) -> None:
-    """Nor do weights decay, or go on by Adam's momentum; and means of the run leave the window out."""
+def test_a_window_without_pairs_advances_only_the_schedule(paths: dict[str, str], tmp_path: Path) -> None:
+    """No weight decay and no momentum either; averages of the run exclude the window."""
     calls = iter(range(9))
 
     def silent_at_second(prompts: list[str], pairs: list[list[str]]) -> list[int]:
@@ -247,7 +251,7 @@ def test_a_window_without_pairs_moves_the_schedule_and_no_weight(paths: dict[str
 
 
 def _alive() -> dict[str, int]:
-    """Tensors with a graph, and caches, that exist now."""
+    """Count the existing tensors with a graph, and caches."""
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -259,7 +263,7 @@ def _alive() -> dict[str, int]:
 
 @pytest.fixture
 def no_weights_gathered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, int]]]:
-    """What was alive in each call of the reference."""
+    """Record what is alive in each call of the reference."""
     found: list[dict[str, int]] = []
     original = FrozenEngine.sequence_scores
 
@@ -272,7 +276,7 @@ def no_weights_gathered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[s
 
 
 @pytest.mark.parametrize("stage", ["stage0", "stage3"])
-def test_score_and_reference_have_the_memory_to_themselves(
+def test_score_and_reference_phases_hold_no_other_memory(
     paths: dict[str, str], tmp_path: Path, stage: str, no_weights_gathered: list[dict[str, int]]
 ) -> None:
     scored: list[dict[str, int]] = []
@@ -309,10 +313,12 @@ def test_score_and_reference_have_the_memory_to_themselves(
         ([1.0], "returned 1 scores for 8"),
         ([float("nan")] * 8, "returned nan for train_dataset row"),
         (["good"] * 8, "returned 'good'"),
-        (None, "return a list of 8 scores"),
+        (None, "expected a list of 8 scores"),
     ],
 )
-def test_what_a_function_returns_is_checked(paths: dict[str, str], tmp_path: Path, returned: Any, said: str) -> None:
+def test_the_result_of_a_reward_function_is_checked(
+    paths: dict[str, str], tmp_path: Path, returned: Any, said: str
+) -> None:
     trainer = OnlineDPOTrainer(
         model=paths["policy"],
         reward_funcs=lambda completions: returned,
@@ -324,7 +330,7 @@ def test_what_a_function_returns_is_checked(paths: dict[str, str], tmp_path: Pat
     trainer.close()
 
 
-def test_what_cannot_go_together_is_refused_by_the_trainer(paths: dict[str, str], tmp_path: Path) -> None:
+def test_contradicting_arguments_are_refused(paths: dict[str, str], tmp_path: Path) -> None:
     common: dict[str, Any] = {"model": paths["policy"], "train_dataset": prompts(4)}
     for given, said in (
         ({}, "nothing ranks the completions"),
@@ -338,17 +344,17 @@ def test_what_cannot_go_together_is_refused_by_the_trainer(paths: dict[str, str]
         ),
         ({"reward_funcs": lambda completions, answer: [0.0]}, "needs 'answer'"),
         ({"judge": 3}, "judge"),
-        ({"peft_config": object(), "reward_funcs": letters}, "is not a configuration of PEFT"),
+        ({"peft_config": object(), "reward_funcs": letters}, "is not a PEFT configuration"),
     ):
         with pytest.raises(OptionError, match=said):
             OnlineDPOTrainer(args=arguments(tmp_path), **common, **given)
     with pytest.raises(OptionError, match="reward_funcs: set both"):
         OnlineDPOTrainer(args=arguments(tmp_path, reward_funcs="a.py:f"), reward_funcs=letters, **common)
-    with pytest.raises(OptionError, match="missing_eos_penalty=1.0: a judge decides by itself"):
+    with pytest.raises(OptionError, match="missing_eos_penalty=1.0: a judge ranks completions"):
         OnlineDPOTrainer(args=arguments(tmp_path, missing_eos_penalty=1.0), judge=lambda p, q: [0], **common)
 
 
-def test_what_was_learnt_before_a_reward_failed_is_saved(paths: dict[str, str], tmp_path: Path) -> None:
+def test_weights_are_saved_if_a_reward_function_fails(paths: dict[str, str], tmp_path: Path) -> None:
     calls = iter(range(9))
 
     def failing(completions: list[str], wanted: list[str]) -> list[float]:
@@ -416,5 +422,5 @@ def test_conversations_and_columns_reach_functions(paths: dict[str, str], tmp_pa
         assert [message["role"] for message in completion] == ["assistant"]
     assert seen["completion_ids"] and seen["trainer_state"].max_steps == 1
     (log,) = logs(trainer)
-    assert log["objective/scores_margin"] == 1.0, "of two completions in a row the second scores one more"
+    assert log["objective/scores_margin"] == 1.0, "the second of two completions scores one more"
     trainer.close()

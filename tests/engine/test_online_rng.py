@@ -1,4 +1,4 @@
-"""Rollouts and scorers draw from randomness of their own: nothing after them is changed by it, and runs repeat."""
+"""Rollouts and scorers use their own random streams: later draws are unaffected, and runs are reproducible."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIMES = ("runtime", "per_second")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A policy with dropout: the train phase draws from torch's generator as it finds it."""
+    """A policy with dropout: the train phase draws from torch's global generator."""
     folder = make_model(tmp_path_factory.mktemp("models") / "policy", "untied")
     config = AutoConfig.from_pretrained(folder)
     config.attention_dropout = 0.2
@@ -35,28 +35,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def draw() -> None:
-    """Move every generator on."""
+    """Draw from every generator."""
     random.random(), np.random.rand(), torch.rand(1)
 
 
 def vowels(completions: list[str]) -> list[float]:
-    """A reward, calculated by a function that draws."""
+    """A reward function that draws random numbers."""
     draw()
     return quiet_vowels(completions)
 
 
 def quiet_vowels(completions: list[str]) -> list[float]:
-    """The same reward."""
+    """The same reward without drawing."""
     return [float(sum(letter in "aeiou" for letter in text) + 0.01 * len(text)) for text in completions]
 
 
 def judge(prompts: list[str], pairs: list[list[str]]) -> list[int]:
-    """A judge that draws."""
+    """A judge that draws random numbers."""
     draw()
     return [int(quiet_vowels(pair)[1] > quiet_vowels(pair)[0]) for pair in pairs]
 
 
-quiet_vowels.__name__ = vowels.__name__  # in the log
+quiet_vowels.__name__ = vowels.__name__  # the name in the log
 
 
 def prompts(count: int, seed: int) -> list[dict[str, Any]]:
@@ -65,7 +65,7 @@ def prompts(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 class Randomness(TrainerCallback):
-    """What Python, NumPy and torch would draw next, after each step."""
+    """Records what Python, NumPy and torch would draw next after each step."""
 
     def __init__(self) -> None:
         self.states: list[tuple[Any, ...]] = []
@@ -94,7 +94,7 @@ def outcome(
     callbacks: tuple[TrainerCallback, ...] = (),
     **more: Any,
 ) -> Outcome:
-    """The log of a run of three windows without its times, and the states of the generators after each of them."""
+    """Return the log of a run of three windows without times, and the states of the generators after each."""
     given = options(folder, max_new_tokens=8, max_steps=3, disable_dropout=False, ref_placement="replica", **more)
     del given["max_prompt_length"]
     after = Randomness()
@@ -118,7 +118,7 @@ def outcome(
 def test_a_window_after_a_rollout_is_unchanged(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    """A run whose completions are handed to it is, to the last bit, the run that generated them."""
+    """A run with given completions is bitwise equal to the run that generated them."""
     generate, made = RolloutEngine.generate, []
 
     def recorded(engine: RolloutEngine, request: RolloutRequest) -> Made:
@@ -128,10 +128,10 @@ def test_a_window_after_a_rollout_is_unchanged(
     monkeypatch.setattr(RolloutEngine, "generate", recorded)
     log, states = outcome(model, tmp_path / "generated", stage, eval_strategy="steps", eval_steps=1)
     assert len(states) == 3 and len({state[-1] for state in states}) == 3, "dropout draws from torch's generator"
-    assert len(made) == 1 + 2 * 3, "the start policy's answers, then training and evaluation in turn"
+    assert len(made) == 1 + 2 * 3, "the initial policy's completions, then training and evaluation in turn"
     assert len({tuple(one.ids for group in part for one in group) for part in made}) > 4
 
-    # Here nothing touches a generator between two train phases.
+    # Nothing draws between two train phases here.
     handed = iter(made)
     with monkeypatch.context() as patched:
         patched.setattr(RolloutEngine, "generate", lambda engine, request: next(handed))
@@ -139,23 +139,23 @@ def test_a_window_after_a_rollout_is_unchanged(
         given = outcome(model, tmp_path / "handed", stage, quiet_vowels, eval_strategy="steps", eval_steps=1)
     assert given == (log, states)
 
-    # Nor do evaluations, with rollouts of their own, change what is trained; and a run repeats.
+    # Evaluations with their own rollouts do not affect training either, and runs are reproducible.
     monkeypatch.setattr(RolloutEngine, "generate", generate)
     alone = outcome(model, tmp_path / "alone", stage)
     assert alone == ([entry for entry in log if not any(name.startswith("eval_") for name in entry)], states)
-    draw()  # what came before a run is of no consequence
+    draw()  # draws before a run have no effect
     assert outcome(model, tmp_path / "again", stage) == alone
 
 
-def test_a_judge_that_draws_changes_nothing_by_it(model: str, tmp_path: Path) -> None:
-    """Also where it compares two policies in an evaluation."""
+def test_random_draws_of_a_judge_do_not_affect_training(model: str, tmp_path: Path) -> None:
+    """Including its comparison of two policies in an evaluation."""
     log, states = outcome(model, tmp_path / "evaluated", "stage0", None, eval_strategy="steps", eval_steps=1)
     alone = outcome(model, tmp_path / "alone", "stage0", None)
     assert alone == ([entry for entry in log if "eval_loss" not in entry], states)
     assert "eval_win_rate" in log[1]
 
 
-def test_seed_and_step_alone_decide_what_is_drawn(model: str, tmp_path: Path) -> None:
+def test_sampling_depends_only_on_seed_and_step(model: str, tmp_path: Path) -> None:
     def drawn(name: str, *callbacks: TrainerCallback, **more: Any) -> list[tuple[str, str]]:
         log, _ = outcome(model, tmp_path / name, "stage0", callbacks=callbacks, data_seed=42, **more)
         return [(entry["prompt"], entry["chosen"]) for entry in log if "chosen" in entry]
@@ -163,5 +163,5 @@ def test_seed_and_step_alone_decide_what_is_drawn(model: str, tmp_path: Path) ->
     one, other = drawn("one", seed=42), drawn("other", seed=7)
     assert len(one) == 12 and [prompt for prompt, _ in one] == [prompt for prompt, _ in other]
     assert sum(mine == its for mine, its in zip(one, other)) < 3
-    # The windows after the first have other weights, by another dropout.
+    # Later windows have different weights because of different dropout.
     assert drawn("drawing", Drawing(), seed=42)[:4] == one[:4]

@@ -1,4 +1,4 @@
-"""Packed SFT: the loss and gradient of its tokens in float64, the same numbers as unpacked, on one rank and on two."""
+"""Packed SFT: loss and gradient against float64, the same results as unpacked, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTH = 16
 
 
 def tokenised(count: int, seed: int, longest: int) -> list[dict[str, list[int]]]:
-    """Rows of random tokens, some of which are not learned; the first label counts where rows are wrapped."""
+    """Return rows of random tokens, some without a loss; the first label is used if rows are wrapped."""
     draw = random.Random(seed)
     rows = []
     for _ in range(count):
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def cut(rows: list[dict[str, list[int]]], strategy: str) -> list[list[tuple[int, int]]]:
-    """The sequences that a strategy makes of a few rows, as (id, label), by its definition."""
+    """Return the sequences that a strategy makes from a few rows, as (id, label), by its definition."""
     pairs = [list(zip(row["input_ids"], row["labels"])) for row in rows]
     if strategy == "wrapped":
         pairs = [[pair for row in pairs for pair in row]]
@@ -46,7 +46,7 @@ def cut(rows: list[dict[str, list[int]]], strategy: str) -> list[list[tuple[int,
 
 
 def expected(model: str, sequences: list[list[tuple[int, int]]]) -> tuple[float, float]:
-    """Loss and gradient norm over all tokens that are learned, in float64, a sequence at a time."""
+    """Return loss and gradient norm over all labelled tokens in float64, one sequence at a time."""
     policy, losses = load(model), []
     for sequence in sequences:
         ids = [token for token, _ in sequence]
@@ -66,7 +66,7 @@ def trainer_of(model: str, folder: Path, rows: Any, **more: Any) -> SFTTrainer:
 
 
 def test_against_float64(model: str, tmp_path: Path) -> None:
-    """One window of all packs, however it is cut into forwards; its evaluation, packed or not."""
+    """One window of all packs, for any split into forward passes; its evaluation, packed or not."""
     rows = tokenised(12, 5, 2 * LENGTH)
     for strategy in ("bfd", "bfd_split", "wrapped"):
         loss, norm = expected(model, cut(rows, strategy))
@@ -87,8 +87,8 @@ def test_against_float64(model: str, tmp_path: Path) -> None:
             assert known == pytest.approx(expected(model, cut(rows[:4], strategy))[0], rel=1e-6)
 
 
-def test_the_same_as_unpacked(model: str, tmp_path: Path) -> None:
-    """The same tokens in a window give the same step; only evaluation rows may be packed too."""
+def test_packed_training_equals_unpacked_training(model: str, tmp_path: Path) -> None:
+    """The same tokens in a window give the same step; evaluation rows can be packed, too."""
     rows = tokenised(9, 7, LENGTH + 1)
     losses = []
     for name, more in {"packed": {"packing": True, "eval_packing": False}, "rows": {"eval_packing": True}}.items():
@@ -106,8 +106,8 @@ def test_the_same_as_unpacked(model: str, tmp_path: Path) -> None:
     assert abs(losses[0][0] - losses[0][1]) > 1e-2
 
 
-def test_two_ranks_and_going_on(model: str, tmp_path: Path, ranks: Any) -> None:
-    """Two ranks compute the packs that one does; a run that goes on ends as one that did not stop."""
+def test_two_ranks_and_resuming(model: str, tmp_path: Path, ranks: Any) -> None:
+    """Two ranks compute the same packs as one; a resumed run equals an uninterrupted one."""
     rows = tokenised(24, 11, LENGTH + 1)
     given = {
         "max_length": LENGTH, "packing": True, "max_steps": 4, "logging_steps": 1, "save_strategy": "steps",

@@ -1,6 +1,6 @@
-"""Two windows of KTO, CPO and Online DPO on one rank of this process: everything that is logged against float64.
+"""Two windows of KTO, CPO and Online DPO on one rank in this process: all logged metrics against float64.
 
-Updates, and every other way to compute them, are compared in ``test_split_invariance.py`` and ``test_split_grid.py``.
+Updates, and all other ways to compute them, are compared in ``test_split_invariance.py`` and ``test_split_grid.py``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("method", ["KTO", "CPO", "OnlineDPO"])
-def test_what_is_logged_against_float64(
+def test_logged_metrics_against_float64(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     monkeypatch.setattr(RolloutEngine, "generate", canned)

@@ -1,4 +1,4 @@
-"""What a run takes for occupied as it plans its gradients: the same at its start and after a resume."""
+"""Memory considered occupied when gradients are planned: the same at the start and after a resume."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Planned(Exception):
 
 
 @pytest.mark.parametrize(("placement", "counted"), [("replica", 20), ("precomputed", 10)])
-def test_only_a_reference_that_stays_is_counted(
+def test_only_a_resident_reference_is_counted(
     placement: str, counted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that is only asked before training is gone, and with its answers kept it is not even loaded."""
+    """A precomputed reference is released before training, or not even loaded if its store exists."""
     in_use, others = iter((10, 20)), []
 
     def planned(model: Any, other: int) -> Any:
@@ -40,10 +40,10 @@ def test_only_a_reference_that_stays_is_counted(
 
 
 @pytest.mark.parametrize(("cut", "most"), [(None, 1), (200, 4)])
-def test_a_window_that_is_cut_by_tokens_has_several_micro_batches(
+def test_a_window_split_by_tokens_has_several_micro_batches(
     cut: int | None, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it is one batch without that; its gradients are summed like any others."""
+    """Even if it would be one batch otherwise; its gradients are accumulated like any others."""
     found = []
 
     def planned(sizes: Any, dtypes: Any, at: Any) -> Any:
@@ -59,8 +59,8 @@ def test_a_window_that_is_cut_by_tokens_has_several_micro_batches(
     assert found == [most]
 
 
-def test_the_optimizer_s_own_states_are_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three fp32 numbers for each weight of AdEMAMix, two of AdamW."""
+def test_optimizer_states_are_included_in_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three fp32 values per weight for AdEMAMix, two for AdamW."""
     found = []
 
     def planned(sizes: Any, dtypes: Any, at: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The precomputed reference in runs: the same numbers as a live one, computed once, whatever interrupts it."""
+"""Precomputed references in runs: the same results as a live one, computed once, even if interrupted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LIVE = "replica"
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """With dropout, so that a random stream at another place changes the loss."""
+    """Models with dropout, so that a shifted random stream changes the loss."""
     folder = tmp_path_factory.mktemp("models")
     paths = {name: make_model(folder / name, seed=seed) for seed, name in enumerate(("policy", "reference"))}
     for path in paths.values():
@@ -49,7 +49,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for this test's stores, of four parts for ten rows."""
+    """A folder for this test's stores, with four parts for ten rows."""
     monkeypatch.setattr(store, "PART_ROWS", 3)
     monkeypatch.setattr(precompute, "cache_folder", lambda: tmp_path / "cache")
     return tmp_path / "cache" / "deepspeed-alignment"
@@ -57,7 +57,7 @@ def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was built and released, in its order."""
+    """Record what is built and released, in order."""
     events: list[str] = []
     build, close, policy = ReferencePlan.build, EngineReference.close, run_engines.build_engine
 
@@ -84,7 +84,7 @@ def rows_of(method: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def make(method: str, model: Any, reference: Any, folder: Path, **more: Any) -> AlignmentTrainer:
-    """A trainer of ten rows in windows of four, row by row unless told otherwise."""
+    """Return a trainer of ten rows in windows of four, with micro-batches of one row by default."""
     given = {
         "ref_placement": "precomputed",
         "per_device_train_batch_size": 1,
@@ -106,7 +106,7 @@ def make(method: str, model: Any, reference: Any, folder: Path, **more: Any) -> 
 
 
 def finished(trainer: AlignmentTrainer, method: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    """Everything that a run logs, new data evaluated at its end, and the weights."""
+    """Return everything that a run logs, including an evaluation of new data at its end, and the weights."""
     trainer.train()
     trainer.evaluate(rows_of(method, 3, seed=5))
     log = [{n: v for n, v in entry.items() if not n.endswith(TIMES)} for entry in trainer.state.log_history]
@@ -117,15 +117,15 @@ def finished(trainer: AlignmentTrainer, method: str) -> tuple[list[dict[str, Any
 
 
 def stored(folder: Path) -> dict[str, bytes]:
-    """Every file of the stores."""
+    """Return the files of the stores by name."""
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.glob("reference-*/*"))}
 
 
 @pytest.mark.parametrize("method", ["KTO", "DPO"])
-def test_a_precomputed_reference_trains_as_a_live_one(
+def test_a_precomputed_reference_trains_like_a_live_one(
     method: str, models: dict[str, str], tmp_path: Path, stores: Path, built: list[str]
 ) -> None:
-    """Bit by bit where batches are equal; of two epochs, evaluations and new data."""
+    """Bitwise for equal batches; for two epochs, evaluations and new data."""
     precomputed = make(method, models["policy"], models["reference"], tmp_path / "precomputed")
     log, weights = finished(precomputed, method)
     assert built == ["reference", "released", "policy", "reference", "released"], "once for the run, once for new data"
@@ -144,17 +144,17 @@ def test_a_precomputed_reference_trains_as_a_live_one(
     assert all(torch.equal(value, expected_weights[name]) for name, value in weights.items())
 
     if method == "DPO":
-        return  # in other batches, on two ranks: test_split_grid.py
+        return  # other batches on two ranks: test_split_grid.py
     built.clear()
     given = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "disable_dropout": True}
     again = make(method, models["policy"], models["reference"], tmp_path / "again", **given)
     found, _ = finished(again, method)
-    assert built == ["policy"] and stored(stores) == files, "everything was there, and stays as it is"
+    assert built == ["policy"] and stored(stores) == files, "the store was complete, and is unchanged"
     live = make(method, models["policy"], models["reference"], tmp_path / "other", ref_placement=LIVE, **given)
     assert live.sampler is not None and again.sampler is not None
     live.sampler.partners = again.sampler.partners
     expected, _ = finished(live, method)
-    assert found != expected, "its batches are others than the store's"
+    assert found != expected, "its batches differ from the store's"
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-5, abs=5e-6), "rewards are small differences of large sums"
         assert [one[n] for n in one if n.endswith("loss")] == pytest.approx(
@@ -163,10 +163,10 @@ def test_a_precomputed_reference_trains_as_a_live_one(
 
 
 @pytest.mark.ci
-def test_dropout_is_the_same_in_a_run_that_finds_its_store(
+def test_dropout_is_unchanged_if_the_store_exists(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Although models may draw as they are loaded."""
+    """Even if models draw random numbers while loading."""
     build = ReferencePlan.build
 
     def drawing(plan: ReferencePlan, args: Any) -> EngineReference:
@@ -181,7 +181,7 @@ def test_dropout_is_the_same_in_a_run_that_finds_its_store(
     assert logs[0] == logs[1]
 
 
-# What decides the numbers -------------------------------------------------------------------------------------------
+# The key of a store -------------------------------------------------------------------------------------------------
 
 CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("rows", {"max_completion_length": 9}),
@@ -196,7 +196,7 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
 
 
 def key_of(trainer: AlignmentTrainer) -> dict[str, Any]:
-    """The key of the training data's store."""
+    """Return the key of the training data's store."""
     stores = trainer.engines.stores
     assert stores is not None and trainer.train_data is not None
     stores.lines()
@@ -204,18 +204,18 @@ def key_of(trainer: AlignmentTrainer) -> dict[str, Any]:
 
 
 def adapter(model: str, folder: Path, seed: int) -> str:
-    """A PEFT folder with random adapters for ``model``."""
+    """Create a PEFT folder with random adapters for ``model``."""
     torch.manual_seed(seed)
     config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(folder)
     return str(folder)
 
 
-def test_the_key_has_all_that_decides_the_numbers(models: dict[str, str], tmp_path: Path) -> None:
-    """And nothing that does not: sweeps over these find the store."""
+def test_the_key_has_everything_that_affects_the_log_probs(models: dict[str, str], tmp_path: Path) -> None:
+    """And nothing else, so that sweeps over other options reuse the store."""
     trainer = make("KTO", models["policy"], None, tmp_path)
     own = key_of(trainer)
-    with mock.patch.object(trainer.args, "use_liger_kernel", True):  # which a run without a GPU refuses
+    with mock.patch.object(trainer.args, "use_liger_kernel", True):  # refused without a GPU
         assert key_of(trainer)["model"] == {**own["model"], "liger": {}}
     assert list(own) == ["rows", "lengths", "partners", "mismatched", "model", "adapters", "dtype", "quantisation"]
     for part, change in CHANGES:
@@ -228,7 +228,7 @@ def test_the_key_has_all_that_decides_the_numbers(models: dict[str, str], tmp_pa
     for sweep in sweeps:
         assert key_of(make("KTO", models["policy"], None, tmp_path, **sweep)) == own
     assert key_of(make("DPO", models["policy"], None, tmp_path, seed=7))["partners"] is None
-    # New adapters leave the policy as given as it is; those of a folder, and a base in 4 bits, do not.
+    # New adapters do not change the initial policy; adapters from a folder and a 4-bit base model do.
     assert key_of(make("KTO", models["policy"], None, tmp_path, use_peft=True)) == own
     packed = key_of(make("KTO", models["policy"], None, tmp_path, use_peft=True, load_in_4bit=True))
     assert own["quantisation"] is None and packed["quantisation"]["bnb_4bit_quant_type"] == "nf4"
@@ -238,8 +238,8 @@ def test_the_key_has_all_that_decides_the_numbers(models: dict[str, str], tmp_pa
     assert key_of(make("KTO", models["policy"], models["reference"], tmp_path))["model"] != own["model"]
 
 
-def test_other_rows_are_another_store(models: dict[str, str], tmp_path: Path) -> None:
-    """Known by their tokens, and by nothing else that they were read with."""
+def test_different_rows_have_different_stores(models: dict[str, str], tmp_path: Path) -> None:
+    """Rows are identified by their tokens only."""
 
     def content(rows: list[dict[str, Any]]) -> str:
         args = alignment.DPOConfig(**options(tmp_path, ref_placement="precomputed"))
@@ -263,7 +263,7 @@ def test_other_rows_are_another_store(models: dict[str, str], tmp_path: Path) ->
     assert content([{**row, "more": 1} for row in (first, second)]) == found[0]
 
 
-def test_other_weights_are_another_store(
+def test_different_weights_have_different_stores(
     models: dict[str, str], tmp_path: Path, stores: Path, built: list[str]
 ) -> None:
     folder = shutil.copytree(models["reference"], tmp_path / "reference")
@@ -273,7 +273,7 @@ def test_other_weights_are_another_store(
     weights = bytearray((folder / "model.safetensors").read_bytes())
     weights[-2] ^= 1
     (folder / "model.safetensors").write_bytes(weights)
-    assert key_of(trainer) == before, "a run keeps to the reference that it began with"
+    assert key_of(trainer) == before, "a run keeps its initial reference"
     assert trainer.engines.stores is not None
     new = trainer._prepare(paired_rows(2, seed=9), None, "new rows")
     with pytest.raises(OptionError, match="new rows: .* have changed since the run began"):
@@ -288,7 +288,7 @@ def test_other_weights_are_another_store(
     assert len(second) == 2 * len(first) and first.items() <= second.items()
 
 
-def test_a_divided_model_has_the_content_of_a_whole_one(models: dict[str, str]) -> None:
+def test_a_partitioned_model_has_the_content_of_an_unpartitioned_one(models: dict[str, str]) -> None:
     alignment.KTOConfig("out", use_cpu=True)
     whole = AutoModelForCausalLM.from_pretrained(models["policy"], dtype=torch.float32)
     with loading({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}):
@@ -297,15 +297,15 @@ def test_a_divided_model_has_the_content_of_a_whole_one(models: dict[str, str]) 
     assert live_content(divided, keep=True) == live_content(whole, keep=True)
 
 
-# A pass that is interrupted -----------------------------------------------------------------------------------------
+# Interrupted passes -------------------------------------------------------------------------------------------------
 
 
 class Killed(BaseException):
-    """In place of a signal."""
+    """Stands in for a signal."""
 
 
 def interrupted(trainer: AlignmentTrainer, part: int, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Precompute until the ``part``-th part is written: then end before it, in the midst of it, or after it."""
+    """Precompute up to the write of the ``part``-th part; end before, during or after it."""
     parts, write = [0], LogpStore.write
 
     def counted(one: LogpStore, *args: Any) -> None:
@@ -332,10 +332,10 @@ def _end() -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("where", ["before a write", "in a write", "after a write"])
-def test_an_interrupted_pass_goes_on(
+def test_an_interrupted_pass_resumes(
     where: str, models: dict[str, str], tmp_path: Path, stores: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice, once with another batch size; what it leaves is what an undisturbed one does."""
+    """Interrupted twice, once with another batch size; the result equals that of an uninterrupted pass."""
     part = random.Random(where).randint(2, 5)
     trainer = make("KTO", models["policy"], None, tmp_path)
     monkeypatch.setattr(precompute, "cache_folder", lambda: tmp_path / "whole")
@@ -362,7 +362,7 @@ def test_an_interrupted_pass_goes_on(
 
 
 def values_of(trainer: AlignmentTrainer, folder: Path) -> list[float]:
-    """The log-probs of the training rows."""
+    """Return the log-probs of the training rows."""
     stores, data = trainer.engines.stores, trainer.train_data
     assert stores is not None and data is not None
     partners = set_partners(data.table, order_seed(trainer.args), draw=True)
@@ -372,7 +372,7 @@ def values_of(trainer: AlignmentTrainer, folder: Path) -> list[float]:
     return values
 
 
-def test_a_torn_part_is_named_and_computed_again(
+def test_a_torn_part_is_reported_and_recomputed(
     models: dict[str, str], tmp_path: Path, stores: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = make("DPO", models["policy"], None, tmp_path)
@@ -382,16 +382,16 @@ def test_a_torn_part_is_named_and_computed_again(
     torn.write_bytes(torn.read_bytes()[:-1])
     capsys.readouterr()
     trainer.precompute()
-    assert f"{torn}: is torn (" in capsys.readouterr().out
+    assert f"{torn} is truncated or corrupt (" in capsys.readouterr().out
     assert stored(stores) == whole
-    assert 0 < trainer.phases.records["precompute"].tokens - tokens < tokens / 2, "that part alone"
+    assert 0 < trainer.phases.records["precompute"].tokens - tokens < tokens / 2, "only that part"
 
 
-# What cannot be had -------------------------------------------------------------------------------------------------
+# Refusals and messages ----------------------------------------------------------------------------------------------
 
 
-def test_new_data_under_a_live_policy(models: dict[str, str], tmp_path: Path, built: list[str]) -> None:
-    """Before training it is copied once more; after it, what it was is known from the store alone."""
+def test_new_data_with_a_live_policy(models: dict[str, str], tmp_path: Path, built: list[str]) -> None:
+    """Before training the policy is copied again; afterwards only the store has the initial log-probs."""
     model = AutoModelForCausalLM.from_pretrained(models["policy"], dtype=torch.float32)
     new, newer = rows_of("DPO", 3, seed=5), rows_of("DPO", 3, seed=6)
     trainer = make("DPO", model, None, tmp_path, max_steps=1, eval_strategy="no")
@@ -408,7 +408,7 @@ def test_new_data_under_a_live_policy(models: dict[str, str], tmp_path: Path, bu
     trainer.close()
 
 
-def test_what_cannot_be_precomputed_is_refused(models: dict[str, str], tmp_path: Path) -> None:
+def test_unsupported_precomputation_is_refused(models: dict[str, str], tmp_path: Path) -> None:
     def endless() -> Iterator[dict[str, Any]]:
         while True:
             yield from unpaired_rows(4)
@@ -418,7 +418,7 @@ def test_what_cannot_be_precomputed_is_refused(models: dict[str, str], tmp_path:
     with pytest.raises(OptionError, match=r"^ref_placement='precomputed': not supported for train_dataset, "):
         alignment.KTOTrainer(models["policy"], args=args, train_dataset=stream)
     trainer = alignment.KTOTrainer(models["policy"], args=args, train_dataset=unpaired_rows(4))
-    with pytest.raises(OptionError, match=r"^ref_placement='precomputed': not .* which eval_dataset is: "):
+    with pytest.raises(OptionError, match=r"^ref_placement='precomputed': not supported for eval_dataset, "):
         trainer.evaluate(stream)
     assert trainer.engines.models is None
 
@@ -434,7 +434,7 @@ def test_what_cannot_be_precomputed_is_refused(models: dict[str, str], tmp_path:
         live.precompute()
 
 
-def test_what_it_saves_is_said(models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_savings_are_reported(models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def said(**more: Any) -> list[str]:
         make("DPO", models["policy"], None, tmp_path, **more).precompute()
         return [line for line in capsys.readouterr().out.splitlines() if line.startswith("reference log-probs of ")]

@@ -1,6 +1,6 @@
-"""Real preference data and a small trained model, where they are at hand: it learns, and ranks and stages agree.
+"""Real preference data and a small trained model, if available: training works, and ranks and stages agree.
 
-The folder ``ALIGNMENT_TEST_ASSETS`` holds ``models/stories260k``, ``data/kto_en.jsonl`` and
+The folder ``ALIGNMENT_TEST_ASSETS`` contains ``models/stories260k``, ``data/kto_en.jsonl`` and
 ``data/preference_en.jsonl``; without it these tests are skipped.
 """
 
@@ -29,7 +29,7 @@ ASSETS = Path(os.environ.get("ALIGNMENT_TEST_ASSETS", "ALIGNMENT_TEST_ASSETS is 
 MODEL = ASSETS / "models" / "stories260k"
 FILES = {"kto": ASSETS / "data" / "kto_en.jsonl", "cpo": ASSETS / "data" / "preference_en.jsonl"}
 
-pytestmark = pytest.mark.skipif(not MODEL.is_dir(), reason=f"no real data: {MODEL} is not there")
+pytestmark = pytest.mark.skipif(not MODEL.is_dir(), reason=f"no real data: {MODEL} does not exist")
 
 
 def rows(method: str) -> list[dict[str, Any]]:
@@ -54,7 +54,7 @@ def learning_options(folder: Path, seed: int) -> dict[str, Any]:
 
 
 def row_rewards(trainer: AlignmentTrainer, beta: float) -> list[tuple[bool, float]]:
-    """(label, reward) of every training row under the trained policy."""
+    """Return (label, reward) of every training row under the trained policy."""
     assert trainer.train_data is not None
     data = trainer.train_data
     plan = evaluation_plan(data.table, world_size=1, batch_size=8, seed=0, draw_partners=False)
@@ -100,8 +100,8 @@ def test_cpo_learns(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["kto", "cpo"])
-def test_ranks_and_stages_agree_on_whole_files(tmp_path: Path, launch: Callable[..., Any], method: str) -> None:
-    """One epoch of the whole file; the first five losses agree to 1e-4, and every result loads."""
+def test_ranks_and_stages_agree_on_full_files(tmp_path: Path, launch: Callable[..., Any], method: str) -> None:
+    """One epoch of the full file; the first five losses agree to 1e-4, and every saved model loads."""
     found = {}
     for world in (1, 2):
         for stage in ("zero2", "zero3_offload"):
@@ -130,7 +130,7 @@ def test_ranks_and_stages_agree_on_whole_files(tmp_path: Path, launch: Callable[
         assert losses[:5] == pytest.approx(reference, rel=1e-4)
 
 
-# Online DPO ----------------------------------------------------------------------------------------------------------
+# Online DPO ---------------------------------------------------------------------------------------------------------
 
 NAMES = ("Lily", "Tim", "Tom", "Sue", "Ben", "Mia", "Max", "Anna", "Jack", "Lucy")
 OPENINGS = (
@@ -149,7 +149,7 @@ def talk(completions):
 
 
 def story_run(folder: Path, launch: Callable[..., Any], world: int, stage: str) -> list[dict[str, float]]:
-    """The logged steps of 60 steps on the openings of stories, by the command."""
+    """Run 60 steps on openings of stories with the command; return the logged steps."""
     folder.mkdir()
     prompts = [{"prompt": opening.format(name)} for opening, name in itertools.product(OPENINGS, NAMES)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
@@ -181,7 +181,7 @@ def story_run(folder: Path, launch: Callable[..., Any], world: int, stage: str) 
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_online_dpo_learns(tmp_path: Path, launch: Callable[..., Any], world: int, stage: str) -> None:
-    """The mean score rises by at least half the deviation of its start, and a run repeats to the last digit."""
+    """The mean score rises by at least half its initial standard deviation, and runs are reproducible."""
     steps = story_run(tmp_path / "first", launch, world, stage)
     scores = [step["objective/scores"] for step in steps]
     assert len(scores) == 60

@@ -1,4 +1,4 @@
-"""Every recipe with adapters, run for two steps as a user would, with a tiny model of the family that it names."""
+"""Every recipe with adapters, run for two steps with a tiny model of its model family."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("library_bars")]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A tiny model of each family that the recipes name, and a reward model; saved in bf16, as they are."""
+    """Tiny models of the recipes' model families and a reward model, saved in bf16 like the real ones."""
     folder = tmp_path_factory.mktemp("recipes")
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=len(char_tokenizer()) + 3,  # AutoTokenizer takes Qwen2's class, which adds tokens of its own
+        vocab_size=len(char_tokenizer()) + 3,  # AutoTokenizer selects Qwen2's class, which adds tokens
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -60,15 +60,17 @@ def two_steps(recipe: str, models: dict[str, str], folder: Path, rows: list[dict
     arguments = ["--model_name_or_path", models[named.partition("/")[0]], "--dataset_name", str(data)]
     run(parse([recipe, *arguments, "--output_dir", str(folder / "out"), *TWO_STEPS, *more]))
     lines = [json.loads(line) for line in (folder / "out" / "log.jsonl").read_text().splitlines()]
-    assert "learning_rate=" not in (folder / "out" / "report.md").read_text(), "the rate is one for adapters"
+    assert "learning_rate=" not in (folder / "out" / "report.md").read_text(), (
+        "the learning rate is suitable for adapters"
+    )
     return [line for line in lines if "loss" in line]
 
 
 def trained(folder: Path, bits: int | None) -> dict[str, torch.Tensor]:
-    """The saved adapters: all linear layers have one, in bf16, and both of its matrices are nonzero."""
+    """Check the saved adapters: all linear layers have one, in bf16, with nonzero matrices."""
     base = json.loads((folder / "training_base.json").read_text())
     assert bool(base["quantization"] and base["quantization"]["load_in_4bit"]) == (bits == 4)
-    assert not list(folder.glob("model*.safetensors")), "adapters alone"
+    assert not list(folder.glob("model*.safetensors")), "adapters only"
     state = load_file(folder / "adapter_model.safetensors")
     assert len(state) == 2 * 2 * 7 and all(value.dtype == torch.bfloat16 for value in state.values())
     assert all(bool(value.any()) for value in state.values())
@@ -96,14 +98,14 @@ def test_online_dpo_with_both_models_in_4_bits(models: dict[str, str], tmp_path:
 def test_sft_and_then_kto_on_its_adapter(
     models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """KTO begins with the adapter of SFT, which is its reference, and leaves that folder as it was."""
+    """KTO starts from the adapter of SFT, which is also its reference, and does not modify its folder."""
     rows = unpaired_rows(4)
     answers = [{"prompt": row["prompt"], "completion": row["completion"]} for row in rows]
     two_steps("sft_lora", models, tmp_path / "sft", answers)
     first = trained(tmp_path / "sft" / "out", None)
     adapter = ("--adapter_name_or_path", str(tmp_path / "sft" / "out"))
     two_steps("kto_after_sft", models, tmp_path / "kto", rows, *adapter)
-    assert "reference: the policy as given, adapter (a frozen copy of its adapters, no second model)" in (
+    assert "reference: initial policy, adapter (a frozen copy of its adapters, no second model)" in (
         capsys.readouterr().out
     )
     second = trained(tmp_path / "kto" / "out", None)

@@ -1,4 +1,4 @@
-"""The same seed gives the same run to the last bit; `full_determinism` asks torch for kernels that can promise it."""
+"""The same seed gives bitwise equal runs; `full_determinism` enables torch's deterministic kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
 
 @pytest.fixture(autouse=True)
 def flags() -> Iterator[None]:
-    """Give torch's switches back as they were."""
+    """Restore torch's switches."""
     before = torch.are_deterministic_algorithms_enabled()
     benchmark, deterministic = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
     yield
@@ -45,7 +45,7 @@ def history(model: str, folder: Path, **more: Any) -> list[dict[str, float]]:
     return [{n: v for n, v in entry.items() if n not in TIMES} for entry in trainer.state.log_history]
 
 
-def test_two_runs_are_one(tmp_path: Path) -> None:
+def test_two_runs_are_identical(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "tied")
     first = history(model, tmp_path / "first")
     assert not torch.are_deterministic_algorithms_enabled()
@@ -53,7 +53,7 @@ def test_two_runs_are_one(tmp_path: Path) -> None:
     assert history(model, tmp_path / "other", seed=7) != first
 
 
-def test_full_determinism_asks_torch_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_determinism_enables_deterministic_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     model = make_model(tmp_path / "model", "tied")

@@ -1,4 +1,4 @@
-"""Going on from Python: with one's own optimizer and schedule, in another folder, beside an earlier trainer."""
+"""Resuming from Python: with a user's optimizer and schedule, in another folder, next to an earlier trainer."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def make(model: Any, folder: Path, trainer: dict[str, Any] | None = None, **more
 
 
 def with_own_optimizer(model: str) -> tuple[Any, dict[str, Any]]:
-    """A live model, an optimizer over it, and a schedule that counts its milestones by step."""
+    """Return a live model, an optimizer for it, and a schedule with milestones in steps."""
     live = AutoModelForCausalLM.from_pretrained(model)
     optimizer = torch.optim.AdamW(live.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[3, 5])
     return live, {"optimizers": (optimizer, schedule), "processing_class": char_tokenizer(template=PLAIN)}
 
 
-def test_a_schedule_of_the_users_goes_on(model: str, tmp_path: Path) -> None:
+def test_a_users_schedule_continues(model: str, tmp_path: Path) -> None:
     rates = []
     for name in ("whole", "again"):
         live, more = with_own_optimizer(model)
@@ -62,8 +62,8 @@ def test_a_schedule_of_the_users_goes_on(model: str, tmp_path: Path) -> None:
     assert rates[1] == rates[0]
 
 
-def test_a_schedule_within_a_schedule_goes_on(model: str) -> None:
-    """Its milestones are two levels down."""
+def test_a_nested_schedule_continues(model: str) -> None:
+    """The milestones are two levels deep."""
 
     def made() -> torch.optim.lr_scheduler.SequentialLR:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -87,7 +87,7 @@ def test_a_schedule_within_a_schedule_goes_on(model: str) -> None:
 
 
 class Keeping(TrainerCallback, ExportableState):
-    """Keeps something."""
+    """Has a state."""
 
     def __init__(self, kept: Any) -> None:
         self.kept = kept
@@ -96,8 +96,8 @@ class Keeping(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"kept": self.kept}}
 
 
-def test_what_callbacks_keep(model: str, tmp_path: Path) -> None:
-    """Numbers of NumPy, and two callbacks of one class; what cannot be saved is refused before the first step."""
+def test_state_of_callbacks(model: str, tmp_path: Path) -> None:
+    """NumPy scalars, and two callbacks of one class; a state that cannot be saved is refused before the first step."""
     trainer = make(model, tmp_path, {"callbacks": [Keeping(np.float32(0.5)), Keeping(7)]})
     trainer.train()
     trainer.close()
@@ -112,8 +112,8 @@ def test_what_callbacks_keep(model: str, tmp_path: Path) -> None:
     assert trainer.state.global_step == 0 and not checkpoints(tmp_path / "other" / "out")
 
 
-def test_going_on_in_another_folder(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The best model stays where it was, and is found there; if it has gone, the best of what follows is taken."""
+def test_resuming_in_another_folder(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The best model is found in the old folder; if it is gone, the best of later evaluations is used."""
     best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
     first = make(model, tmp_path / "a", **best)
     first.train()
@@ -147,9 +147,7 @@ class Damaging(TrainerCallback):
             self.file.write_bytes(content)
 
 
-def test_a_best_model_that_is_damaged_is_not_loaded(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_best_model_is_not_loaded(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
     trainer = make(model, tmp_path, **best)
     trainer.add_callback(Damaging(trainer.output_dir / "checkpoint-2" / "model.safetensors"))
@@ -161,7 +159,7 @@ def test_a_best_model_that_is_damaged_is_not_loaded(
     assert (trainer.output_dir / "model.safetensors").read_bytes() == last.read_bytes()
 
 
-def test_a_restore_that_fails_leaves_the_folder_as_it_was(model: str, tmp_path: Path) -> None:
+def test_a_failed_restore_leaves_the_folder_unchanged(model: str, tmp_path: Path) -> None:
     first = make(model, tmp_path)
     first.train()
     first.close()
@@ -172,7 +170,7 @@ def test_a_restore_that_fails_leaves_the_folder_as_it_was(model: str, tmp_path: 
     assert not (first.output_dir / "previous-1").exists() and not (first.output_dir / ".lock").exists()
 
 
-def test_a_trainer_on_a_finished_run_replaces_nothing(model: str, tmp_path: Path) -> None:
+def test_a_trainer_in_the_folder_of_a_finished_run_replaces_nothing(model: str, tmp_path: Path) -> None:
     first = make(model, tmp_path)
     first.train()
     first.save_model()
@@ -188,7 +186,7 @@ def test_a_trainer_on_a_finished_run_replaces_nothing(model: str, tmp_path: Path
     assert {path.name: path.read_bytes() for path in first.output_dir.iterdir() if path.is_file()} == before
 
 
-def test_a_folder_without_checkpoints_is_taken(model: str, tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_is_accepted(model: str, tmp_path: Path) -> None:
     first = make(model, tmp_path, save_strategy="no")
     (first.output_dir / "notes").mkdir(parents=True)
     (first.output_dir / "rows.jsonl").write_text("{}")
@@ -205,7 +203,7 @@ def test_a_folder_without_checkpoints_is_taken(model: str, tmp_path: Path) -> No
     assert (first.output_dir / "rows.jsonl").read_text() == "{}" and (first.output_dir / "notes").is_dir()
 
 
-def test_two_trainers_that_were_made_on_one_free_folder(model: str, tmp_path: Path) -> None:
+def test_two_trainers_created_for_the_same_empty_folder(model: str, tmp_path: Path) -> None:
     first, second = make(model, tmp_path), make(model, tmp_path)
     first.train()
     first.close()
@@ -214,7 +212,7 @@ def test_two_trainers_that_were_made_on_one_free_folder(model: str, tmp_path: Pa
     second.close()
 
 
-def test_no_secret_is_in_a_checkpoint(model: str, tmp_path: Path) -> None:
+def test_checkpoints_contain_no_secrets(model: str, tmp_path: Path) -> None:
     trainer = make(model, tmp_path, model_init_kwargs={"token": "hf_0123456789"})
     trainer.train()
     trainer.close()

@@ -1,8 +1,7 @@
-"""Runs that go on from a checkpoint end as if nothing had happened, to the bit, whatever they are made of.
+"""Resumed runs are bitwise equal to uninterrupted runs, in all combinations of settings.
 
-Weights, logs, tables of completions, trainer state and the next checkpoint are those of the run that was never
-interrupted. With ``-m ci`` a subset in which every pair of values meets; everything, with DeepSpeed's compiled Adam as
-well, by ``make resume-matrix``.
+Weights, logs, tables of completions, trainer state and the next checkpoint are compared. ``-m ci`` runs a subset that
+covers every pair of values; ``make resume-matrix`` runs all combinations, including DeepSpeed's compiled Adam.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from resume_grid import (
 
 from tools.ranks import RankServer
 
-_SAMPLED = "test_it_goes_on_to_the_bit"
+_SAMPLED = "test_a_resumed_run_is_bitwise_equal"
 _STOPPED_AT = 6
 
 
@@ -39,7 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def train(cases: list[Combination], models: dict[str, str], folder: Path, ranks: RankServer) -> None:
-    """Every run of the cells, and those that go on: one job for each number of ranks."""
+    """Train all runs of the cells and resume them, in one job per number of ranks."""
     for world in (1, 2):
         runs = runs_of([case for case in cases if case["ranks"] == world], models)
         if runs:
@@ -49,14 +48,14 @@ def train(cases: list[Combination], models: dict[str, str], folder: Path, ranks:
 
 
 def check(case: Combination, folder: Path) -> None:
-    """One cell: nothing differs, and the whole run took the course that it is there for."""
+    """Check one cell: nothing differs, and the uninterrupted run covers the intended case."""
     point, runs = POINTS[case["point"]], folder / whole_of(case)
     assert differences(runs / "whole", runs / f"after-{point}", point) == []
     state = json.loads((runs / "whole" / "out" / "trainer_state.json").read_text())
     assert state["global_step"] == (_STOPPED_AT if case["course"] == "stopped" else STEPS)
     assert state["num_input_tokens_seen"] > 0
     if case["course"] == "best":
-        assert state["best_global_step"] == POINTS["epoch"], "there would be nothing to go back to"
+        assert state["best_global_step"] == POINTS["epoch"], "the best checkpoint must be an earlier one"
     assert (runs / "whole" / "out" / "completions.jsonl").exists() == (case["method"] == "OnlineDPO")
 
 
@@ -67,7 +66,7 @@ def trained(
     ranks: RankServer,
     request: pytest.FixtureRequest,
 ) -> Path:
-    """The folder with the runs of the tests that were selected, and no others."""
+    """Train the runs of the selected tests only; return their folder."""
     folder = tmp_path_factory.mktemp("sampled")
     train(selected_cases(request, _SAMPLED), models, folder, ranks)
     return folder
@@ -75,7 +74,7 @@ def trained(
 
 @pytest.mark.ci
 @pytest.mark.parametrize("case", sampled(), ids=name_of)
-def test_it_goes_on_to_the_bit(case: Combination, trained: Path) -> None:
+def test_a_resumed_run_is_bitwise_equal(case: Combination, trained: Path) -> None:
     check(case, trained)
 
 
@@ -88,8 +87,8 @@ def test_every_cell(
 ) -> None:
     cases = part(method, stage, ranked)
     if not cases:
-        pytest.skip("nothing about a resume is new there")
+        pytest.skip("covered by other cells")
     train(cases, models, tmp_path, ranks)
     for case in cases:
         check(case, tmp_path)
-    shutil.rmtree(tmp_path)  # a gigabyte, of all tests that pass
+    shutil.rmtree(tmp_path)  # all passing tests together would need a gigabyte

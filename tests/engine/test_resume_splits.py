@@ -1,7 +1,7 @@
-"""A run goes on with another number of ranks, or at another ZeRO stage: the same updates up to rounding.
+"""Runs resumed with a different number of ranks or ZeRO stage: the same updates up to rounding.
 
-Online DPO with fixed completions, in fp32, with a weight decay that one of two parameter groups has, and no dropout:
-what is left of a run's randomness is which prompts a window takes. The checkpoint lies in the folder of another run.
+Online DPO with fixed completions, in fp32, with weight decay in one of two parameter groups, and no dropout: the only
+remaining randomness is the order of the prompts. The checkpoint is in the folder of another run.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from tools.ranks import RankServer
 Split = tuple[str, int]
 SPLITS: list[Split] = [(stage, ranks) for stage in ("stage0", "stage2", "stage3") for ranks in (1, 2)]
 PAIRS = list(itertools.permutations(SPLITS, 2))
-# The checkpoint is that of a step inside the first epoch, and the norm of the updates after it has to be this close.
+# The checkpoint is of a step within the first epoch; later updates must agree to this relative norm.
 POINT, STEPS, CLOSE = 2, 5, 1e-4
-_TEST = "test_the_updates_are_those_of_the_new_split"
+_TEST = "test_updates_match_those_of_the_new_split"
 KINDS = (None, None, None, None, Kind.TIED, None, Kind.SOME_UNSCORED)
 
 pytestmark = pytest.mark.ci
 
 
 def name_of(split: Split) -> str:
-    """Such as ``stage2-1``."""
+    """Return a name such as ``stage2-1``."""
     return "-".join(map(str, split))
 
 
 def pair_name(case: tuple[Split, Split]) -> str:
-    """Such as ``stage2-1-to-stage3-2``."""
+    """Return a name such as ``stage2-1-to-stage3-2``."""
     return "-to-".join(map(name_of, case))
 
 
 def run(name: str, split: Split, model: str, folder: Path, **more: Any) -> dict[str, Any]:
-    """A run as ``drivers/runs.py`` takes it: windows of 4 prompts, 3 to an epoch, and evaluations after 3 and 5."""
+    """Return a run for ``drivers/runs.py``: windows of 4 prompts, 3 per epoch, and evaluations after 3 and 5."""
     stage, ranks = split
     args = {
         "output_dir": str(folder / name),
@@ -53,7 +53,7 @@ def run(name: str, split: Split, model: str, folder: Path, **more: Any) -> dict[
         "max_steps": STEPS,
         "learning_rate": 0.02,
         "lr_scheduler_type": "linear",
-        # Adam divides a gradient by its own size: with an epsilon below it, rounding would decide small updates.
+        # Adam normalizes gradients: with a smaller epsilon, rounding errors would determine small updates.
         "adam_epsilon": 0.02,
         "weight_decay": 0.1,
         "max_length": 64,
@@ -79,7 +79,7 @@ def run(name: str, split: Split, model: str, folder: Path, **more: Any) -> dict[
 
 
 def train(runs: list[tuple[Split, dict[str, Any]]], folder: Path, ranks: RankServer) -> None:
-    """All runs, in one job for each number of ranks."""
+    """Train all runs, in one job per number of ranks."""
     for world in (1, 2):
         spec = folder / f"spec-{world}.json"
         spec.write_text(json.dumps([made for (_, size), made in runs if size == world]))
@@ -88,7 +88,7 @@ def train(runs: list[tuple[Split, dict[str, Any]]], folder: Path, ranks: RankSer
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, ranks: RankServer, request: pytest.FixtureRequest) -> Path:
-    """The runs of the tests that were selected: each split's own, and each pair's from a checkpoint of its first."""
+    """Train the runs of the selected tests: one per split, and one per pair from a checkpoint of the first split."""
     folder, cases = tmp_path_factory.mktemp("splits"), selected_cases(request, _TEST)
     model = make_model(folder / "model", "tied", seed=1, layers=1)
     splits = [split for split in SPLITS if any(split in case for case in cases)]
@@ -103,27 +103,27 @@ def trained(tmp_path_factory: pytest.TempPathFactory, ranks: RankServer, request
 
 
 def weights(folder: Path, start: str) -> Update:
-    """The weights of a run's checkpoint, in float64."""
+    """Return the weights of a run's checkpoint in float64."""
     found = load_file(folder / start / f"checkpoint-{POINT}" / "model.safetensors")
     return {name: value.double() for name, value in found.items()}
 
 
 def update(folder: Path, name: str, start: str) -> Update:
-    """What a run has added to the weights of a checkpoint."""
+    """Return the difference of a run's weights to those of a checkpoint."""
     before = weights(folder, start)
     after = load_file(folder / f"{name}-final" / "model.safetensors")
     return {key: after[key].double() - before[key] for key in after}
 
 
 def logged(folder: Path, name: str) -> list[dict[str, float]]:
-    """Everything that a run logged but times, the last evaluation included."""
+    """Return everything that a run logged except times, including the last evaluation."""
     outcome = json.loads((folder / f"{name}.json").read_text())
     found: list[dict[str, float]] = timeless([*outcome["log"], outcome["evaluation"]])
     return found
 
 
 @pytest.mark.parametrize("case", PAIRS, ids=pair_name)
-def test_the_updates_are_those_of_the_new_split(case: tuple[Split, Split], trained: Path) -> None:
+def test_updates_match_those_of_the_new_split(case: tuple[Split, Split], trained: Path) -> None:
     name, before, now = pair_name(case), name_of(case[0]), name_of(case[1])
     made, wanted = update(trained, name, before), update(trained, now, now)
     assert norm(wanted) >= 0.01 * norm(weights(trained, now)), "too small an update could hide a wrong one"

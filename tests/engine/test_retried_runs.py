@@ -1,4 +1,4 @@
-"""Runs in which reads and reward calls fail at first: their numbers are those of a run in which nothing failed."""
+"""Runs whose reads and reward calls fail at first have the results of runs without failures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def log_of(folder: Path) -> list[dict[str, Any]]:
 
 
 class Unread:
-    """Rows that cannot be read a number of times."""
+    """Rows whose first reads fail."""
 
     def __init__(self, times: int, error: Exception) -> None:
         self.times, self.error = times, error
@@ -42,24 +42,24 @@ def trainer(folder: Path, rows: Unread, **more: Any) -> CPOTrainer:
     return CPOTrainer(model, args=args, train_dataset=rows)
 
 
-def test_reads_are_repeated_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reads_are_retried_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = trainer(tmp_path, Unread(2, OSError(errno.EIO, "Input/output error")))
     assert "train_dataset: DataError: rows.jsonl: cannot be read; retry 2 of 3 in 0 s" in capsys.readouterr().out
     made.train()
     made.retries.counted([[{"event": "retry", "of": "a reward", "retry": 1}]])
-    made.log({"eval_loss": 1.0})  # as an evaluation after the last step does
+    made.log({"eval_loss": 1.0})  # like an evaluation after the last step
     made.close()
     lines = log_of(tmp_path / "out")
     assert [line.get("event") for line in lines][:3] == ["start", "retry", "retry"]
     assert lines[-2]["of"] == "a reward" and "eval_loss" in lines[-1]
-    assert [line["retries"] for line in lines if "retries" in line] == [2, 2]  # of the only step, and of the run
+    assert [line["retries"] for line in lines if "retries" in line] == [2, 2]  # for the only step, and for the run
     assert "- retries: 2 of reads of data and reward calls" in (tmp_path / "out" / "report.md").read_text()
 
 
 @pytest.mark.parametrize(
     ("times", "limit", "error"), [(3, 2, TimeoutError()), (1, 0, TimeoutError()), (1, 3, ValueError("torn"))]
 )
-def test_reads_fail_at_last(times: int, limit: int, error: Exception, tmp_path: Path) -> None:
+def test_reads_fail_after_the_last_retry(times: int, limit: int, error: Exception, tmp_path: Path) -> None:
     rows = Unread(times, error)
     with pytest.raises(DataError, match=r"rows\.jsonl: cannot be read"):
         trainer(tmp_path, rows, retries=limit)

@@ -1,4 +1,4 @@
-"""Reward-model training: loss, metrics and update against float64, whatever the split and stage; what is saved."""
+"""Reward model training: loss, metrics and update against float64 for all splits and stages; saved files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def wide(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def test_losses_calculated_by_hand() -> None:
+def test_losses_match_hand_computed_values() -> None:
     chosen, rejected = wide(1.2, -1.0, 50.0), wide(0.5, 0.0, -50.0)
     assert bradley_terry(chosen, rejected).losses.tolist() == pytest.approx(
         [0.40318604888545784, 1.3132616875182228, math.exp(-100)], rel=1e-12
@@ -65,7 +65,7 @@ def trainer(model: Any, folder: Path, rows: Any = ROWS, **more: Any) -> RewardTr
 
 
 def rewards(model: nn.Module, rows: list[dict[str, Any]], side: str) -> Tensor:
-    """(P,) float64: the head on the last hidden state of each whole sequence, one at a time."""
+    """Return (P,) float64 scores: the head on the last hidden state of each full sequence, one at a time."""
     states = []
     for row in rows:
         ids = torch.tensor([[*row["prompt_ids"], *row[f"{side}_ids"]]])
@@ -74,7 +74,7 @@ def rewards(model: nn.Module, rows: list[dict[str, Any]], side: str) -> Tensor:
 
 
 def dense(path: str, rows: list[dict[str, Any]], center: float) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Metrics and gradient of one window in float64."""
+    """Return metrics and gradient of one window in float64."""
     model = load(AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float64))
     with wide_maths():
         chosen, rejected = rewards(model, rows, "chosen"), rewards(model, rows, "rejected")
@@ -141,7 +141,7 @@ def test_one_step_against_float64(tmp_path: Path, classifier: str, stage: str, m
     assert float(gradients["score.weight"].norm()) > 0.1
 
 
-def test_a_language_model_becomes_a_reward_model_that_transformers_reads(
+def test_a_language_model_becomes_a_reward_model_that_transformers_can_load(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = make_model(tmp_path / "model", "tied", gain=1.0)
@@ -160,12 +160,12 @@ def test_a_language_model_becomes_a_reward_model_that_transformers_reads(
         deepspeed=STAGES["stage3"],
     )
     made.train()
-    assert "no score.weight, which begins anew, drawn with seed 42\n" in capsys.readouterr().out
+    assert "no score.weight; newly initialized with seed 42\n" in capsys.readouterr().out
     found = made.evaluate()
     made.save_model(tmp_path / "saved")
     made.close()
     assert found["eval_rewards/accuracies"] == 1.0 and found["eval_loss"] < 0.3
-    assert tokenizer.pad_token == tokenizer.eos_token, "the user's own is not changed"
+    assert tokenizer.pad_token == tokenizer.eos_token, "the user's tokenizer is not modified"
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
     saved = AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert model.config.num_labels == 1 and model.config.pad_token_id == saved.pad_token_id != saved.eos_token_id
@@ -181,7 +181,7 @@ def test_a_language_model_becomes_a_reward_model_that_transformers_reads(
 
 
 @pytest.mark.parametrize("stage", ["stage0", "stage3"])
-def test_the_best_evaluation_comes_back(tmp_path: Path, classifier: str, stage: str) -> None:
+def test_the_best_weights_are_loaded_at_the_end(tmp_path: Path, classifier: str, stage: str) -> None:
     made = trainer(
         classifier,
         tmp_path,
@@ -212,10 +212,10 @@ def test_a_live_classifier_is_trained_in_place(tmp_path: Path, classifier: str) 
     made.close()
 
 
-# What is saved beside, and what is refused --------------------------------------------------------------------------
+# Further files, and refusals ----------------------------------------------------------------------------------------
 
 
-def test_the_pad_token_ends_no_sequence() -> None:
+def test_the_pad_token_does_not_end_a_sequence() -> None:
     tokenizer = char_tokenizer()
     eos, start = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_start|>")
     found, number = with_own_pad(tokenizer, {eos})
@@ -229,13 +229,15 @@ def test_the_pad_token_ends_no_sequence() -> None:
     assert with_own_pad(tokenizer, {*range(len(tokenizer))}) == (tokenizer, None)
 
 
-def test_what_cannot_be_trained(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"^model_name_or_path: .*many' has num_labels=3, and a reward model has 1"):
+def test_models_that_cannot_be_trained(tmp_path: Path) -> None:
+    with pytest.raises(
+        ModelError, match=r"^model_name_or_path: .*many' has num_labels=3, but a reward model must have 1"
+    ):
         trainer(make_classifier(tmp_path / "many", labels=3), tmp_path)
-    with pytest.raises(OptionError, match=r"with num_labels=3: must be 1 here; leave num_labels out"):
+    with pytest.raises(OptionError, match=r"with num_labels=3: num_labels must be 1; remove num_labels"):
         trainer(make_model(tmp_path / "model"), tmp_path, model_init_kwargs={"num_labels": 3})
     BertConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1).save_pretrained(tmp_path / "bert")
-    with pytest.raises(ModelError, match="it can be scored with, but not trained"):
+    with pytest.raises(ModelError, match="can be used for scoring but not trained"):
         trainer(str(tmp_path / "bert"), tmp_path)
     with pytest.raises(OptionError, match="^ref_model: reward has no reference model"):
         RewardTrainer(

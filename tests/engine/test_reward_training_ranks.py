@@ -1,4 +1,4 @@
-"""Reward models on two ranks: the same update as on one, and scores of unequal numbers of samples on each."""
+"""Reward models on two ranks: the same update as on one, and scores of unequal numbers of samples per rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLACEMENTS = ("replica", "offload")
 
 
 def settings(folder: Path, stage: str, micro: int, steps: int) -> dict[str, Any]:
-    """Two windows, of 8 and of 7 pairs, by plain SGD."""
+    """Two windows, of 8 and of 7 pairs, with plain SGD."""
     return options(
         folder,
         per_device_train_batch_size=micro,
@@ -44,7 +44,7 @@ def settings(folder: Path, stage: str, micro: int, steps: int) -> dict[str, Any]
 
 
 def updates(folder: Path, start: str) -> list[dict[str, Tensor]]:
-    """What each of the two steps changed."""
+    """Return the updates of the two steps."""
     before, found = load_file(Path(start) / "model.safetensors"), []
     for step in (1, 2):
         after = load_file(folder / "out" / f"checkpoint-{step}" / "model.safetensors")
@@ -55,7 +55,7 @@ def updates(folder: Path, start: str) -> list[dict[str, Tensor]]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, ranks: RankServer) -> dict[str, Any]:
-    """One job on two ranks, and the run on one rank that it is compared with."""
+    """Run one job on two ranks, and the run on one rank that it is compared with."""
     folder = tmp_path_factory.mktemp("ranks")
     model = make_classifier(folder / "model", "untied", seed=1)
     runs = [
@@ -115,7 +115,7 @@ def test_ranks_score_unequal_numbers_of_samples(results: dict[str, Any], placeme
         assert found[f"{placement} afterwards"] == found[placement]
 
 
-def test_every_rank_is_told_what_failed_on_one(results: dict[str, Any]) -> None:
+def test_an_error_on_one_rank_is_raised_on_all(results: dict[str, Any]) -> None:
     for placement in PLACEMENTS:
         told = {found[f"{placement} error"] for found in results["scores"]}
         assert len(told) == 1

@@ -9,7 +9,7 @@ from conftest import DRIVERS
 
 from tools.ranks import RankServer
 
-ADVICE = "correct it, or let it return None for what it cannot score"
+ADVICE = "fix the function, or return None for samples that it cannot score"
 
 
 def test_every_rank_gets_the_same_error(ranks: RankServer, tmp_path: Path) -> None:
@@ -23,12 +23,12 @@ def test_every_rank_gets_the_same_error(ranks: RankServer, tmp_path: Path) -> No
         assert own.startswith(raised) and own.endswith(f"{rows}; {ADVICE} (on rank 1) [KeyError]")
         assert other == own.replace("[KeyError]", "[NoneType]")
     short = (
-        "reward function 'length' returned 1 scores for 2 samples, rank 0's row 0 to rank 0's row 1; return one for "
-        "each (on rank 0; failed as well: 1) [NoneType]"
+        "reward function 'length' returned 1 scores for 2 samples, rank 0's row 0 to rank 0's row 1; expected one for "
+        "each (on rank 0; also failed: 1) [NoneType]"
     )
     odd = (
-        "judge 'judge' returned 2 (an integer) for row 1; return 0 (the first is better), 1 (the second is) or -1 (no "
-        "verdict) (on rank 1) [NoneType]"
+        "judge 'judge' returned 2 (an integer) for row 1; expected 0 (the first is better), 1 (the second is "
+        "better) or -1 (no verdict) (on rank 1) [NoneType]"
     )
     assert (said["two"], said["judge"]) == ([short] * 2, [odd] * 2)
     assert said["stopping"] == ["cut"] * 2

@@ -132,7 +132,9 @@ def test_a_release_of_transformers_whose_continuous_batching_is_too_old(
 ) -> None:
     monkeypatch.setattr(continuous, "transformers", SimpleNamespace(__version__="5.0.0", **has))
     model = bare(tiny_config("tied"))
-    with pytest.raises(OptionError, match=r"'continuous': transformers 5\.0\.0 lacks .* 5\.20 has; set rollout_back"):
+    with pytest.raises(
+        OptionError, match=r"'continuous': transformers 5\.0\.0 lacks .* release 5\.20; set rollout_back"
+    ):
         choose_backend("continuous", model, sampling())
     assert choose_backend("auto", model, sampling()).name == "generate"
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT
 from helpers import STAGES, make_model, unpaired_rows
 from transformers import TrainerCallback
 
 from alignment import KTOConfig, KTOTrainer
+from alignment.engines.watch.stop import RunStopped
 from alignment.reporting.report import RunReport, duration
 from alignment.training import run_page
 from alignment.training.run_page import draw_page
+from tools.ranks.client import environment
 
 REPORT = """\
 # kto: a run
@@ -122,6 +131,9 @@ def test_a_run_ends_with_its_report(
     cells = table(phases)
     for name in ("reference", "kl", "train", "step", "evaluate", "save"):
         assert float(cells[name][1]) >= 0 and cells[name][4].endswith("GiB")
+    page = (tmp_path / "out" / "report.html").read_text()
+    for said in ("finished</span>", ">Loss<", ">Gradient norm<", "train_dataset", "prompt and completion", "torch"):
+        assert said in page, said
     cells = table(metrics)
     last = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
     evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry][-1]
@@ -130,3 +142,93 @@ def test_a_run_ends_with_its_report(
     assert "## Advice" in lines and any(
         "window" in line or "rows" in line for line in lines[lines.index("## Advice") :]
     )
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports are drawn, as they are not in other tests: see conftest.py."""
+    monkeypatch.setattr(run_page, "draw_page", draw_page)
+
+
+def kto(tmp_path: Path, **more: Any) -> KTOTrainer:
+    values = {"max_length": 64, "max_steps": 4, "per_device_train_batch_size": 4, "logging_steps": 1}
+    args = KTOConfig(str(tmp_path / "out"), disable_tqdm=True, save_strategy="no", **{**values, **more})
+    return KTOTrainer(model=make_model(tmp_path / "model"), args=args, train_dataset=unpaired_rows(8))
+
+
+def page_of(tmp_path: Path) -> str:
+    return (tmp_path / "out" / "report.html").read_text()
+
+
+class AtStep(TrainerCallback):
+    """Does something at the end of a step."""
+
+    def __init__(self, step: int, act: Callable[[], None]) -> None:
+        self.step, self.act = step, act
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            self.act()
+
+
+@pytest.mark.usefixtures("drawn", "own_process_group")
+def test_a_failed_run_leaves_a_report(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise RuntimeError("<b>the disk is gone</b>")
+
+    trainer = kto(tmp_path)
+    trainer.add_callback(AtStep(2, fail))
+    with pytest.raises(RuntimeError):
+        trainer.train()
+    trainer.close()
+    page = page_of(tmp_path)
+    assert "failed</span>" in page and "&lt;b&gt;the disk is gone&lt;/b&gt;" in page
+    assert "1 of 4" in page and ">Loss<" in page
+
+
+@pytest.mark.usefixtures("drawn", "own_process_group")
+def test_a_stopped_run_leaves_a_report(tmp_path: Path) -> None:
+    trainer = kto(tmp_path)
+    trainer.add_callback(AtStep(2, lambda: os.kill(os.getpid(), signal.SIGUSR1)))
+    with pytest.raises(RunStopped):
+        trainer.train()
+    trainer.close()
+    page = page_of(tmp_path)
+    assert "preempted</span>" in page and "Preempted by SIGUSR1 after step 2." in page
+
+
+@pytest.mark.usefixtures("drawn", "own_process_group")
+def test_a_page_that_cannot_be_drawn_fails_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = kto(tmp_path, max_steps=1)
+    trainer.add_callback(Obstacle(tmp_path / "out" / "report.html"))
+    trainer.train()
+    trainer.close()
+    said = [line for line in capsys.readouterr().out.splitlines() if "report.html" in line]
+    assert len(said) == 1 and said[0].startswith("warning: could not write report.html: IsADirectoryError: ")
+    assert (tmp_path / "out" / "report.md").is_file()
+
+
+@pytest.mark.usefixtures("drawn", "own_process_group")
+def test_a_run_that_has_not_begun_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = kto(tmp_path)
+    monkeypatch.setattr(trainer, "_prepared", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert not (tmp_path / "out" / "report.html").exists()
+
+
+@pytest.mark.ci
+def test_a_command_that_fails_on_two_ranks_leaves_a_report(tmp_path: Path) -> None:
+    """The report comes after the error, from rank 0, whichever rank wrote the error."""
+    make_model(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in unpaired_rows(16)))
+    options = {"model_name_or_path": tmp_path / "model", "dataset_name": tmp_path / "rows.jsonl"}
+    options |= {"output_dir": tmp_path / "out", "max_length": 64, "max_steps": 8, "logging_steps": 1}
+    options |= {"per_device_train_batch_size": 4, "learning_rate": 1e30, "use_cpu": True}
+    arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "launch/train.py", "kto"]
+    done = subprocess.run([*command, *arguments], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1 and len(errors) == 1, done.stderr
+    page = page_of(tmp_path)
+    assert "failed</span>" in page and "Ranks</dt><dd>2<" in page and "the gradient norm is" in page

@@ -1,4 +1,4 @@
-"""The state of a run is whole: what it holds is enough to go on from, and nothing that a step changes is left out."""
+"""The state of a run is complete: it suffices to resume, and covers everything that a step changes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, after: Callable[[TrainingLoop], None]) -> None:
-    """Call ``after`` at every boundary between steps."""
+    """Call ``after`` between any two steps."""
     boundary = TrainingLoop._boundary
 
     def then(loop: TrainingLoop) -> None:
@@ -49,13 +49,13 @@ def watched(monkeypatch: pytest.MonkeyPatch, after: Callable[[TrainingLoop], Non
 
 
 def state_of(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of the parts that all ranks share."""
+    """Return a checkpoint's state of the parts that all ranks share."""
     state: dict[str, Any] = json.loads((folder / "run_state.json").read_text())
     return state
 
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in BRIEF else pytest.mark.ci) for m in METHODS])
-def test_a_fresh_trainer_goes_on_from_any_step(method: str, models: dict[str, str], tmp_path: Path) -> None:
+def test_a_fresh_trainer_resumes_from_any_step(method: str, models: dict[str, str], tmp_path: Path) -> None:
     whole = make(method, models, tmp_path / "whole", **EVERY_STEP)
     whole.train()
     whole.close()
@@ -79,7 +79,7 @@ def resumed(
     stop: Sequence[Any] = (),
     **more: Any,
 ) -> AlignmentTrainer:
-    """A fresh trainer that has gone on to its end from a step, with the logs that were written beyond it."""
+    """Return a fresh trainer that was resumed from a step and finished, in a folder with later log lines."""
     random.seed(step)
     torch.manual_seed(step)
     shutil.copytree(done, folder / "out")
@@ -118,8 +118,8 @@ def test_an_epoch_that_a_callback_ended_stays_ended(models: dict[str, str], tmp_
 def test_a_run_that_a_callback_ended_stays_ended(
     models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whether it was killed before or after it said so; and goes on where that is asked for."""
-    rare = EVERY_STEP | {"logging_steps": 3}  # the summary has what was not to be logged yet
+    """Whether it was killed before or after its message; it continues if requested."""
+    rare = EVERY_STEP | {"logging_steps": 3}  # the summary has the metrics that were not due yet
     stopped = make("KTO", models, tmp_path / "stopped", **rare)
     stopped.add_callback(Stop("should_training_stop"))
     stopped.train()
@@ -137,7 +137,7 @@ def test_a_run_that_a_callback_ended_stays_ended(
 
 
 class Heard(TrainerCallback, ExportableState):
-    """Counts what it hears."""
+    """Counts events."""
 
     def __init__(self, steps: int = 0, saves: int = 0) -> None:
         self.steps, self.saves = steps, saves
@@ -152,7 +152,7 @@ class Heard(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"steps": self.steps, "saves": self.saves}}
 
 
-def test_callbacks_have_heard_the_same(models: dict[str, str], tmp_path: Path) -> None:
+def test_callbacks_receive_the_same_events(models: dict[str, str], tmp_path: Path) -> None:
     heard, again = Heard(), Heard()
     whole = make("KTO", models, tmp_path / "whole", **EVERY_STEP)
     whole.add_callback(heard)
@@ -162,10 +162,10 @@ def test_callbacks_have_heard_the_same(models: dict[str, str], tmp_path: Path) -
     assert (again.steps, again.saves) == (heard.steps, heard.saves) == (STEPS, STEPS)
 
 
-def test_a_run_that_was_rescued_goes_on(
+def test_a_run_resumes_from_a_rescued_checkpoint(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint of a loss that was not finite is that of the last good step, and the window is done again."""
+    """After a non-finite loss, the checkpoint is that of the last good step, and the window is repeated."""
     rare = {"save_strategy": "steps", "save_steps": 100}
     whole = make("KTO", models, tmp_path / "whole", **rare)
     whole.train()
@@ -188,8 +188,8 @@ def test_a_run_that_was_rescued_goes_on(
     assert logged(again) == logged(whole)
 
 
-def test_a_checkpoint_is_what_a_step_ends_with(models: dict[str, str], tmp_path: Path) -> None:
-    """The evaluation at the end of an epoch is in the checkpoint of its last step."""
+def test_the_checkpoint_is_the_last_act_of_a_step(models: dict[str, str], tmp_path: Path) -> None:
+    """The checkpoint of an epoch's last step includes the evaluation at the end of the epoch."""
     epochs = {"eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 3}
     whole = make("KTO", models, tmp_path / "whole", **epochs)
     whole.train()
@@ -200,19 +200,19 @@ def test_a_checkpoint_is_what_a_step_ends_with(models: dict[str, str], tmp_path:
     assert logged(again) == logged(whole)
 
 
-# Everything that changes is restored -------------------------------------------------------------------------------
+# Everything that changes is restored --------------------------------------------------------------------------------
 
 _PAIR = ("", ".0", ".1", ".len")
-# Attributes that a step changes and that no restart needs, each with the reason.
+# Attributes that a step changes and that a resume does not need, each with the reason.
 EXCUSED = {
-    "loop._step_seconds": "how long the newest step of this process took",
-    "loop._started": "a clock of this process; the seconds before are in totals",
-    "loop._before": "the seconds before this process began, which totals hold",
-    "loop.decision.0": "whether to stop is decided between any two steps; the last step does",
+    "loop._step_seconds": "duration of this process's newest step",
+    "loop._started": "a clock of this process; earlier seconds are in totals",
+    "loop._before": "seconds before this process started, which are in totals",
+    "loop.decision.0": "decided between any two steps; set at the last step",
     **{f"loop.best._before{part}": "of the newest evaluation, until its checkpoint is written" for part in _PAIR},
     "trainer.identity.attempt": "counts how often a state was loaded",
-    "loop.progress._tokens": "of the progress bar, whose rate is that of this process",
-    "trainer.sampler._order.0": "the rows of an epoch in order are a function of seed and epoch, made when asked for",
+    "loop.progress._tokens": "of the progress bar, which shows this process's speed",
+    "trainer.sampler._order.0": "an epoch's order is a function of seed and epoch, computed on demand",
     "trainer.sampler._order.1": "the same",
 }
 _OWN = ("alignment.", "transformers.trainer_callback", "torch.optim.lr_scheduler")
@@ -220,7 +220,7 @@ _OPAQUE = (nn.Module, Optimizer, type)
 
 
 def leaves(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, str]]:
-    """Every value that can be reached, by its path; objects of other libraries by their identity."""
+    """Yield every reachable value by its path; objects of other libraries by their identity."""
     if isinstance(value, (bool, int, float, str, bytes, type(None))):
         yield path, repr(value)
         return
@@ -247,7 +247,7 @@ def leaves(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, str]]:
 
 
 def everything(loop: TrainingLoop, trainer: AlignmentTrainer) -> dict[str, str]:
-    """What can be reached from the trainer and its loop; the process's random streams; the files that grow."""
+    """Return everything reachable from the trainer and its loop, the process's random streams, and growing files."""
     found: dict[str, str] = {}
     for name in ("log.jsonl", "completions.jsonl"):
         file = trainer.output_dir / name
@@ -262,7 +262,7 @@ def everything(loop: TrainingLoop, trainer: AlignmentTrainer) -> dict[str, str]:
 
 
 class Comparison:
-    """Takes the state after the first step, puts it back after the fifth, and looks at what that leaves different."""
+    """Takes the state after the first step, restores it after the fifth, and finds the remaining differences."""
 
     def __init__(self, trainer: AlignmentTrainer, without: str | None = None) -> None:
         self.trainer, self.without = trainer, without
@@ -296,7 +296,7 @@ class Comparison:
 
 
 def draw() -> None:
-    """Move every random stream on."""
+    """Draw from every random stream."""
     random.random(), np.random.rand(700), torch.rand(1)
 
 
@@ -313,7 +313,7 @@ def compared(
 
 
 @pytest.mark.parametrize("method", ["KTO", "OnlineDPO"])
-def test_what_a_step_changes_is_in_the_state(
+def test_everything_a_step_changes_is_in_the_state(
     method: str, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = compared(method, models, tmp_path, monkeypatch)
@@ -328,15 +328,15 @@ PARTS = (
 
 
 @pytest.mark.parametrize("part", [PARTS[0], *(pytest.param(part, marks=pytest.mark.ci) for part in PARTS[1:])])
-def test_a_part_that_is_not_registered_is_missed(
+def test_a_part_that_is_not_registered_is_detected(
     part: str, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert compared("OnlineDPO", models, tmp_path, monkeypatch, without=part).left != {}
 
 
-def test_the_parts_are_these(models: dict[str, str], tmp_path: Path) -> None:
-    """``rollout`` changes at the first window only, ``boundary`` where a callback ends the run, ``run`` never,
-    ``retries`` where a read or a reward call fails, ``overflows`` in fp16."""
+def test_registered_parts(models: dict[str, str], tmp_path: Path) -> None:
+    """``rollout`` only changes at the first window, ``boundary`` if a callback ends the run, ``run`` never,
+    ``retries`` if a read or a reward call fails, ``overflows`` in fp16."""
     trainer = make("OnlineDPO", models, tmp_path, max_steps=1)
     trainer.train()
     state = trainer.context.run_state.state_dict()
@@ -355,7 +355,7 @@ def test_the_parts_are_these(models: dict[str, str], tmp_path: Path) -> None:
     trainer.close()
 
 
-def test_parts_that_nobody_knows_are_named() -> None:
+def test_unknown_parts_are_named() -> None:
     state = RunState()
     totals = state.register("totals", Totals())
     loaded = {"totals": {**vars(Totals()), "tokens": 7}, "gone": {}}

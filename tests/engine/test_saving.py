@@ -1,4 +1,4 @@
-"""Writing a model: whole or not at all, beside what is in the folder already, without a trace of what failed."""
+"""Atomic saves of a model: other files in the folder are kept, and failures leave nothing behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def names(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "capped", "scaled", "moe"])
-def test_what_is_written_loads_back(tmp_path: Path, kind: str) -> None:
+def test_a_saved_model_loads(tmp_path: Path, kind: str) -> None:
     model = small(kind)
     CompletionScorer(model)
     assert isinstance(model.get_output_embeddings(), LogProbHead)
@@ -85,7 +85,7 @@ def test_an_existing_folder_keeps_its_other_files(tmp_path: Path) -> None:
     assert (out / "checkpoint-1" / "model.safetensors").read_text() == "other"
     back = AutoModelForCausalLM.from_pretrained(out)
     assert all(torch.equal(v, model.state_dict()[n]) for n, v in back.state_dict().items())
-    write_model(model, None, out, first_rank=True)  # and again
+    write_model(model, None, out, first_rank=True)  # again
     assert names(tmp_path) == {"out"}
 
 
@@ -100,10 +100,10 @@ def test_a_folder_of_several_templates_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("existing", [False, True])
-def test_files_are_moved_only_within_the_folders_own_file_system(
+def test_files_are_moved_only_within_one_file_system(
     tmp_path: Path, existing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An output folder may be a mount point: nothing but its inside is on the same disk, or writable."""
+    """An output folder may be a mount point: only its contents are on the same disk, or writable."""
     out = tmp_path / "out"
     if existing:
         out.mkdir()
@@ -155,8 +155,8 @@ def test_an_error_while_saving_leaves_nothing_behind(
     assert not existing or {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
-def test_a_disk_that_takes_no_more(tmp_path: Path) -> None:
-    """The operating system itself cuts the file: a limit on the size of files stands in for a full disk."""
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """A limit on the size of files simulates a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
@@ -167,7 +167,7 @@ def test_a_disk_that_takes_no_more(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value) and names(tmp_path) == set()
 
 
-def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("precious")
     with pytest.raises(OutputError, match="output_dir: could not write the model to"):
         write_model(small(), None, tmp_path / "out", first_rank=True)

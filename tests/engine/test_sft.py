@@ -1,4 +1,4 @@
-"""SFT: loss, metrics and gradient norm against a float64 computation with the whole matrix, whatever the split."""
+"""SFT: loss, metrics and gradient norm against a float64 computation with the full matrix, for all splits."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_against_float64(tmp_path: Path, stage: str) -> None:
 
 @torch.no_grad()
 def accuracy(policy: Any, rows: list[dict[str, Any]]) -> float:
-    """Share of completion tokens that are the likeliest."""
+    """Return the share of completion tokens that are the most likely ones."""
     hits, tokens = 0, 0
     for row in rows:
         ids = torch.tensor([[*row["prompt_ids"], *row["completion_ids"]]])
@@ -72,7 +72,7 @@ def accuracy(policy: Any, rows: list[dict[str, Any]]) -> float:
     return hits / tokens
 
 
-def test_it_learns_what_it_is_shown(tmp_path: Path) -> None:
+def test_it_learns_from_its_data(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "tied", gain=1.0)
     args = SFTConfig(
         output_dir=str(tmp_path / "out"),
@@ -94,7 +94,7 @@ def test_it_learns_what_it_is_shown(tmp_path: Path) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
-def test_only_what_labels_say_is_learned(tmp_path: Path, loss_type: str) -> None:
+def test_only_labelled_tokens_are_trained_on(tmp_path: Path, loss_type: str) -> None:
     model = make_model(tmp_path / "model", "untied", seed=1)
     draw = random.Random(5)
     rows = []

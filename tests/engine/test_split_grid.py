@@ -1,8 +1,8 @@
-"""One update, however it is computed: method, ZeRO stage, offload, ranks, dtype, checkpointing, optimizer and split.
+"""Updates are equal for any method, ZeRO stage, offload, ranks, dtype, checkpointing, optimizer and split.
 
-Each run is compared with the plainest run of its method and optimizer: one rank, no ZeRO, fp32, one micro-batch, no
-checkpointing. That run itself is compared with float64 in ``test_split_invariance.py``, ``test_sft.py`` and
-``test_reward_training.py``. By default a subset in which every pair of values meets; everything with ``-m slow``.
+Each run is compared with the baseline of its method and optimizer: one rank, no ZeRO, fp32, one micro-batch, no
+checkpointing. The baseline is compared with float64 in ``test_split_invariance.py``, ``test_sft.py`` and
+``test_reward_training.py``. By default, a subset covers every pair of values; ``-m slow`` runs all.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from split_results import Results, Update, assert_logged, distance, norm, train_
 
 from tools.ranks import RankServer
 
-# Of an update's norm; and of the weights' norm: both ends of an update are rounded when bf16 weights are saved.
+# Relative to the norm of an update, and of the weights, since saved bf16 weights are rounded before and after it.
 BF16, BF16_ROUNDING = 0.05, 2**-8
-# The second step of 8-bit Adam: stages 2 and 3 quantise moments of flattened weights in other blocks than stage 0.
+# The second step of 8-bit Adam: stages 2 and 3 quantize moments of flattened weights, in other blocks than stage 0.
 QUANTISED = 0.05
-_SAMPLED = "test_the_update_is_that_of_the_plainest_run"
+_SAMPLED = "test_the_update_matches_the_baseline_run"
 
 
 def marked(case: Combination) -> Any:
-    """An optimizer in host memory is part of test-ci."""
+    """Mark cases with an optimizer in host memory for test-ci."""
     return pytest.param(case, marks=pytest.mark.ci if "offload" in case["engine"][0] else ())
 
 
@@ -42,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def outcomes(cases: list[Combination], models: dict[str, str], folder: Path, ranks: RankServer) -> Results:
-    """The cases and the runs that they are compared with, by name: one job for each number of ranks."""
+    """Run the cases and their baselines, in one job per number of ranks; return the outcomes by name."""
     wanted = {name_of(case): case for case in [*map(reference_of, cases), *cases]}
     found: Results = {}
     for world in (1, 2):
@@ -55,14 +55,14 @@ def outcomes(cases: list[Combination], models: dict[str, str], folder: Path, ran
 
 
 def check(case: Combination, found: Results) -> None:
-    """Both steps of a run: what was logged, and what the weights were changed by."""
+    """Check both steps of a run: logged metrics, and updates of the weights."""
     outcome, reference = found[name_of(case)], found[name_of(reference_of(case))]
     start = norm({name: value.double() for name, value in load_weights(outcome).items()})
     assert len(outcome["logs"]) == len(reference["logs"]) == 2
     for step in (0, 1):
         update, expected = outcome["updates"][step], reference["updates"][step]
         size = norm(expected) / start
-        assert size >= 1e-2, "too small a step could hide a wrong one"
+        assert size >= 1e-2, "too small a step could hide an error"
         tolerance = logged = 1e-5
         if case["optimizer"] == "adamw_8bit" and step == 1:
             tolerance = QUANTISED
@@ -73,7 +73,7 @@ def check(case: Combination, found: Results) -> None:
 
 
 def load_weights(outcome: dict[str, Any]) -> Update:
-    """The weights that a run began with."""
+    """Return the initial weights of a run."""
     return load_file(Path(outcome["run"]["model"]) / "model.safetensors")
 
 
@@ -84,12 +84,12 @@ def found(
     ranks: RankServer,
     request: pytest.FixtureRequest,
 ) -> Results:
-    """The runs of the tests that were selected, and no others."""
+    """Train the runs of the selected tests only."""
     return outcomes(selected_cases(request, _SAMPLED), models, tmp_path_factory.mktemp("sampled"), ranks)
 
 
 @pytest.mark.parametrize("case", [marked(case) for case in sampled()], ids=name_of)
-def test_the_update_is_that_of_the_plainest_run(case: Combination, found: Results) -> None:
+def test_the_update_matches_the_baseline_run(case: Combination, found: Results) -> None:
     check(case, found)
 
 

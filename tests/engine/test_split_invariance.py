@@ -1,9 +1,8 @@
 """The same window gives the same update for every split into micro-batch x accumulation x ranks, at every ZeRO stage.
 
-Two windows per run, of 8 and of 7 rows, by plain SGD with a learning rate that moves the weights by percents: a test
-of equal weights at 1e-6 could not fail. Everything is compared between splits (1e-5) and with a float64 computation
-that shares no code with the package (1e-4). What is run is in ``split_runs.py``, what should come of it in
-``split_oracle.py``.
+Two windows per run, of 8 and of 7 rows, with plain SGD and a learning rate that changes the weights by several
+percent, so that errors are visible. Everything is compared between splits (1e-5) and with a float64 computation that
+shares no code with the package (1e-4). The runs are in ``split_runs.py``, the expected results in ``split_oracle.py``.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def results(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory, ranks: RankServer) -> dict[int, Results]:
-    """The outcome of all runs by number of ranks and name: two jobs for everything in this file."""
+    """Return the outcomes of all runs by number of ranks and name, from two jobs for this whole file."""
     found = {}
     for world in (1, 2):
         folder = tmp_path_factory.mktemp(f"world{world}")
@@ -45,8 +44,8 @@ def results(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory, ra
 @pytest.mark.parametrize("how", ["tokens", "blocks"])
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("method", ["KTO", "CPO"])
-def test_micro_batches_by_tokens_and_in_blocks(results: dict[int, Results], method: str, world: int, how: str) -> None:
-    """The other splits are those of test_split_grid.py."""
+def test_micro_batches_by_tokens_and_by_blocks(results: dict[int, Results], method: str, world: int, how: str) -> None:
+    """Other splits are in test_split_grid.py."""
     reference, outcome = results[1][f"{method}-plain"], results[world][f"{method}-stage2-{world}-{how}"]
     for step in (0, 1):
         assert_logged(outcome["logs"][step], reference["logs"][step], 1e-5, f"step {step + 1}")
@@ -95,9 +94,9 @@ def test_against_the_float64_oracle(results: dict[int, Results], name: str) -> N
             METRICS,
         )
         assert distance(update, expected.update) <= 1e-4
-        assert norm(update) / norm(expected.weights) >= 1e-2, "too small a step could hide a wrong one"
+        assert norm(update) / norm(expected.weights) >= 1e-2, "too small a step could hide an error"
         if "KTO" in name:
-            assert log["kl"] > 0.01, "a clamped KL would hide a wrong one"
+            assert log["kl"] > 0.01, "a clamped KL would hide an error"
             assert expected.metrics["kl"] > 0.01
 
 
@@ -107,14 +106,14 @@ def test_labels_of_the_first_window(results: dict[int, Results]) -> None:
     assert len({len(row["completion_ids"]) for row in rows}) > 4
 
 
-# Online DPO: its completions are those of drivers/canned.py, so which pairs a window has to give is known ------------
+# Online DPO: completions are those of drivers/canned.py, so the expected pairs of a window are known ---------------
 
 RANKED = {1: "OnlineDPO-ranked-stage0-1", 2: "OnlineDPO-ranked-stage3-2"}
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_split_of_the_pairs_gives_the_same_update(results: dict[int, Results], world: int) -> None:
-    """The splits of plain pairs are those of test_split_grid.py."""
+    """Splits of plain pairs are in test_split_grid.py."""
     runs = {"tokens": (results[world][f"OnlineDPO-stage2-{world}-tokens"], results[1]["OnlineDPO-plain"])}
     runs |= {"ranked": (results[world][RANKED[world]], results[1][RANKED[1]])}
     sparse = [name for name in results[world] if "sparse" in name]
@@ -129,14 +128,14 @@ def test_every_split_of_the_pairs_gives_the_same_update(results: dict[int, Resul
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", JUDGED_STAGES)
-def test_a_judge_gives_the_update_of_rewards_that_prefer_alike(
+def test_a_judge_gives_the_same_update_as_equivalent_rewards(
     results: dict[int, Results], stage: str, world: int
 ) -> None:
-    """For every split, and with nothing logged that only scores can tell."""
+    """For every split, without metrics that require scores."""
     outcome, reference = results[world][f"OnlineDPO-judged-{stage}-{world}"], results[1]["OnlineDPO-plain"]
     for step, (found, rewarded) in enumerate(zip(outcome["logs"], reference["logs"], strict=True)):
         expected = {name: value for name, value in rewarded.items() if name not in SCORED}
-        # What has one score, or none, the judge cannot decide.
+        # The judge cannot decide about a single score, or none.
         expected["pairs/failed"] = rewarded["pairs/tied"] + rewarded["pairs/unscored"]
         expected |= {"pairs/tied": 0.0, "pairs/unscored": 0.0}
         assert_logged(found, expected, 1e-5, f"{stage} on {world} step {step + 1}")
@@ -162,12 +161,12 @@ def test_online_dpo_against_the_float64_oracle(
         if step is not None:
             update = outcome["updates"][number]
             assert distance(update, step.update) <= 1e-4
-            assert norm(update) / norm(step.weights) >= 1e-2, "too small a step could hide a wrong one"
+            assert norm(update) / norm(step.weights) >= 1e-2, "too small a step could hide an error"
             assert abs(expected["objective/kl"]) > 0.05
 
 
-def test_what_the_pairs_of_the_runs_are_like(results: dict[int, Results]) -> None:
-    """Prompts dropped for each reason, completions that end and that do not, an odd number of pairs."""
+def test_the_runs_cover_all_kinds_of_pairs(results: dict[int, Results]) -> None:
+    """Prompts dropped for each reason, completions with and without an end, an odd number of pairs."""
     pairs, metrics = pairs_of(answered(results[1]["OnlineDPO-plain"]["windows"][0], 2))
     assert len(pairs) == 5
     assert [metrics[f"pairs/{reason}"] for reason in ("tied", "identical", "unscored")] == [1 / 8] * 3
@@ -178,16 +177,16 @@ def test_what_the_pairs_of_the_runs_are_like(results: dict[int, Results]) -> Non
     assert len(pairs) == 7 and metrics["rewards/ignored"] == 1 / 24 and metrics["pairs/identical"] == 1 / 8
     chosen = {tuple(pair["chosen_ids"]) for pair in pairs}
     assert {place for prompt in ranked for place, one in enumerate(prompt.made) if one.ids in chosen} == {0, 1, 2}
-    assert pairs_of(ranked)[0] != pairs, "the penalty decides nothing"
+    assert pairs_of(ranked)[0] != pairs, "the penalty has an effect"
 
 
 @pytest.mark.parametrize("name", ["sparse-stage0-1", "sparse-stage2-2", "sparse-stage3-2"])
-def test_windows_without_pairs_leave_the_weights_alone(results: dict[int, Results], name: str) -> None:
-    """And with a single pair, of which the second rank has none, the run goes on."""
+def test_windows_without_pairs_leave_the_weights_unchanged(results: dict[int, Results], name: str) -> None:
+    """And with a single pair, which leaves the second rank without any, training continues."""
     outcome = results[int(name[-1])][f"OnlineDPO-{name}"]
     assert [len(pairs_of(answered(window, 2))[0]) for window in outcome["windows"]] == [0, 1, 4]
     first, second, third = outcome["updates"]
-    assert all(not bool(value.any()) for value in first.values()), "bitwise: no weight may have moved"
+    assert all(not bool(value.any()) for value in first.values()), "bitwise: no weight changes"
     assert norm(second) > 0 and norm(third) > 0
     logged = outcome["logs"][0]
     assert logged["grad_norm"] == 0.0 and logged["pairs/dropped"] == 1.0
@@ -199,7 +198,7 @@ def test_windows_without_pairs_leave_the_weights_alone(results: dict[int, Result
     assert end["train_loss"] == pytest.approx(sum(entry["loss"] for entry in outcome["logs"][1:]) / 2, rel=1e-6)
 
 
-def test_online_evaluation_is_the_same_on_two_ranks_and_as_calculated(
+def test_online_evaluation_is_correct_and_the_same_on_two_ranks(
     results: dict[int, Results], solved: dict[str, OnlineSteps]
 ) -> None:
     outcome, (*_, model) = results[1][RANKED[1]], solved[RANKED[1]]
@@ -221,7 +220,7 @@ def test_online_evaluation_is_the_same_on_two_ranks_and_as_calculated(
 
 
 def win_rate(now: list[Prompt], start: list[Prompt]) -> float:
-    """How often the first completion has a higher score than the start's only one; ties count half."""
+    """Return the win rate of first completions over the initial policy's; ties count half."""
     scores = [(one.made[0].score(0.75), other.made[0].score(0.75)) for one, other in zip(now, start)]
     known = [(mine, other) for mine, other in scores if mine is not None and other is not None]
     return sum(1.0 if mine > other else 0.5 * (mine == other) for mine, other in known) / len(known)

@@ -1,4 +1,4 @@
-"""A run that is asked to stop: wherever the request comes, it saves a checkpoint, and a resume gives the same bits."""
+"""Runs that are asked to stop save a checkpoint at any point, and a resumed run is bitwise equal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from alignment.training.surface import records
 from alignment.training.trainer import AlignmentTrainer
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
-# With one completion at a time a rollout has several chunks; the last step is saved, and so is nothing before it.
+# One completion at a time gives a rollout several chunks; only the last step is saved otherwise.
 RUN = {"save_strategy": "steps", "save_steps": 6, "eval_strategy": "epoch"}
 SMALL_CHUNKS = {"rollout_batch_size": 1, "rollout_backend": "generate"}
 
@@ -42,13 +42,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every safe point asks, however short the work between two of them is."""
+    """Let every safe point check for requests, however short the work in between."""
     monkeypatch.setattr(safe_points, "_EVERY_S", 0.0)
     REQUESTS.forget()
 
 
 class Asks(TrainerCallback):
-    """Asks for a stop at an event of a step."""
+    """Requests a stop at an event of a step."""
 
     def __init__(self, event: str, step: int, ask: Callable[[], None]) -> None:
         self.step, self.ask = step, ask
@@ -60,12 +60,12 @@ class Asks(TrainerCallback):
 
 
 def terminate() -> None:
-    """As a launcher does."""
+    """Send SIGTERM, like a launcher."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def in_evaluation(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """A request while the run's so-manieth evaluation lasts."""
+    """Request a stop during the run's n-th evaluation."""
     evaluate, count = trainers.evaluate, [0]
 
     def asked(*arguments: Any) -> dict[str, float]:
@@ -78,7 +78,7 @@ def in_evaluation(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
 
 def in_rollout(monkeypatch: pytest.MonkeyPatch, chunk: int) -> Callable[[], bool]:
-    """A request while a rollout's so-manieth chunk is generated; whether that was the last one can be asked later."""
+    """Request a stop during a rollout's n-th chunk; return a function that tells whether it was the last one."""
     generate, count = GenerateBackend.generate, [0]
 
     def asked(self: GenerateBackend, *arguments: Any) -> Any:
@@ -97,7 +97,7 @@ def settings(method: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def wholes(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], AlignmentTrainer]:
-    """Undisturbed runs by method."""
+    """Uninterrupted runs by method."""
     made: dict[str, AlignmentTrainer] = {}
 
     def whole(method: str) -> AlignmentTrainer:
@@ -117,7 +117,7 @@ def stopped(trainer: AlignmentTrainer) -> RunStopped:
     return caught.value
 
 
-# What asks, the checkpoint that it leaves, and where it says that it was left.
+# The request, the resulting checkpoint, and the recorded position.
 PLACES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch, AlignmentTrainer], Any], int, str]] = {
     "after-a-step": ("KTO", lambda _, t: t.add_callback(Asks("on_step_end", 2, terminate)), 2, "done"),
     "before-a-step": ("KTO", lambda _, t: t.add_callback(Asks("on_step_begin", 2, terminate)), 2, "done"),
@@ -134,7 +134,7 @@ BRIEF = ("after-a-step", "in-an-evaluation")
 
 
 @pytest.mark.parametrize("place", [pytest.param(p, marks=() if p in BRIEF else pytest.mark.ci) for p in PLACES])
-def test_wherever_the_request_comes(
+def test_stopping_at_any_point(
     place: str,
     models: dict[str, str],
     wholes: Callable[[str], AlignmentTrainer],
@@ -174,10 +174,10 @@ AGAIN = ("after-a-step", "between-micro-batches", "in-a-rollout")
 
 
 @pytest.mark.parametrize("place", [pytest.param(p, marks=() if p == AGAIN[1] else pytest.mark.ci) for p in AGAIN])
-def test_a_second_signal_does_not_cut_the_save_off(
+def test_a_second_signal_does_not_interrupt_the_save(
     place: str, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Launchers and schedulers send one after another, and the second may come while the checkpoint is written."""
+    """Launchers and schedulers send several signals, and the second may arrive during the save."""
     method, ask, step, _ = PLACES[place]
     saves_and_hears(monkeypatch, signal.SIGUSR1)
     trainer = make(method, models, tmp_path, **settings(method))
@@ -190,7 +190,7 @@ def test_a_second_signal_does_not_cut_the_save_off(
 
 
 def saves_and_hears(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
-    """A signal while each checkpoint is written."""
+    """Send a signal during each save."""
     written = CheckpointWriter._written
 
     def interrupted(self: CheckpointWriter, target: Path) -> None:
@@ -201,7 +201,7 @@ def saves_and_hears(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> 
 
 
 @pytest.mark.ci
-def test_a_signal_does_not_cut_off_what_saves_the_last_good_step(
+def test_a_signal_does_not_interrupt_the_save_of_the_last_good_step(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saves_and_hears(monkeypatch, signal.SIGTERM)
@@ -221,7 +221,7 @@ def test_a_signal_does_not_cut_off_what_saves_the_last_good_step(
 def test_a_signal_after_the_last_step_changes_nothing(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the report, in what the run ends with, and in what a callback does at its end."""
+    """In the report, in the final result, and in a callback at the end."""
     written = records.write_report
 
     def interrupted(*args: Any, **kwargs: Any) -> None:
@@ -250,7 +250,7 @@ def test_a_signal_while_the_model_loads(
         terminate()
 
     monkeypatch.setattr(trainer.engines, "build", build)
-    monkeypatch.setattr(ACTIVITY, "step", 500)  # of a run before it in this process
+    monkeypatch.setattr(ACTIVITY, "step", 500)  # of an earlier run in this process
     error = stopped(trainer)
     assert steps == [0]
     assert "preempted by SIGTERM in phase load; no training step was in progress" in str(error)
@@ -260,7 +260,7 @@ def test_a_signal_while_the_model_loads(
 
 
 class Counts(TrainerCallback, ExportableState):
-    """How often a checkpoint was saved that the run's options ask for."""
+    """Counts the checkpoints saved because of the run's options."""
 
     def __init__(self, saves: int = 0) -> None:
         self.saves = saves
@@ -274,8 +274,10 @@ class Counts(TrainerCallback, ExportableState):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("step", [3, 4])
-def test_callbacks_hear_of_saves_as_in_an_undisturbed_run(step: int, models: dict[str, str], tmp_path: Path) -> None:
-    """A checkpoint that is written because the run was asked to stop is none of these."""
+def test_callbacks_are_notified_of_saves_as_in_an_uninterrupted_run(
+    step: int, models: dict[str, str], tmp_path: Path
+) -> None:
+    """The checkpoint of a stop does not count."""
     counts = Counts()
     for resumes in (False, True):
         counts = Counts()
@@ -292,18 +294,18 @@ def test_callbacks_hear_of_saves_as_in_an_undisturbed_run(step: int, models: dic
 
 @pytest.mark.ci
 def test_a_request_at_the_last_step_changes_nothing(models: dict[str, str], tmp_path: Path) -> None:
-    """Without an evaluation still to come, the run is done."""
+    """If no evaluation remains, the run is finished."""
     trainer = make("KTO", models, tmp_path, **{**RUN, "eval_strategy": "no"})
     trainer.pop_callback(EarlyStoppingCallback)
     trainer.add_callback(Asks("on_step_end", 6, terminate))
     trainer.train()
     trainer.close()
     assert trainer.state.global_step == 6
-    assert not REQUESTS.reason, "the next run of this process is not asked to stop"
+    assert not REQUESTS.reason, "the next run in this process is not asked to stop"
 
 
-def test_the_file_stop(models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It ends the run as Ctrl-C does; one from before the start is removed."""
+def test_the_stop_file(models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ends the run like Ctrl-C; a file from before the start is removed."""
     trainer = make("KTO", models, tmp_path, **RUN)
     stop = trainer.output_dir / "STOP"
     stop.parent.mkdir(exist_ok=True)
@@ -317,10 +319,10 @@ def test_the_file_stop(models: dict[str, str], tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.ci
-def test_a_job_that_is_requeued_obeys_the_file_stop(
+def test_a_requeued_job_obeys_the_stop_file(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its user made the file while the job waited in the queue; one of another job is left over."""
+    """The user created the file while the job was queued; a file for another job is removed."""
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     trainer = make("KTO", models, tmp_path, **RUN)
     trainer.add_callback(Asks("on_step_end", 2, terminate))
@@ -354,14 +356,14 @@ def test_a_run_that_saves_nothing(models: dict[str, str], tmp_path: Path) -> Non
 def test_a_request_before_the_first_step(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the policy answers the prompts of an evaluation set: there is nothing to save."""
+    """During the initial policy's rollout for an evaluation set, there is nothing to save."""
     trainer = make("OnlineDPO", models, tmp_path, **settings("OnlineDPO"))
     in_rollout(monkeypatch, 2)
     assert "after step 0: no step was completed" in str(stopped(trainer))
 
 
-def test_signals_have_their_meanings_back(models: dict[str, str], tmp_path: Path) -> None:
-    """A handler of the user's stays in place, and is called."""
+def test_signal_handlers_are_restored(models: dict[str, str], tmp_path: Path) -> None:
+    """A user's handler stays in place, and is called."""
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     try:
@@ -377,7 +379,7 @@ def test_signals_have_their_meanings_back(models: dict[str, str], tmp_path: Path
 
 @pytest.mark.ci
 def test_attempts_without_progress_are_counted(models: dict[str, str], tmp_path: Path) -> None:
-    """A run that fails before it saves anything beyond the checkpoint that it started from."""
+    """Such a run fails before it saves a newer checkpoint than the one it resumed from."""
 
     def status(step: int, resumes: bool) -> RunStatus:
         trainer = make("KTO", models, tmp_path, **{**RUN, "save_steps": 2})
@@ -396,10 +398,10 @@ def test_attempts_without_progress_are_counted(models: dict[str, str], tmp_path:
 
 
 @pytest.mark.ci
-def test_an_attempt_that_only_leaves_again_has_made_no_progress(
+def test_an_attempt_that_stops_immediately_makes_no_progress(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its step is longer than it lasts, and the checkpoint that is there already is not its own."""
+    """Its first step takes longer than the attempt lasts, and the existing checkpoint is not its own."""
 
     def status(job: str, step: int, event: str) -> tuple[int, str]:
         monkeypatch.setenv("SLURM_JOB_ID", job)
@@ -419,14 +421,14 @@ def test_an_attempt_that_only_leaves_again_has_made_no_progress(
     log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     found = read_status(tmp_path / "out")
     assert found is not None and found.attempt == 5
-    assert [line["attempt"] for line in log if line.get("event") == "resume"] == [5], "as the log counts them"
+    assert [line["attempt"] for line in log if line.get("event") == "resume"] == [5], "as counted in the log"
 
 
 @pytest.mark.ci
-def test_the_model_outlives_the_final_evaluation(
+def test_the_model_is_saved_before_the_final_evaluation(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second Ctrl-C ends that evaluation; the weights are on the disk by then."""
+    """A second Ctrl-C ends that evaluation after the weights were written."""
     trainer = make("KTO", models, tmp_path, **{**RUN, "eval_strategy": "no"})
     trainer.pop_callback(EarlyStoppingCallback)
 

@@ -1,4 +1,4 @@
-"""Trainers on real engines, one process: references, phases of life, saving, logging, stopping."""
+"""Trainers with real engines in one process: references, life cycle, saving, logging, stopping."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def metrics_of(result: dict[str, float]) -> dict[str, float]:
 
 
 def test_evaluation_does_not_depend_on_the_batch_size(paths: dict[str, str], tmp_path: Path) -> None:
-    """25 rows: the last batch of 1, 3 and 8 rows holds one row. Alone, without training data."""
+    """25 rows: the last batch has one row for batch sizes 1, 3 and 8. Without training data."""
     for trainer_class, config, rows in (
         (KTOTrainer, KTOConfig, unpaired_rows(25, seed=3)),
         (CPOTrainer, CPOConfig, paired_rows(25, seed=3)),
@@ -81,11 +81,11 @@ def test_evaluation_does_not_depend_on_the_batch_size(paths: dict[str, str], tmp
             assert other.keys() == found[0].keys()
             for name, value in found[0].items():
                 assert other[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
-    assert not (tmp_path / "out").exists(), "evaluation alone writes nothing"
+    assert not (tmp_path / "out").exists(), "evaluation writes nothing"
 
 
-def test_a_kl_below_0_counts_as_0(paths: dict[str, str], tmp_path: Path) -> None:
-    """With policy and reference swapped every log-ratio is the opposite, and with it the estimate."""
+def test_a_negative_kl_is_clamped(paths: dict[str, str], tmp_path: Path) -> None:
+    """Swapping policy and reference negates every log-ratio, and thus the estimate."""
     found = []
     for policy, reference in (("policy", "reference"), ("reference", "policy")):
         args = KTOConfig(**options(tmp_path))
@@ -98,7 +98,7 @@ def test_a_kl_below_0_counts_as_0(paths: dict[str, str], tmp_path: Path) -> None
 
 
 def test_no_sequence_is_longer_than_max_length(paths: dict[str, str], tmp_path: Path) -> None:
-    """Nor is a partner's answer behind a row's prompt."""
+    """Not even a partner's completion after a row's prompt."""
     rows = [{"prompt": "a" * n, "completion": "b" * (20 - n), "label": n % 2 == 0} for n in range(2, 18)]
     args = KTOConfig(**options(tmp_path, max_length=24, per_device_train_batch_size=16))
     trainer = KTOTrainer(model=paths["policy"], args=args, train_dataset=rows)
@@ -125,7 +125,7 @@ def test_log_probs_of_a_loss_of_means_are_per_token(paths: dict[str, str], tmp_p
         )
 
 
-def test_evaluate_between_and_after_training(paths: dict[str, str], tmp_path: Path) -> None:
+def test_evaluate_during_and_after_training(paths: dict[str, str], tmp_path: Path) -> None:
     rows = paired_rows(12)
     args = CPOConfig(**options(tmp_path, num_train_epochs=2, eval_strategy="epoch", eval_on_start=True))
     trainer = CPOTrainer(model=paths["policy"], args=args, train_dataset=rows, eval_dataset=rows)
@@ -141,7 +141,7 @@ def test_evaluate_between_and_after_training(paths: dict[str, str], tmp_path: Pa
 
 @pytest.mark.parametrize("stage", ["stage0", pytest.param("stage2", marks=pytest.mark.ci), "stage3"])
 def test_live_model_is_its_own_reference(paths: dict[str, str], tmp_path: Path, stage: str) -> None:
-    """The reference is the object as it was given, not what its path holds, and does not follow the policy."""
+    """The reference is a copy of the given object, not loaded from its path, and does not follow the policy."""
     model = load(paths["policy"])
     with torch.no_grad():
         for parameter in model.parameters():
@@ -166,8 +166,8 @@ def test_live_model_is_its_own_reference(paths: dict[str, str], tmp_path: Path, 
 
 
 @pytest.mark.parametrize("order", ["policy first", "reference first"])
-def test_stage_2_policy_beside_a_stage_3_reference(paths: dict[str, str], tmp_path: Path, order: str) -> None:
-    """Only the reference is partitioned, whichever is loaded first; both score exactly."""
+def test_stage_2_policy_with_a_stage_3_reference(paths: dict[str, str], tmp_path: Path, order: str) -> None:
+    """Only the reference is partitioned, in either order of loading; both compute correct log-probs."""
     args = KTOConfig(**options(tmp_path, deepspeed=zero(2), ref_deepspeed=zero(3)))
     trainer = KTOTrainer(
         model=paths["policy"], ref_model=paths["reference"], args=args, train_dataset=unpaired_rows(8)
@@ -184,7 +184,7 @@ def test_stage_2_policy_beside_a_stage_3_reference(paths: dict[str, str], tmp_pa
         assert plan.reference is not None
         engine = plan.reference.build(args).engine
         parameters = list(engine.scorer.parameters())
-        assert all(hasattr(p, "ds_id") for p in parameters), "loaded in partitions, never whole"
+        assert all(hasattr(p, "ds_id") for p in parameters), "loaded in partitions, never completely"
         assert sum(p.numel() for p in parameters if not p.ds_persist) == 0
         return engine
 
@@ -203,8 +203,8 @@ def test_stage_2_policy_beside_a_stage_3_reference(paths: dict[str, str], tmp_pa
         engine.close()
 
 
-def test_a_reference_of_another_size_gets_buffers_of_its_own(paths: dict[str, str], tmp_path: Path) -> None:
-    """ "auto" follows the width of the model that the engine holds."""
+def test_a_reference_of_another_size_has_its_own_buffers(paths: dict[str, str], tmp_path: Path) -> None:
+    """ "auto" depends on the width of the engine's model."""
     wide = AutoModelForCausalLM.from_pretrained(paths["policy"]).config
     wide.hidden_size, wide.intermediate_size = 64, 96
     AutoModelForCausalLM.from_config(wide).save_pretrained(tmp_path / "wide")
@@ -223,7 +223,7 @@ def test_a_reference_of_another_size_gets_buffers_of_its_own(paths: dict[str, st
 
 @pytest.mark.ci
 def test_ten_trainers_one_after_another(paths: dict[str, str], tmp_path: Path) -> None:
-    """Every stage, twice, in one process; each starts afresh and gives the same losses."""
+    """Every stage, twice, in one process; all are independent and give the same losses."""
     found = []
     for number, stage in enumerate([*STAGES, *STAGES]):
         args = KTOConfig(**options(tmp_path / str(number), max_steps=2, deepspeed=STAGES[stage]))
@@ -238,7 +238,7 @@ def test_ten_trainers_one_after_another(paths: dict[str, str], tmp_path: Path) -
 
 
 @pytest.mark.parametrize("stage", ["stage2", "stage3-offload"])
-def test_saved_folders_load_and_hold_the_trained_weights(paths: dict[str, str], tmp_path: Path, stage: str) -> None:
+def test_saved_folders_load_with_the_trained_weights(paths: dict[str, str], tmp_path: Path, stage: str) -> None:
     args = CPOConfig(
         **options(
             tmp_path, max_steps=5, deepspeed=STAGES[stage], save_strategy="steps", save_steps=2, save_total_limit=1
@@ -273,8 +273,8 @@ def test_saved_folders_load_and_hold_the_trained_weights(paths: dict[str, str], 
 
 
 @pytest.mark.parametrize("stage", [pytest.param(s, marks=() if s == "stage3" else pytest.mark.ci) for s in STAGES])
-def test_close_lets_go_of_every_engine(paths: dict[str, str], tmp_path: Path, stage: str) -> None:
-    """Weights, masters and optimizer states of ten trainers must not add up, at any stage or placement."""
+def test_close_releases_every_engine(paths: dict[str, str], tmp_path: Path, stage: str) -> None:
+    """Memory of weights, master weights and optimizer states of ten trainers must not add up."""
     placement = {"stage0": "replica", "stage2": "sharded"}.get(stage, "offload")
     args = KTOConfig(**options(tmp_path, max_steps=2, deepspeed=STAGES[stage], ref_placement=placement))
     trainer = KTOTrainer(
@@ -306,7 +306,7 @@ def test_a_failed_start_leaves_nothing_behind(
     )
 
     def out_of_memory(*_: Any, **__: Any) -> None:
-        raise MemoryError("no room for the policy")
+        raise MemoryError("no memory for the policy")
 
     monkeypatch.setattr(type(trainer.policy_source), "load", out_of_memory)
     trainer.reference_source.__dict__["load"] = lambda *_: reference
@@ -315,8 +315,8 @@ def test_a_failed_start_leaves_nothing_behind(
     assert all(parameter.requires_grad for parameter in reference.parameters())
 
 
-def test_nothing_but_a_new_trainer_after_close(paths: dict[str, str], tmp_path: Path) -> None:
-    """Evaluating would silently show the start weights, or a reference copied from the trained policy."""
+def test_a_closed_trainer_cannot_be_used(paths: dict[str, str], tmp_path: Path) -> None:
+    """Evaluation would silently use the initial weights, or a reference copied from the trained policy."""
     args = KTOConfig(**options(tmp_path, max_steps=1))
     rows = unpaired_rows(8)
     trainer = KTOTrainer(model=paths["policy"], args=args, train_dataset=rows, eval_dataset=rows)
@@ -462,7 +462,7 @@ def test_a_non_finite_loss_stops_before_the_update(
 
 @pytest.mark.parametrize("stage", [pytest.param("stage0", marks=pytest.mark.ci), "stage2", "stage3"])
 def test_bf16_follows_fp32_and_keeps_fp32_masters(paths: dict[str, str], tmp_path: Path, stage: str) -> None:
-    """With fp32 masters an update far below bf16's resolution is kept, and fp32 buffers stay what they were."""
+    """With fp32 master weights, updates far below bf16's resolution are kept, and fp32 buffers stay fp32."""
     rows = paired_rows(8)
     found = {}
     for bf16 in (False, True):
@@ -492,10 +492,10 @@ def test_worker_processes_change_nothing(paths: dict[str, str], tmp_path: Path) 
     assert found[0] == found[1]
 
 
-def test_other_ranks_read_what_the_first_has_tokenised(
+def test_other_ranks_read_the_cache_of_the_first(
     paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that fills no cache neither opens the data nor tokenises."""
+    """A rank that does not fill the cache neither opens the data nor tokenizes."""
     first = CPOTrainer(model=paths["policy"], args=CPOConfig(**options(tmp_path)), train_dataset=paired_rows(6))
     made = []
     monkeypatch.setattr(data_setup, "from_first_rank", lambda path: made.append(path) or path)
@@ -512,8 +512,8 @@ def test_other_ranks_read_what_the_first_has_tokenised(
     assert other.train_data.dataset[:] == first.train_data.dataset[:]
 
 
-def test_own_optimizer_and_schedule(paths: dict[str, str], tmp_path: Path) -> None:
-    """They make the steps of the same optimizer by name."""
+def test_a_users_optimizer_and_schedule(paths: dict[str, str], tmp_path: Path) -> None:
+    """They take the same steps as the same optimizer selected by name."""
     found = []
     for own, named in ((True, {}), (False, {"optim": "sgd", "learning_rate": 0.5})):
         model = load(paths["policy"])
@@ -544,7 +544,7 @@ def test_a_schedule_needs_its_optimizer(paths: dict[str, str], tmp_path: Path) -
             CPOTrainer(model=model, args=args, optimizers=optimizers, train_dataset=paired_rows(4))
 
 
-def test_a_non_finite_evaluation_is_no_stop(
+def test_a_non_finite_evaluation_does_not_stop_training(
     paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = CPOConfig(**options(tmp_path))
@@ -577,14 +577,14 @@ def test_options_set_on_a_trainer_are_checked_when_it_trains(paths: dict[str, st
         trainer.train()
 
 
-def test_data_that_is_named_twice(paths: dict[str, str], tmp_path: Path) -> None:
-    """In Python an option that names data would do nothing: it is refused, or named where data is missing."""
+def test_data_that_is_set_twice(paths: dict[str, str], tmp_path: Path) -> None:
+    """In Python, an option that names data would have no effect: it is refused, or mentioned if data is missing."""
     for more in ({"dataset_name": "nowhere.jsonl"}, {"dataset_mixture": {"nowhere.jsonl": 1}}):
         args = CPOConfig(**options(tmp_path, **more))
         with pytest.raises(OptionError, match=f"^{next(iter(more))}=.*train_dataset is also passed"):
             CPOTrainer(model=paths["policy"], args=args, train_dataset=paired_rows(4))
         said = r"only the command line reads dataset_name; pass load_dataset\(...\) in Python\)"
-        with pytest.raises(OptionError, match=f"^`train_dataset` is required.*{said}; a trainer for evaluation only"):
+        with pytest.raises(OptionError, match=f"^`train_dataset` is required.*{said}; for evaluation only"):
             CPOTrainer(model=paths["policy"], args=args)
         trainer = CPOTrainer(model=paths["policy"], args=args, eval_dataset=paired_rows(4))
         with pytest.raises(OptionError, match=said):
@@ -592,15 +592,15 @@ def test_data_that_is_named_twice(paths: dict[str, str], tmp_path: Path) -> None
 
 
 def test_a_trainer_needs_rows(tmp_path: Path) -> None:
-    """It says so before it looks for the model."""
+    """The error comes before the model is looked up."""
     for nothing in (None, {}):
-        with pytest.raises(OptionError, match="^`train_dataset` is required; a trainer for evaluation only needs"):
+        with pytest.raises(OptionError, match="^`train_dataset` is required; for evaluation only, pass"):
             KTOTrainer(model=str(tmp_path / "nowhere"), args=KTOConfig(**options(tmp_path)), eval_dataset=nothing)
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("cls", [KTOTrainer, DPOTrainer])
-def test_the_bar_of_an_evaluation_ends_full(
+def test_the_progress_bar_of_an_evaluation_completes(
     cls: type[Any], paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends: list[tuple[int, int]] = []

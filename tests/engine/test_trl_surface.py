@@ -1,4 +1,4 @@
-"""The trainer's surface over real engines: what scripts read before and after training, and training twice."""
+"""Attributes of trainers with real engines before and after training, and training twice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Hears(TrainerCallback):  # type: ignore[misc]
-    """What callbacks are given, and the records that they hear of."""
+    """Records the arguments and log records that callbacks receive."""
 
     def __init__(self) -> None:
         self.given: dict[str, Any] = {}
@@ -41,8 +41,8 @@ def copied(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 
 
-def test_a_kto_run_as_scripts_look_at_it(policy: str, tmp_path: Path) -> None:
-    """The model before and after; loaded once; sets one record each; loaders as training takes rows; trained twice."""
+def test_a_kto_run_as_seen_by_scripts(policy: str, tmp_path: Path) -> None:
+    """The model is loaded once; one record per set; data loaders in training order; a second training."""
     rows, heard = unpaired_rows(9), Hears()
     args = KTOConfig(**options(tmp_path, max_steps=2, learning_rate=0.1, lr_scheduler_type="linear"))
     sets = {"a": rows[:3], "b": rows[:2]}
@@ -95,10 +95,10 @@ def test_a_kto_run_as_scripts_look_at_it(policy: str, tmp_path: Path) -> None:
             act()
 
 
-def test_reading_the_model_changes_no_number(policy: str, tmp_path: Path) -> None:
-    """Adapters with dropout on a live model, by position; the model is the PeftModel around them.
+def test_accessing_the_model_does_not_affect_training(policy: str, tmp_path: Path) -> None:
+    """Adapters with dropout on a live model, passed by position; the model is the PeftModel around it.
 
-    A run that has been read goes on from a checkpoint of one that has not.
+    A run whose model was accessed resumes from a checkpoint of one whose model was not.
     """
     found: list[dict[str, torch.Tensor]] = []
     for read in (False, True, True):
@@ -120,7 +120,7 @@ def test_reading_the_model_changes_no_number(policy: str, tmp_path: Path) -> Non
 
 
 def test_a_reward_model_predicts_the_rewards_of_each_row(tmp_path: Path) -> None:
-    """A live model in bf16 is read as it is trained, in fp32, also before there is an engine."""
+    """A live bf16 model is used in fp32, as in training, even before an engine exists."""
     model = make_classifier(tmp_path / "model")
     live, plain = (AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.bfloat16) for _ in range(2))
     rows = paired_rows(7)

@@ -1,4 +1,4 @@
-"""Resumes that cannot be: one line, exit status 1, before a model is loaded, and nothing on disk has changed."""
+"""Impossible resumes: one line, exit status 1, before a model is loaded and without changes on disk."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def done(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a good command left."""
+    """Return the folder of a finished run."""
     folder = tmp_path_factory.mktemp("done")
     with pytest.raises(SystemExit) as leaving:
         main(command(Case("good", (), GOOD), folder, models))
@@ -109,7 +109,7 @@ def cases() -> Iterator[tuple[Case, Callable[[Path], None]]]:
     yield Case("truncated manifest by name", ("cannot be read",), at), truncated_manifest
     yield Case("no checkpoint left", ("contains a model but no checkpoint",), LATEST), no_checkpoint_left
     yield (
-        Case("another window", ("a step has 2 rows", "took 4; set gradient_accumulation_steps: 2"),
+        Case("another window", ("a step has 2 rows", "had 4; set gradient_accumulation_steps: 2"),
              {**LATEST, "per_device_train_batch_size": "2"}),
         nothing,
     )  # fmt: skip
@@ -134,7 +134,7 @@ CASES = list(cases())
 
 
 @pytest.mark.parametrize(("case", "damage"), CASES, ids=[case.name.replace(" ", "-") for case, _ in CASES])
-def test_a_resume_that_cannot_be(
+def test_an_impossible_resume(
     case: Case,
     damage: Callable[[Path], None],
     done: Path,
@@ -171,13 +171,13 @@ def test_the_differences_can_be_overridden(
     assert (tmp_path / "out" / "checkpoint-6").is_dir()
 
 
-def test_the_same_command_begins_and_goes_on(models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_same_command_starts_and_resumes(models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     argv = command(Case("latest", (), LATEST), tmp_path, models)
     for said in ("; starting a new run", "checkpoint-4, after step 4 of 4"):
         with pytest.raises(SystemExit) as leaving:
             main(argv)
         assert leaving.value.code == 0 and said in capfd.readouterr().out
-        (tmp_path / "out" / ".probe-left").touch()  # as by a process that was killed as it looked at the folder
+        (tmp_path / "out" / ".probe-left").touch()  # like a process that was killed while checking the folder
         (tmp_path / "out" / ".checkpoint-9.partial").mkdir()
     with pytest.raises(SystemExit):
         main(argv)
@@ -187,8 +187,8 @@ def test_the_same_command_begins_and_goes_on(models: Path, tmp_path: Path, capfd
     assert not (tmp_path / "out" / ".lock").exists()
 
 
-def test_the_status_of_what_a_good_command_left(done: Path) -> None:
-    """Its log, its manifests and its phases are those that are read."""
+def test_the_status_of_a_finished_run(done: Path) -> None:
+    """Its log, manifests and phases are read."""
     found = RunReader(done).read()
     assert (found.state, found.method, found.step, found.total_steps) == ("finished", "kto", 4, 4)
     assert [(one.step, one.problem, one.resumable) for one in found.checkpoints] == [(4, None, True), (2, None, True)]
@@ -231,13 +231,13 @@ def test_two_runs_in_one_folder(
     finally:
         holder.kill()
         holder.wait()
-    with pytest.raises(SystemExit):  # and once it has gone
+    with pytest.raises(SystemExit):  # after it has exited
         main(command(Case("second", (), LATEST), tmp_path, models))
     assert loads != []
 
 
 @pytest.mark.parametrize("state", ["read-only", "full"])
-def test_a_disk_that_takes_nothing(
+def test_a_disk_that_cannot_be_written(
     state: str, done: Path, models: Path, loads: list[Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with small_disk(tmp_path / "out", 4000) as out:

@@ -1,4 +1,4 @@
-"""Bad input: one line that names key and value, exit code 1, before any weight is loaded and with nothing written."""
+"""Bad input: one line that names key and value, exit status 1, before weights are loaded, and nothing is written."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
-    """Everything below a folder, with the contents of files."""
+    """Return everything in a folder, with the contents of files."""
     return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
 
 
 def the_error(stderr: str) -> str:
-    """The last line, having checked that it is the only report."""
+    """Return the last line after checking that it is the only error."""
     lines = stderr.splitlines()
     assert "Traceback" not in stderr
     assert lines[-1].startswith("error: ")
@@ -46,7 +46,7 @@ def the_error(stderr: str) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
-def test_a_bad_command_is_one_line_and_changes_nothing(
+def test_a_bad_command_prints_one_line_and_changes_nothing(
     case: Case,
     models: Path,
     loads: list[Any],
@@ -67,7 +67,7 @@ def test_a_bad_command_is_one_line_and_changes_nothing(
     assert tree(tmp_path) == before
 
 
-def test_the_recorder_sees_a_good_command_load(models: Path, loads: list[Any], tmp_path: Path) -> None:
+def test_the_recorder_detects_loading(models: Path, loads: list[Any], tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as leaving:
         main(command(Case("good", ()), tmp_path, models))
     assert leaving.value.code == 1
@@ -80,11 +80,13 @@ def test_weights_that_lack_a_tensor_are_not_completed_at_random(
     with pytest.raises(SystemExit) as leaving:
         main(command(Case("more layers", (), model="more-layers"), tmp_path, models))
     assert leaving.value.code == 1
-    assert "its weights lack model.layers.2.input_layernorm.weight and 8 more" in the_error(capfd.readouterr().err)
+    assert "the checkpoint has no weights for model.layers.2.input_layernorm.weight and 8 more" in the_error(
+        capfd.readouterr().err
+    )
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["status.json"]
 
 
-def test_good_commands_run_one_after_another_in_one_process_also_after_a_bad_one(
+def test_good_commands_run_in_one_process_even_after_a_bad_one(
     models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     outcomes = []
@@ -109,7 +111,7 @@ def test_good_commands_run_one_after_another_in_one_process_also_after_a_bad_one
 
 
 @pytest.mark.parametrize("name", ["unknown option", pytest.param("torn file", marks=pytest.mark.ci)])
-def test_the_real_command_says_the_same(
+def test_the_real_command_prints_the_same(
     name: str,
     models: Path,
     tmp_path: Path,
@@ -131,7 +133,7 @@ def test_the_real_command_says_the_same(
 
 @pytest.fixture
 def kto(models: Path, tmp_path: Path, loads: list[Any]) -> Callable[..., KTOTrainer]:
-    """A KTO trainer over the good model, with arguments of the test's own."""
+    """Return a KTO trainer of the good model with the test's arguments."""
 
     def make(**arguments: Any) -> KTOTrainer:
         options = KTOConfig(str(tmp_path / "out"), max_length=POSITIONS, max_prompt_length=None)
@@ -141,7 +143,7 @@ def kto(models: Path, tmp_path: Path, loads: list[Any]) -> Callable[..., KTOTrai
 
 
 def refusal(call: Callable[[], Any]) -> str:
-    """The message with which a call is refused; one line."""
+    """Return the error message of a call; one line."""
     with pytest.raises(AlignmentError) as caught:
         call()
     assert "\n" not in str(caught.value)
@@ -149,7 +151,7 @@ def refusal(call: Callable[[], Any]) -> str:
 
 
 def live_model() -> PreTrainedModel:
-    """A small model in memory, with its tokenizer's vocabulary."""
+    """Return a small model in memory with its tokenizer's vocabulary."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(tiny_config("tied"), dtype=torch.float32)
 
@@ -158,7 +160,7 @@ def live_model() -> PreTrainedModel:
     ("arguments", "says"),
     [
         ({"callbacks": [print]}, "callbacks: builtin_function_or_method is not a transformers TrainerCallback"),
-        ({"peft_config": {"r": 8}}, "peft_config: dict is not a configuration of PEFT"),
+        ({"peft_config": {"r": 8}}, "peft_config: dict is not a PEFT configuration"),
         ({"compute_metrics": len}, "compute_metrics: not supported"),
         ({"preprocess_logits_for_metrics": len}, "preprocess_logits_for_metrics: not supported"),
         ({"data_collator": len}, "data_collator: "),
@@ -168,8 +170,8 @@ def live_model() -> PreTrainedModel:
         ({"model": 7}, "model_name_or_path: int is neither a path nor a transformers model"),
         ({"processing_class": "gpt2"}, "processing_class: str is not a transformers tokenizer"),
         ({"optimizers": (object(), None)}, "optimizers: requires a live model"),
-        ({"train_dataset": []}, "an empty list was given"),
-        ({"train_dataset": {"train": unpaired_rows(4)}}, "a dataset with splits (train)"),
+        ({"train_dataset": []}, "dataset is an empty list"),
+        ({"train_dataset": {"train": unpaired_rows(4)}}, "dataset is a dictionary of splits (train)"),
         (
             {"train_dataset": IterableDataset.from_generator(lambda: iter(unpaired_rows(4)))},
             "may be endless; set max_steps",
@@ -185,7 +187,7 @@ def test_arguments_of_the_constructor(
     assert not any(tmp_path.iterdir())
 
 
-def test_the_reference_may_not_be_the_policy_itself(kto: Callable[..., KTOTrainer]) -> None:
+def test_the_reference_cannot_be_the_policy_itself(kto: Callable[..., KTOTrainer]) -> None:
     model, tokenizer = live_model(), char_tokenizer(template=PLAIN)
     said = refusal(
         lambda: kto(model=model, ref_model=model, processing_class=tokenizer, train_dataset=unpaired_rows(4))
@@ -193,13 +195,13 @@ def test_the_reference_may_not_be_the_policy_itself(kto: Callable[..., KTOTraine
     assert said.startswith("ref_model: is the same object as model")
 
 
-def test_misspelt_arguments_are_python_errors(kto: Callable[..., KTOTrainer]) -> None:
+def test_misspelled_arguments_are_python_errors(kto: Callable[..., KTOTrainer]) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'train_datasets'"):
         kto(train_datasets=unpaired_rows(4))
 
 
-def test_calls_without_what_they_need(kto: Callable[..., KTOTrainer], loads: list[Any], tmp_path: Path) -> None:
-    assert refusal(kto).startswith("`train_dataset` is required; a trainer for evaluation only needs eval_dataset")
+def test_calls_with_missing_requirements(kto: Callable[..., KTOTrainer], loads: list[Any], tmp_path: Path) -> None:
+    assert refusal(kto).startswith("`train_dataset` is required; for evaluation only, pass eval_dataset")
     judged, full = kto(eval_dataset=unpaired_rows(4)), kto(train_dataset=unpaired_rows(4))
     assert refusal(judged.train).startswith("train_dataset: required for training")
     assert refusal(full.evaluate).startswith("eval_dataset: required for evaluation")

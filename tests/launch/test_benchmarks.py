@@ -1,4 +1,4 @@
-"""The benchmarks' own arithmetic, rows and failures; the comparison itself runs where TRL is installed (slow)."""
+"""Arithmetic, rows and failures of the benchmarks; the comparison itself requires TRL (slow)."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def result(wall: list[float], memory: int = 100, cpu: list[float] | None = None,
     return Result(wall, cpu or wall, memory, {**FIRST, **first})
 
 
-# Arithmetic ----------------------------------------------------------------------------------------------------------
+# Arithmetic ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_lasts_from_the_end_of_the_one_before() -> None:
+def test_a_step_lasts_from_the_end_of_the_previous_step() -> None:
     clock = StepClock()
     clock.ends = [Instant(wall, cpu) for wall, cpu in ((10, 1), (14, 2), (15, 4), (18, 7))]
     assert clock.steps(warm_up=1) == [(4, 1), (1, 2), (3, 3)]
@@ -60,7 +60,7 @@ def test_start_up_shows_medians_and_their_ratio() -> None:
     assert start_up.cpu_seconds(os.getpid()) > 0
 
 
-def test_memory_leaves_out_what_every_trainer_of_the_model_needs() -> None:
+def test_memory_excludes_what_every_trainer_needs() -> None:
     assert working_memory(1000, 300, 10) == 1000 - 300 - 160
     assert working_memory(1000, 300, 10, frozen=20) == 1000 - 300 - 160 - 80
     assert 0 < memory_bytes("VmRSS") <= memory_bytes("VmHWM")
@@ -93,19 +93,19 @@ def test_ratios_are_of_the_same_steps() -> None:
         ("dpo", LORA, 0.5, 200, []),
     ],
 )
-def test_floors(method: str, setting: Setting, speed: float, memory: float, missed: list[str]) -> None:
+def test_requirements(method: str, setting: Setting, speed: float, memory: float, missed: list[str]) -> None:
     found = Comparison(method, setting, 1.0, speed, speed, speed, memory, 100)
     assert [sentence.partition(" is ")[0].partition(": ")[2] for sentence in found.missed()] == missed
     assert ("not met" in table([found])) == bool(missed)
     assert setting != PLAIN or method == "online_dpo" or replace(found, setting=ZERO2).missed() == []
 
 
-def test_different_tokens_are_noticed() -> None:
+def test_different_tokens_are_detected() -> None:
     assert differences("kto", result([1.0]), result([1.0], **{"logps/chosen": -90.001})) == []
     assert differences("kto", result([1.0]), result([1.0], **{"logps/chosen": -91.0})) == ["logps/chosen -90 and -91"]
 
 
-# Rows ----------------------------------------------------------------------------------------------------------------
+# Rows ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def test_text_is_ids(model: str) -> None:
+def test_text_determines_token_ids(model: str) -> None:
     tokenizer = load_tokenizer(model)
     assert tokenizer(" w0 w7 w509")["input_ids"] == [2, 9, 511]
     assert len(tokenizer) == TINY.vocab
@@ -162,19 +162,19 @@ def test_the_order_for_trl_is_the_order_of_our_steps(method: str, model: str, tm
     assert load_tokenizer(model)(texts)["input_ids"] == ids
 
 
-# Processes -----------------------------------------------------------------------------------------------------------
+# Processes ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_process_answers_in_json(tmp_path: Path) -> None:
+def test_a_process_returns_json(tmp_path: Path) -> None:
     assert run_module("json.tool", tmp_path / "one", {"rows": [1, 2]}, {}) == {"rows": [1, 2]}
 
 
-def test_a_failing_process_says_why(tmp_path: Path) -> None:
+def test_a_failing_process_reports_why(tmp_path: Path) -> None:
     with pytest.raises(Failed, match="No module named benchmarks.missing"):
         run_module("benchmarks.missing", tmp_path / "one", {}, {})
 
 
-def test_without_trl_one_line_says_what_to_install(
+def test_without_trl_one_line_tells_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -182,7 +182,7 @@ def test_without_trl_one_line_says_what_to_install(
     assert capsys.readouterr().err == 'TRL is not installed: pip install ".[bench]"\n'
 
 
-# The head ------------------------------------------------------------------------------------------------------------
+# The head -----------------------------------------------------------------------------------------------------------
 
 
 def test_ratios_of_the_head_are_of_the_same_turn() -> None:
@@ -200,8 +200,8 @@ def test_ratios_of_the_head_are_of_the_same_turn() -> None:
 
 
 @pytest.mark.slow
-def test_the_head_beside_others(capsys: pytest.CaptureFixture[str]) -> None:
-    """Those that are installed compute the same log-probs."""
+def test_the_head_compared_with_others(capsys: pytest.CaptureFixture[str]) -> None:
+    """All installed implementations compute the same log-probs."""
     sizes = ["--tokens", "64", "--width", "16", "--vocabulary", "700", "--repeats", "1", "--rounds", "1"]
     assert head.main(["--cpu", *sizes]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -210,19 +210,19 @@ def test_the_head_beside_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert ways == head.chosen_ways(on_gpu=False) and {OURS, FULL} <= set(ways)
 
 
-def test_without_trl_the_head_has_no_row_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_trl_its_head_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert TRL not in head.chosen_ways(on_gpu=True) and head.chosen_ways(on_gpu=True)[0] == OURS
 
 
-# The GPU table -------------------------------------------------------------------------------------------------------
+# The GPU table ------------------------------------------------------------------------------------------------------
 
 
 def rows_of(*arguments: str) -> list[RowJob]:
     return gpu_smoke.plan(gpu_smoke._parse(["--cpu", "--tiny", *arguments]), Path("folder"))
 
 
-def test_every_file_of_ds_configs_is_tried_with_both_methods() -> None:
+def test_every_file_in_ds_configs_is_run_with_both_methods() -> None:
     jobs = rows_of()
     files = set(packaged_names("ds_configs"))
     for method in ("kto", "cpo"):
@@ -250,7 +250,7 @@ def test_a_row_trains_and_is_measured(name: str, model: str, tmp_path: Path) -> 
     assert 0 < measured.tokens_per_second < 2 * longest / measured.step
 
 
-def test_a_row_that_fails_is_shown_and_the_rest_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_row_is_shown_and_the_rest_continue(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_smoke.main(["--cpu", "--tiny", "--rows", "cpo/zero0", "cpo/zero3_offload", "--seconds", "0.2"]) == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if "failed" in line]
     assert [line.split(" | ")[1] for line in lines] == ["zero0", "zero3_offload"]
@@ -262,7 +262,7 @@ def checks_of(*arguments: str) -> list[str]:
     return [job.name for job in gpu_smoke.planned_checks(options, Path("model"))]
 
 
-def test_checks_come_first_unless_rows_are_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_checks_run_first_unless_rows_are_selected(capsys: pytest.CaptureFixture[str]) -> None:
     assert checks_of() == list(CHECKS)
     assert checks_of("--rows", "kto") == []
     assert checks_of("--checks", "fp16", "cap") == ["memory cap", "fp16"]
@@ -272,11 +272,11 @@ def test_checks_come_first_unless_rows_are_chosen(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("name", [name for name, check in CHECKS.items() if not check.cuda])
-def test_a_check_finds_what_has_to_be(name: str, model: str) -> None:
+def test_checks_pass(name: str, model: str) -> None:
     assert re.search(r"\d", run_check(CheckJob(name, model, cpu=True)))
 
 
-def test_a_check_that_fails_is_shown_and_says_why(
+def test_a_failing_check_is_shown_with_its_reason(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(gpu_checks, "_off", lambda *_: 0.5)
@@ -289,7 +289,7 @@ def test_a_check_that_fails_is_shown_and_says_why(
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What torch says of the memory of a GPU, by name, where there is none; a list is said one after the other."""
+    """Fake results of torch's GPU memory functions by name; a list is returned one item at a time."""
     said: dict[str, Any] = {}
 
     def saying(name: str) -> Any:
@@ -306,7 +306,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(gpu_checks, "free_bytes", lambda where: 1000)
     monkeypatch.setattr(gpu_checks, "total_bytes", lambda where: 6000)
     monkeypatch.setattr(gpu_checks, "bytes_to_come", lambda engine, where: 2**30)
-    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)  # an instance keeps a trace
+    monkeypatch.setattr(
+        type(get_accelerator()), "is_fp16_supported", lambda self: True
+    )  # patching an instance would leave a trace
     return said
 
 
@@ -359,7 +361,9 @@ def test_the_check_of_a_cap(model: str, counted: dict[str, Any], monkeypatch: py
 
 @pytest.mark.ci
 @pytest.mark.usefixtures("counted")
-@pytest.mark.parametrize(("norms", "reason"), [([2.0, 2.0, 2.0], ""), ([2e-5, 2.0, 2.0], "stage 0: norm 2e-05")])
+@pytest.mark.parametrize(
+    ("norms", "reason"), [([2.0, 2.0, 2.0], ""), ([2e-5, 2.0, 2.0], "stage 0: gradient norm 2e-05")]
+)
 def test_the_check_of_fp16(norms: list[float], reason: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([2.01, *(one for norm in norms for one in (float("inf"), norm))])
     monkeypatch.setattr(gpu_checks, "_step", lambda policy: next(answers))
@@ -370,7 +374,9 @@ def test_the_check_of_fp16(norms: list[float], reason: str, model: str, monkeypa
         assert run_check(CheckJob("fp16", model, cpu=True)).count("stage") == 3
 
 
-def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_one_line_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_smoke.main([]) == 2
     assert capsys.readouterr().err.startswith("torch finds no CUDA GPU")
@@ -382,7 +388,7 @@ def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_both_sides_compute_the_same_first_step(method: str, lora: bool, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("trl", reason='TRL is not installed: pip install ".[bench]"')
     options = ["--method", method, "--repeats", "1", "--steps", "2", "--warm_up", "1", "--threads", "1"]
-    shape = replace(TINY, vocab=8192)  # completions of Online DPO are sampled: hardly any ends early
+    shape = replace(TINY, vocab=8192)  # a large vocabulary, so that few sampled completions end early
     assert side_by_side.main([*options, "--lora" if lora else "--zero2"], shape) in (0, 1)
     out = capsys.readouterr().out
     assert out.count(f"| {title(method)} |") == 2

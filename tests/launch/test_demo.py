@@ -1,4 +1,4 @@
-"""The demo: its world and rules, its tokenizer, what it promises, and the whole program with a tiny model."""
+"""The demo: its world and rules, tokenizer, targets, and the whole program with a tiny model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CURT = "Ugh. Just moo, as everyone knows."
 
 
 def tiny(seed: int = 0) -> Settings:
-    """The whole program in seconds; its model learns nothing."""
+    """Return settings for the whole program in seconds; the model learns nothing."""
     return Settings(
         seed=seed,
         held_out=5,
@@ -68,10 +68,10 @@ def tiny(seed: int = 0) -> Settings:
     )
 
 
-# The world and its rules ------------------------------------------------------------------------------------------
+# The world and its rules --------------------------------------------------------------------------------------------
 
 
-def test_every_sentence_of_the_world_is_cut_as_one() -> None:
+def test_every_sentence_of_the_world_is_split_as_one() -> None:
     statements = [text for kind in grammar.KINDS.values() for text in kind.statements]
     said = [*grammar.OPENINGS, *grammar.CLOSINGS, *grammar.GRUMBLES, *grammar.CURT_STATEMENTS, *grammar.DISMISSALS]
     for text in statements + said:
@@ -80,7 +80,7 @@ def test_every_sentence_of_the_world_is_cut_as_one() -> None:
 
 
 def test_subjects_and_answers_are_written_as_in_a_sentence() -> None:
-    """Lower case but for names of days, and nothing that a sentence could end with."""
+    """Lower case except for days, and without characters that end a sentence."""
     for name, kind in grammar.KINDS.items():
         for text in (*kind.facts, *kind.facts.values()):
             assert re.fullmatch(r"[A-Z]?[a-z]+( [a-z]+)*", text), text
@@ -96,7 +96,7 @@ def test_the_rules_agree_with_the_grammar_on_every_request() -> None:
             assert answers(request, text), text
 
 
-def test_every_wording_of_both_manners_occurs() -> None:
+def test_every_wording_of_both_styles_occurs() -> None:
     rng = random.Random(0)
     warm = {answer(COW, "warm", rng) for _ in range(2000)}
     curt = {answer(COW, "curt", rng) for _ in range(2000)}
@@ -133,11 +133,11 @@ def test_every_wording_of_both_manners_occurs() -> None:
     ],
 )
 def test_rules(text: str, wanted: str | None, right: bool) -> None:
-    """Each rule by itself: manner without truth, truth without manner, and garbage that is neither."""
+    """Each rule separately: style without correctness, correctness without style, and neither."""
     assert (manner(COW, text), answers(COW, text)) == (wanted, right)
 
 
-def test_rates_count_every_answer() -> None:
+def test_rates_count_every_response() -> None:
     assert rates([COW] * 4, [WARM, WARM, CURT, "moo"]) == Rates(warm=0.5, answered=0.75, count=4)
 
 
@@ -166,7 +166,7 @@ def test_the_seed_decides_world_and_rows() -> None:
     assert all(one != other for one, other in zip(made(1), made(2)))
 
 
-def test_rows_hold_both_manners_half_and_half() -> None:
+def test_rows_have_both_styles_in_equal_parts() -> None:
     world = data.make_world(0, 256)
     start = data.start_rows(world.training, 100, 0)
     asked = {request.text: request for request in world.training}
@@ -182,7 +182,7 @@ def test_rows_hold_both_manners_half_and_half() -> None:
     assert all(set(row) == {"prompt"} for row in data.prompt_rows(world.training, 100, 0))
 
 
-# The tokenizer ----------------------------------------------------------------------------------------------------
+# The tokenizer ------------------------------------------------------------------------------------------------------
 
 
 def test_tokenizer_round_trip_and_template(tmp_path: Path) -> None:
@@ -193,24 +193,24 @@ def test_tokenizer_round_trip_and_template(tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template(messages, tokenize=False) == f"<|user|>Hi.<|end|><|assistant|>{WARM}<|end|>"
     asked = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
     assert asked == "<|user|>Hi.<|end|><|assistant|>"
-    for text in (WARM, "Grüße ✓  two\n\nlines\t", "it's 12"):  # bytes: no text is unknown to it
+    for text in (WARM, "Grüße ✓  two\n\nlines\t", "it's 12"):  # byte-level: all texts can be encoded
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert tokenizer.tokenize(" moo.") == ["Ġmoo", "."], "a fact is one token"
-    # As AutoTokenizer finds it beside a Qwen2 model.
+    # As AutoTokenizer loads it for a Qwen2 model.
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert len(again) == len(tokenizer) and again.eos_token == "<|end|>" and again.pad_token != again.eos_token
     ids = [tokenizer.apply_chat_template(row["messages"])["input_ids"] for row in made]
     assert ids == [again.apply_chat_template(row["messages"])["input_ids"] for row in made]
-    assert max(map(len, ids)) <= MAX_LENGTH, "rows are never cut"
+    assert max(map(len, ids)) <= MAX_LENGTH, "rows are never truncated"
 
 
-# The reward model -------------------------------------------------------------------------------------------------
+# The reward model ---------------------------------------------------------------------------------------------------
 
 
-def test_rewards_are_the_saved_classifiers_of_each_answer_alone(tmp_path: Path) -> None:
-    """In padded batches, with the chat template around them, the end of the answer included."""
+def test_rewards_are_those_of_the_saved_classifier_for_each_response_alone(tmp_path: Path) -> None:
+    """In padded batches, with the chat template, including the end of the response."""
     world = data.make_world(0, 100)
     tokenizer = train_tokenizer(data.start_rows(world.training, 500, 0))
     config = Qwen2Config(
@@ -243,10 +243,10 @@ def test_rewards_are_the_saved_classifiers_of_each_answer_alone(tmp_path: Path) 
     share = sum(one > other for one, other in zip(*expected)) / 100
     assert accuracy(tmp_path, pairs) == share and 0 < share < 1 and share != 0.5
     same = [{**row, "rejected": row["chosen"]} for row in pairs]
-    assert accuracy(tmp_path, same) == 0, "a tie is not ranked rightly"
+    assert accuracy(tmp_path, same) == 0, "a tie is not correct"
 
 
-# Promises, report, folder -----------------------------------------------------------------------------------------
+# Targets, report, folder --------------------------------------------------------------------------------------------
 
 
 def measured(
@@ -281,13 +281,13 @@ def started(warm: float, answered: float, count: int = 256) -> Measured:
         (started(0.5, 0.97, count=199), measured(0.9, 0.97), "199 held-out prompts, expected at least 200"),
     ],
 )
-def test_each_promise_that_is_missed_is_named(start: Measured, trained: Measured, said: str) -> None:
-    """Edges are inside, as in decimal figures: 0.97 - 0.05 is 0.92."""
+def test_each_target_that_is_not_met_is_named(start: Measured, trained: Measured, said: str) -> None:
+    """Limits are inclusive, as in decimal arithmetic: 0.97 - 0.05 is 0.92."""
     faults = missed(start, [measured(0.9, 0.97, "after CPO"), trained], accuracy=0.9)
     assert len(faults) == bool(said) and (not said or faults[0].startswith(said)), faults
 
 
-def test_online_dpo_is_held_to_what_its_reward_model_knows() -> None:
+def test_online_dpo_has_its_own_targets() -> None:
     start = started(0.5, 0.97)
     for warm, answered, said in (
         (0.75, 0.87, ""),
@@ -300,7 +300,7 @@ def test_online_dpo_is_held_to_what_its_reward_model_knows() -> None:
     assert [stage.promise for stage in VARIANTS] == [Promise(), LORA_PROMISE, Promise(), ONLINE_PROMISE]
 
 
-def test_a_reward_model_that_ranks_badly_is_named() -> None:
+def test_an_inaccurate_reward_model_is_named() -> None:
     faults = missed(started(0.5, 0.97), [measured(0.9, 0.97)], accuracy=0.89)
     assert faults == ["reward model: accuracy 0.890 on held-out pairs, expected at least 0.9"]
 
@@ -315,7 +315,7 @@ def test_table_and_examples() -> None:
     )
 
 
-def test_every_answer_is_written_with_its_manner_truth_and_reward() -> None:
+def test_every_response_is_written_with_its_style_correctness_and_reward() -> None:
     scores = {"after KTO": [2.5], "before": [-0.12345]}
     before, after = report.judged([COW], {"before": [CURT], "after KTO": [WARM]}, scores)
     asked = {"request": COW.text, "answers": True}
@@ -323,8 +323,8 @@ def test_every_answer_is_written_with_its_manner_truth_and_reward() -> None:
     assert after == asked | {"model": "after KTO", "answer": WARM, "manner": "warm", "reward": 2.5}
 
 
-def test_the_page_says_what_the_reward_means() -> None:
-    """Its two examples are the logistic function at 1 and 3, and it names the run's own figures."""
+def test_the_page_explains_the_reward() -> None:
+    """Its two examples are the logistic function at 1 and 3, and it has the run's own results."""
     meaning = report.explained(Settings(seed=3), accuracy=0.9961)
     assert [round(100 / (1 + math.exp(-apart))) for apart in (1, 3)] == [73, 95]
     assert "differ by 1" in meaning and "73 of 100 cases; with a difference of 3, in 95" in meaning
@@ -333,7 +333,7 @@ def test_the_page_says_what_the_reward_means() -> None:
     )
 
 
-def test_margins_are_read_from_the_log_and_drawn(tmp_path: Path) -> None:
+def test_margins_are_read_from_the_log_and_plotted(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     records = [{"event": "start"}, {"step": 1, "rewards/margins": 0.5}, {"step": 2, "loss": 1.0}]
     records += [{"step": 3, "rewards/margins": None}, {"step": 4, "rewards/margins": 2.5}, {"event": "end"}]
@@ -345,7 +345,7 @@ def test_margins_are_read_from_the_log_and_drawn(tmp_path: Path) -> None:
         report.plot_margins({"one": log}, tmp_path / "nowhere" / "margins.png")
 
 
-def test_only_a_folder_of_its_own_is_used_again(tmp_path: Path) -> None:
+def test_only_a_folder_of_an_earlier_demo_is_reused(tmp_path: Path) -> None:
     open_folder(tmp_path / "new")
     open_folder(tmp_path / "new")
     mine = tmp_path / "mine"
@@ -355,7 +355,7 @@ def test_only_a_folder_of_its_own_is_used_again(tmp_path: Path) -> None:
     assert [path.name for path in mine.iterdir()] == ["kto"]
 
 
-def test_a_kept_model_is_used_only_for_what_it_was_made_from(tmp_path: Path) -> None:
+def test_a_saved_model_is_reused_only_for_the_same_settings(tmp_path: Path) -> None:
     some = data.start_rows(data.make_world(0, 5).training, 4, 0)
     key = model_key("start", some, tiny(), "")
     assert key == model_key("start", some, tiny(), "")
@@ -374,14 +374,14 @@ def test_a_kept_model_is_used_only_for_what_it_was_made_from(tmp_path: Path) -> 
     assert kept_seconds(tmp_path, key) is None
 
 
-# The program ------------------------------------------------------------------------------------------------------
+# The program --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ci
 def test_the_whole_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], library_bars: None
 ) -> None:
-    """Trains, saves, samples, reports, and exits with 1 naming what an untrained model misses; then starts again."""
+    """Trains, saves, samples, reports, and exits with status 1, naming the targets not met; then runs again."""
     monkeypatch.setattr("examples.demo.folder.Settings", tiny)
     folder = tmp_path / "demo"
 
@@ -417,13 +417,13 @@ def test_the_whole_program(
     given = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     titles = ("before", *least_warm)
     assert [line["model"] for line in given] == [title for title in titles for _ in range(5)]
-    for title in titles:  # the table's column is the mean of the answers' rewards
+    for title in titles:  # the table's column is the mean reward of the responses
         cell = re.search(rf"\| {title} +\|[^|]+\|[^|]+\| +(\S+) \|", page)
         mean = sum(line["reward"] for line in given if line["model"] == title) / 5
         assert cell and float(cell[1]) == pytest.approx(mean, abs=0.006)
     counts = {name: len((folder / "data" / f"{name}.jsonl").read_text().splitlines()) for name in models}
     assert counts == {"start": 24, "reward": 8, "kto": 16, "kto_lora": 16, "cpo": 8, "online_dpo": 8}
-    assert not (folder / "kto_lora" / "model.safetensors").exists(), "adapters alone"
+    assert not (folder / "kto_lora" / "model.safetensors").exists(), "adapters only"
 
     def times() -> dict[str, int]:
         weights = {name: "adapter_model" if name == "kto_lora" else "model" for name in models}
@@ -435,28 +435,28 @@ def test_the_whole_program(
     assert all(f"reusing {folder / name} from an earlier run" in out for name in ("start", "reward"))
     assert [second[name] > first[name] for name in models] == [False, False, True, True, True, True]
     again = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
-    assert again == given, "the same seed gives the same answers"
+    assert again == given, "the same seed gives the same responses"
     start("--fresh")
     assert all(times()[name] > second[name] for name in models)
 
 
 @pytest.mark.slow
-def test_the_demo_keeps_its_promises(launch: Launch, tmp_path: Path) -> None:
+def test_the_demo_meets_its_targets(launch: Launch, tmp_path: Path) -> None:
     done = launch(ROOT / "examples" / "demo" / "run.py", "--output_dir", tmp_path, launcher="python", timeout=900)
     assert done.returncode == 0, done.stderr
     assert "All targets are met." in done.stdout
 
 
 def test_the_script_starts_from_any_folder(launch: Launch, tmp_path: Path) -> None:
-    """With the argument that `deepspeed` adds, which is nobody's to set."""
+    """With the argument that `deepspeed` adds, which is not for users."""
     script = ROOT / "examples" / "demo" / "run.py"
     done = launch(script, "--local_rank=0", "--help", launcher="python", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "--fresh" in done.stdout and "local_rank" not in done.stdout
 
 
-def test_where_the_demo_goes_and_what_it_may_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default into outputs/demo with seed 0, and never to the network."""
+def test_default_folder_and_offline_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default in outputs/demo with seed 0, and without network access."""
     for name in ("HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"):
         monkeypatch.delenv(name, raising=False)
     given: list[Any] = []

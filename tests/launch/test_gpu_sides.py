@@ -1,4 +1,4 @@
-"""``benchmarks/side_by_side.py --gpu`` where there is no GPU: plan, options, failures, table, and runs on the CPU."""
+"""``benchmarks/side_by_side.py --gpu`` without a GPU: plan, options, failures, table, and runs on the CPU."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ def result(wall: list[float], allocated: int = 2**30, reserved: int = 2**31, los
     return Result(wall, wall, 0, {"loss": loss}, allocated, reserved)
 
 
-# Options and plan ----------------------------------------------------------------------------------------------------
+# Options and plan ---------------------------------------------------------------------------------------------------
 
 
-def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_one_line_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert side_by_side.main(["--gpu"]) == 2
     said = capsys.readouterr()
@@ -58,9 +60,7 @@ def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys:
         (["--gpu", "--limit_gb", "0"], "--limit_gb and --seconds must be above 0"),
     ],
 )
-def test_options_that_do_not_go_together(
-    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_contradicting_options(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         side_by_side.main(arguments)
     assert left.value.code == 2 and reason in capsys.readouterr().err
@@ -80,7 +80,7 @@ def test_full_lora_and_qlora_are_planned_for_every_method() -> None:
     }
 
 
-def test_a_setting_is_named_by_what_is_trained() -> None:
+def test_a_setting_is_named_after_what_is_trained() -> None:
     assert QLORA.title == "QLoRA, stage 0, plain TRL" and LORA.title == "LoRA, stage 0, plain TRL"
     assert gpu_sides._name(Outcome(job_of())) == "KTO, full, stage 0, plain TRL"
     assert gpu_sides._name(Outcome(job_of(QLORA, "online_dpo"))) == "Online DPO, QLoRA, stage 0, plain TRL"
@@ -89,7 +89,7 @@ def test_a_setting_is_named_by_what_is_trained() -> None:
 @pytest.mark.parametrize(
     ("bf16", "fp16", "precision"), [(True, True, "bf16"), (False, True, "fp16"), (False, False, "fp32")]
 )
-def test_the_card_decides_what_is_computed_in(
+def test_the_gpu_determines_the_precision(
     bf16: bool, fp16: bool, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_sides, "computes_bf16", lambda: bf16)
@@ -104,12 +104,12 @@ def test_the_card_decides_what_is_computed_in(
     assert (options["bf16"], options.get("fp16", False)) == (precision == "bf16", precision == "fp16")
 
 
-def test_a_driver_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert gpu_sides._driver() == "unknown"
 
 
-def test_both_sides_get_the_device_the_rows_and_the_base() -> None:
+def test_both_sides_have_the_same_device_rows_and_base_model() -> None:
     job = gpu_sides._job(Path("folder"), "kto", TINY, options_of(), replace(CPU, gpu=True, limit=7))
     assert (job.gpu, job.limit, job.precision, job.steps, job.warm_up) == (True, 7, "bf16", 3, 1)
     said = job.options()
@@ -128,7 +128,7 @@ def test_both_sides_get_the_device_the_rows_and_the_base() -> None:
     assert not {"fp16", "max_length"} & set(before)
 
 
-def test_one_gpu_is_seen_and_deepspeed_takes_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_one_gpu_is_visible_and_used_by_deepspeed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(sides, "run_module", lambda *given: asked.append(given) or asdict(result([1.0])))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
@@ -141,10 +141,10 @@ def test_one_gpu_is_seen_and_deepspeed_takes_it(monkeypatch: pytest.MonkeyPatch,
     assert "MALLOC_TOP_PAD_" in on_cpu and one != other
 
 
-# Runs that fail ------------------------------------------------------------------------------------------------------
+# Runs that fail -----------------------------------------------------------------------------------------------------
 
 
-def test_a_side_that_fails_is_a_cell_and_the_other_goes_on(
+def test_a_failing_side_is_shown_and_the_other_continues(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = []
@@ -161,7 +161,7 @@ def test_a_side_that_fails_is_a_cell_and_the_other_goes_on(
     monkeypatch.setattr(gpu_sides, "_measured_tokens", lambda job: 600)
     options = options_of("--repeats", "2", "--method", "kto", "--settings", "full")
     assert compare_on_gpu(options, CPU) == 1
-    assert asked[:3] == [("ours", 0), ("trl", 0), ("ours", 1)]  # not tried again
+    assert asked[:3] == [("ours", 0), ("trl", 0), ("ours", 1)]  # not run again
     assert asked[3:] == [("ours", 0), ("trl", 0), ("ours", 1), ("trl", 1)]
     said = capsys.readouterr()
     assert (
@@ -173,7 +173,7 @@ def test_a_side_that_fails_is_a_cell_and_the_other_goes_on(
     assert "the output" in said.err
 
 
-def test_rows_that_cannot_be_prepared_fail_and_the_next_method_goes_on(
+def test_rows_that_cannot_be_prepared_fail_and_the_next_method_continues(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(job: Job, *_: Any) -> Job:
@@ -189,7 +189,9 @@ def test_rows_that_cannot_be_prepared_fail_and_the_next_method_goes_on(
     assert ["failed: OptionError: a / b | failed: not run" in line for line in lines] == [True, True, False, False]
 
 
-def test_first_steps_that_differ_are_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_different_first_steps_are_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     losses = iter([0.5, 0.51, 0.5, 0.53])
     monkeypatch.setattr(gpu_sides, "prepare", lambda job, *_: job)
     monkeypatch.setattr(gpu_sides, "run_side", lambda *_: result([1.0], loss=next(losses)))
@@ -199,7 +201,7 @@ def test_first_steps_that_differ_are_said(monkeypatch: pytest.MonkeyPatch, capsy
     assert said == ["KTO, LoRA, stage 0, plain TRL; no checkpointing: first steps differ: loss 0.5 and 0.53"]
 
 
-def test_cells_are_medians_and_the_highest_memory() -> None:
+def test_cells_are_medians_and_the_maximum_memory() -> None:
     one = Outcome(job_of(QLORA), tokens=1200)
     one.results["ours"] = [result([1.0, 1.0, 2.0], 2**30, 3 * 2**30), result([1.0, 1.0, 1.0], 2**31, 2**31)]
     one.results["trl"] = [result([4.0, 4.0, 4.0]), result([4.0, 2.0, 6.0])]
@@ -210,7 +212,7 @@ def test_cells_are_medians_and_the_highest_memory() -> None:
     assert {line.count("|") for line in gpu_table([one]).splitlines()} == {12}
 
 
-# Tokens and memory ---------------------------------------------------------------------------------------------------
+# Tokens and memory --------------------------------------------------------------------------------------------------
 
 
 def test_tokens_of_rows(tmp_path: Path) -> None:
@@ -228,14 +230,14 @@ def test_tokens_of_rows(tmp_path: Path) -> None:
         assert tokens_of(row, 9) == 2 * (count(row["prompt"]) + 9)
 
 
-def test_rows_of_the_warm_up_do_not_count(tmp_path: Path) -> None:
+def test_rows_of_the_warm_up_are_not_counted(tmp_path: Path) -> None:
     rows = unpaired_rows(TINY, 6)
     (tmp_path / "kto-trl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     job = replace(job_of(batch=2), rows=str(tmp_path / "kto-ours.jsonl"), steps=3)
     assert gpu_sides._measured_tokens(job) == sum(tokens_of(row, 0) for row in rows[2:])
 
 
-def test_a_step_ends_when_the_gpu_has_done_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_ends_when_the_gpu_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
@@ -247,7 +249,7 @@ def test_a_step_ends_when_the_gpu_has_done_it(monkeypatch: pytest.MonkeyPatch) -
     assert (len(waits), len(clock.ends), clock.reserved) == (3, 3, 7)
 
 
-def test_a_cap_is_a_share_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cap_is_a_share_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     shares: list[float] = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 80))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
@@ -267,7 +269,7 @@ def test_a_cap_is_a_share_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_our_side_of_a_row_runs(
     method: str, setting: Setting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The worker's path for a GPU, its device being the CPU: torch finds no other."""
+    """The worker's GPU code path with the CPU as the device."""
     done: list[Any] = []
     monkeypatch.setattr(worker, "cap_memory", done.append)
     monkeypatch.setattr(worker, "grow_segments", lambda: done.append("segments"))

@@ -1,4 +1,4 @@
-"""A method from outside the package: ``examples/orpo.py`` by the command line, by an entry point and from Python."""
+"""A method outside the package: ``examples/orpo.py`` from the command line, an entry point and Python."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_golden_values() -> None:
     assert float(named("odds_ratio_loss")(chosen, rejected)) == pytest.approx(math.log(1 + 1 / ratio), rel=1e-12)
 
 
-def test_two_ranks_by_the_command_line(folder: Path, tmp_path: Path, ranks: RankServer) -> None:
-    """Two ranks make the updates that one makes, the first of them from the loss that float64 gives."""
+def test_two_ranks_from_the_command_line(folder: Path, tmp_path: Path, ranks: RankServer) -> None:
+    """Two ranks make the same updates as one; the first loss is compared with float64."""
     one, two = tmp_path / "one", tmp_path / "two"
     train = ROOT / "launch" / "train.py"
     ranks.run(train, *arguments(folder, one, "--per_device_train_batch_size", "8"), nproc=1)
@@ -88,11 +88,11 @@ def test_two_ranks_by_the_command_line(folder: Path, tmp_path: Path, ranks: Rank
         for name in ("loss", "grad_norm", "nll_loss", "log_odds_ratio", "rewards/margins", "logps/chosen"):
             assert shared[name] == pytest.approx(alone[name], rel=1e-5, abs=1e-6), name
     assert logged(one)[0]["loss"] == pytest.approx(float64_loss(folder, beta=0.3), rel=1e-5)
-    assert json.loads((two / "options.json").read_text())["method"] == ORPO, "as it may be given again"
+    assert json.loads((two / "options.json").read_text())["method"] == ORPO, "as it can be passed again"
 
 
 def float64_loss(folder: Path, beta: float) -> float:
-    """The loss of all rows, written down plainly."""
+    """Return the loss of all rows, computed directly."""
     model, nll, tokens, penalty = load(str(folder / "model")), 0.0, 0, []
     from data_tokenizers import char_tokenizer
 
@@ -122,7 +122,7 @@ def test_from_python(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_loss_of_single_tokens(folder: Path, tmp_path: Path) -> None:
-    """The log-probs of tokens that a method asks for are those whose sums every other method gets, graph included."""
+    """Per-token log-probs sum to the log-probs that other methods use, with gradients."""
 
     class ByToken(SFTMethod):
         needs_tokens = True
@@ -149,7 +149,7 @@ def test_a_loss_of_single_tokens(folder: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
 
 
-def test_its_options_are_options(folder: Path, tmp_path: Path) -> None:
+def test_options_of_an_outside_method(folder: Path, tmp_path: Path) -> None:
     parsed = parse(arguments(folder, tmp_path))
     assert (type(parsed).__name__, parsed.method, parsed.beta) == ("ORPOConfig", "orpo", 0.3)  # type: ignore[attr-defined]
     assert METHODS.trainer(parsed).__name__ == "ORPOTrainer"
@@ -187,7 +187,7 @@ class Same(DPOTrainer):
 """
 
 
-def test_options_of_outside_methods_may_be_lists(folder: Path, tmp_path: Path) -> None:
+def test_options_of_outside_methods_can_be_lists(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(LISTS)
     name = f"{tmp_path / 'mine.py'}:Trainer"
     given = [*arguments(folder, tmp_path)[2:], "--shares", "0.5", "0.25", "0.125"]
@@ -199,7 +199,7 @@ def test_options_of_outside_methods_may_be_lists(folder: Path, tmp_path: Path) -
 
 
 def test_each_method_keeps_its_trainer(folder: Path, tmp_path: Path) -> None:
-    """Also where a trainer from outside takes the options of a method of the package; what is unknown is refused."""
+    """Even if an outside trainer uses the options of a built-in method; unknown options are refused."""
     (tmp_path / "mine.py").write_text(LISTS)
     given = arguments(folder, tmp_path)[2:]
     same = parse(["--method", f"{tmp_path / 'mine.py'}:Same", *given])
@@ -207,11 +207,11 @@ def test_each_method_keeps_its_trainer(folder: Path, tmp_path: Path) -> None:
     assert type(same) is type(inside)
     assert [METHODS.trainer(one).__name__ for one in (same, inside)] == ["Same", "DPOTrainer"]
     other = load_named(f"{tmp_path / 'mine.py'}:Options", "method")("out")
-    with pytest.raises(OptionError, match="^method='lists': no trainer is known for Options; call"):
+    with pytest.raises(OptionError, match="^method='lists': no trainer is registered for Options; call"):
         METHODS.trainer(other)
 
 
-def test_a_recipe_names_it(folder: Path, tmp_path: Path) -> None:
+def test_a_recipe_can_name_an_outside_method(folder: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"method: {ORPO}\nuse_cpu: true\ntraining:\n  beta: 0.4\n")
     given = arguments(folder, tmp_path)[2:]
@@ -219,7 +219,9 @@ def test_a_recipe_names_it(folder: Path, tmp_path: Path) -> None:
     assert parse([str(recipe), *given]).beta == 0.3  # type: ignore[attr-defined]
 
 
-def test_an_installed_package_provides_it(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_package_can_provide_a_method(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
     entries = {"orpo": EntryPoint("orpo", "orpo:ORPOTrainer", registry.GROUP), "gone": EntryPoint("gone", "no:X", "")}
     monkeypatch.setattr(registry, "_installed", lambda: entries)
@@ -234,14 +236,14 @@ def test_an_installed_package_provides_it(folder: Path, tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("Trainer = 3", "it is no trainer class"),
-        ("class Trainer: ...", "it is no trainer class"),
+        ("Trainer = 3", "not a trainer class"),
+        ("class Trainer: ...", "not a trainer class"),
         ("class Trainier: ...", "has no 'Trainer'; did you mean 'Trainier'"),
         ("1 / 0", "importing mine.py raised ZeroDivisionError: division by zero .mine.py line 1."),
-        (NAMELESS, "its config_class has no name"),
+        (NAMELESS, "its config_class does not define"),
     ],
 )
-def test_what_is_no_method(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_methods(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "mine.py").write_text(text)
     with pytest.raises(OptionError, match=f"^method='.*mine.py:Trainer': .*{said}"):
         parse(["--method", f"{tmp_path / 'mine.py'}:Trainer"])
@@ -255,6 +257,6 @@ def test_an_unknown_type_of_rows(kind: Any) -> None:
     Method.kind = kind
     known = "unpaired_preference, preference, preference_margin, prompt_completion, prompt_only"
     with pytest.raises(
-        OptionError, match=f"^method sft: Method.kind is {kind!r}, which is no .*; set one of {known}$"
+        OptionError, match=f"^method sft: Method.kind is {kind!r}, not a kind of rows; set one of {known}$"
     ):
         Method(SFTConfig("out"))

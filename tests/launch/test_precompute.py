@@ -1,4 +1,4 @@
-"""The command ``precompute``, and passes that are killed: on one rank and two, with one batch size and another."""
+"""The command ``precompute``, and killed passes, on one and two ranks and with different batch sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STORES = "deepspeed-alignment/reference-*"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model and labelled rows."""
+    """A model and labeled rows."""
     folder = tmp_path_factory.mktemp("precompute")
     make_model(folder / "model")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in unpaired_rows(60)))
@@ -44,7 +44,7 @@ def arguments(folder: Path, out: Path, **more: object) -> list[str]:
 
 
 @pytest.mark.usefixtures("own_process_group")
-def test_the_command_fills_the_stores_and_nothing_else(
+def test_the_command_only_fills_the_stores(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
@@ -76,7 +76,7 @@ def test_the_command_fills_the_stores_and_nothing_else(
 
 
 def values(cache: Path) -> dict[str, np.ndarray]:
-    """The log-probs of every store, part after part."""
+    """Return the log-probs of every store, part by part."""
     found = {}
     for store in sorted(cache.glob(STORES)):
         parts = [load_file(part)["logps"] for part in sorted(store.glob("part-*"))]
@@ -85,8 +85,8 @@ def values(cache: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.faults
-def test_a_pass_that_is_killed_goes_on(folder: Path, tmp_path: Path, ranks: RankServer) -> None:
-    """By SIGKILL at random moments, the number of ranks and the batch size changing each time."""
+def test_a_killed_pass_resumes(folder: Path, tmp_path: Path, ranks: RankServer) -> None:
+    """By SIGKILL at random moments, with a different number of ranks and batch size each time."""
     script, rng = DRIVERS / "killed_precompute.py", random.Random(7)
 
     def run(cache: Path, seconds: float, nproc: int, batch: int) -> int:
@@ -110,8 +110,8 @@ def test_a_pass_that_is_killed_goes_on(folder: Path, tmp_path: Path, ranks: Rank
 
 
 @pytest.mark.slow
-def test_two_ranks_train_with_their_own_store_as_one_does(folder: Path, tmp_path: Path, ranks: RankServer) -> None:
-    """KTO, whose partners are in other windows; model, reference and rows divided over the ranks."""
+def test_two_ranks_train_with_their_own_store_like_one(folder: Path, tmp_path: Path, ranks: RankServer) -> None:
+    """KTO, whose partners are in other windows; model, reference and rows are sharded over the ranks."""
     logs = []
     for nproc, stage in ((1, 0), (2, 3)):
         own = tmp_path / str(nproc)
@@ -136,6 +136,6 @@ def test_two_ranks_train_with_their_own_store_as_one_does(folder: Path, tmp_path
             assert two[name] == pytest.approx(one[name], rel=1e-5, abs=1e-5 if "kl" in name else 1e-6), name
 
 
-def test_the_script_has_the_commands_name() -> None:
+def test_the_script_has_the_name_of_the_command() -> None:
     script = (ROOT / "launch" / "precompute.py").read_text()
     assert 'main(program="launch/precompute.py")' in script and "alignment.cli.precompute import main" in script

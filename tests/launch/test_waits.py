@@ -1,4 +1,4 @@
-"""The budget of waits: at most 2 per micro-batch and 4 per step of our own, see benchmarks/host_waits.py."""
+"""The budget of waits: at most 2 per micro-batch and 4 per step in our code, see benchmarks/host_waits.py."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def counted(method: str, stage: int, model: str, folder: Path) -> dict[str, Shar
 def within_budget(found: dict[str, Share]) -> None:
     assert found["ours"].micro_batch + found["transformers"].micro_batch <= 2
     assert found["ours"].step + found["transformers"].step <= 4
-    # As measured; more are a reason to look, and then to write it here.
+    # As measured; investigate an increase before updating it here.
     assert found["ours"] == Share(0, 2) and found["transformers"] == Share(0, 0)
     assert found["deepspeed"].micro_batch == 0 and found["deepspeed"].step <= 5
 
@@ -47,7 +47,7 @@ def test_waits_of_kto_at_stage_2(model: str, tmp_path: Path) -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize("stage", [0, 3])
 def test_waits_of_a_single_row(stage: int, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers looks at positions of one row as closely as of several."""
+    """transformers checks the positions of one row like those of several."""
     monkeypatch.setattr(host_waits, "_BATCH", 1)
     within_budget(counted("KTO", stage, model, tmp_path))
 
@@ -68,7 +68,7 @@ def also(function: Callable[..., Any], first: Callable[[], Any]) -> Callable[...
 
 
 @pytest.mark.ci
-def test_one_more_wait_is_counted(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_additional_wait_is_counted(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = lambda: torch.tensor([1.0]).to(DEVICE)  # noqa: E731
     synchronize = lambda: torch.cuda.synchronize()  # noqa: E731
     with monkeypatch.context() as patched:

@@ -14,7 +14,7 @@ from mdit_py_plugins.colon_fence import colon_fence_plugin
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Written by `make tables` or by a tool, whose own tests compare them with its output.
-GENERATED = ("options.md", "cli.md", "metrics.md", "trl-options.md", "trl-scripts.md", "architectures.md")
+GENERATED = ("options.md", "cli.md", "trl-options.md", "trl-scripts.md", "architectures.md")
 LANGUAGES = ("bash", "python", "console", "json", "jsonl", "yaml", "toml", "text")
 ELSEWHERE = ("gpu", "hub", "cluster")  # what a marked block needs, and the machine of the tests may lack
 _RUN = ("bash", "python", "console")
@@ -22,7 +22,7 @@ _MARKER = re.compile(r"<!--\s*test\b(?P<colon>:?)\s*(?P<text>.*?)\s*-->", re.DOT
 _DIRECTIVE = re.compile(r"\{(?P<name>[\w:-]+)\}")
 # Directives whose content is Markdown, and those whose content is not code either.
 _NESTED = {"note", "warning", "tip", "important", "caution", "admonition", "dropdown", "details", "glossary"}
-_OTHER = {"toctree", "figure", "image", "contents", "raw", "list-table", "math"} | {"include", "eval-rst"}
+_OTHER = {"toctree", "figure", "image", "contents", "raw", "list-table", "math"} | {"include", "eval-rst", "options"}
 
 
 class BlockError(Exception):

@@ -70,28 +70,22 @@ def _matches(wanted: list[str], given: list[str]) -> int | None:
 
 
 def _same(wanted: str, given: str) -> bool:
-    if not _ANY.search(wanted):
-        return _same_text(_masked(wanted), _masked(given))
+    wanted, given = _masked(wanted), _masked(given)
     # Spaces around a gap are those of a table's columns; texts before and after it have to be there in order.
-    pieces = [piece.strip() for piece in _ANY.split(_masked(wanted))]
-    pattern = ".*".join(_pattern(piece) for piece in pieces)
-    return re.fullmatch(rf"\s*{pattern}\s*", _masked(given)) is not None
+    pieces = [_pattern(piece.strip()) for piece in _ANY.split(wanted)]
+    found = re.fullmatch(rf"\s*{'.*?'.join(pieces)}\s*", given)
+    if found is None:
+        return False
+    numbers = zip(_DECIMAL.findall(_ANY.sub(" ", wanted)), found.groups())
+    return all(math.isclose(float(a), float(b), rel_tol=_RELATIVE, abs_tol=_ABSOLUTE) for a, b in numbers)
 
 
 def _pattern(text: str) -> str:
-    """Decimals within a line with a gap match any decimal: which one of the other line is meant cannot be known."""
-    words = [re.escape(word).replace(r"\ ", r"\s+") for word in _DECIMAL.split(text)]
-    return _DECIMAL.pattern.join(words)
+    """The text with a group for each decimal, whose values are compared."""
+    return f"({_DECIMAL.pattern})".join(map(re.escape, _DECIMAL.split(text)))
 
 
 def _masked(line: str) -> str:
     for pattern, name in _MASKS:
         line = re.sub(pattern, name, line)
     return re.sub(r"[ \t]+", " ", line).strip()
-
-
-def _same_text(wanted: str, given: str) -> bool:
-    if _DECIMAL.split(wanted) != _DECIMAL.split(given):
-        return False
-    numbers = zip(_DECIMAL.findall(wanted), _DECIMAL.findall(given))
-    return all(math.isclose(float(a), float(b), rel_tol=_RELATIVE, abs_tol=_ABSOLUTE) for a, b in numbers)

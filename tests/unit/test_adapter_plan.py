@@ -1,4 +1,4 @@
-"""The adapters that a run asks for, tried on a model without weights."""
+"""Planning of a run's adapters on a model without weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def planned(
     path: str | None = "some/model",
     **options: Any,
 ) -> Adapters | None:
-    """What is planned for a tiny model."""
+    """Return the plan for a tiny model."""
     own = tiny_config(kind) if isinstance(kind, str) else kind
     own.num_labels = 1
     if config is None and live is None and "adapter_name_or_path" not in options:
@@ -52,7 +52,7 @@ def planned(
 
 
 def of(found: Adapters | None) -> Any:
-    """The configuration of what was planned."""
+    """Return the configuration of a plan."""
     assert found is not None
     return found.config
 
@@ -92,8 +92,8 @@ def test_the_options_become_a_configuration() -> None:
     assert of(planned(lora_target_modules=r".*\.(q|v)_proj")).target_modules == r".*\.(q|v)_proj"
 
 
-def test_what_trains_is_counted() -> None:
-    """Every q_proj of 32 x 32 gets 2 x 4 x 32 parameters; the saved head is a copy of its own."""
+def test_trainable_parameters_are_counted() -> None:
+    """Every q_proj of 32 x 32 gets 2 x 4 x 32 parameters; the saved head is a separate copy."""
     found = planned(lora_r=4, lora_target_modules="q_proj", lora_modules_to_save=["lm_head"])
     whole = AutoModelForCausalLM.from_config(tiny_config("untied"))
     head = whole.get_output_embeddings().weight.numel()
@@ -102,29 +102,29 @@ def test_what_trains_is_counted() -> None:
     assert f"{found.trained:,} of {found.total:,}" in found.describe()
 
 
-def test_a_classifier_trains_and_keeps_its_score() -> None:
+def test_the_score_of_a_classifier_is_trained_and_saved() -> None:
     found = planned("tied", task=REWARD_MODEL)
     assert of(found).modules_to_save == ["score"] and of(found).task_type == "SEQ_CLS"
     assert sorted(of(found).target_modules) == LINEAR
 
 
-def test_routers_are_left_out_and_experts_reported() -> None:
+def test_routers_are_excluded_and_experts_reported() -> None:
     found = planned("moe")
     assert sorted(of(found).target_modules) == ATTENTION
-    assert found is not None and "down_proj, gate_up_proj) get no adapter;" in found.notes[0]
+    assert found is not None and "down_proj, gate_up_proj) get no adapters;" in found.notes[0]
     packed = planned("moe", bits=4)
-    assert packed is not None and "are kept whole" in packed.notes[0]
+    assert packed is not None and "are not quantized" in packed.notes[0]
     named = planned("moe", lora_dropout=0.0, lora_target_parameters=["experts.gate_up_proj", "experts.down_proj"])
     assert named is not None and named.notes == ()
 
 
 def test_a_tied_head_that_is_trained_is_reported() -> None:
     found, other = (planned(kind, lora_modules_to_save=["lm_head"]) for kind in ("tied", "untied"))
-    assert found is not None and "head and embeddings of this model are one tensor" in found.notes[0]
+    assert found is not None and "the head and the embeddings of this model are tied" in found.notes[0]
     assert other is not None and other.notes == ()
 
 
-def test_the_whole_model_is_trained_where_nothing_is_asked() -> None:
+def test_the_full_model_is_trained_by_default() -> None:
     assert planned(use_peft=False) is None
 
 
@@ -138,28 +138,28 @@ EXPERTS: dict[str, Any] = {"kind": "moe", "lora_target_parameters": ["experts.do
         ("lora_target_modules: ", {"lora_target_modules": "nothing.*"}),
         ("lora_modules_to_save: the model has no 'head'", {"lora_modules_to_save": ["head"]}),
         ("lora_target_parameters: the model has no 'x'", {"lora_target_parameters": ["x"], "lora_dropout": 0.0}),
-        ("cannot have dropout", EXPERTS),
-        ("gathered at ZeRO", {**EXPERTS, "lora_dropout": 0.0, "stage": 3}),
+        ("dropout is not supported", EXPERTS),
+        ("not supported at ZeRO stage 3", {**EXPERTS, "lora_dropout": 0.0, "stage": 3}),
         ("4-bit weights cannot be trained", {"use_peft": False, "bits": 4}),
         ("8-bit weights cannot be trained", {"use_peft": False, "bits": 8}),
         ("DoRA reads the norms", {"use_dora": True, "bits": 4, "stage": 3}),
-        ("PROMPT_TUNING learns prompts", {"config": peft.PromptTuningConfig(num_virtual_tokens=2)}),
-        ("PREFIX_TUNING learns prompts", {"config": peft.PrefixTuningConfig(num_virtual_tokens=2)}),
-        ("VERA adapters have not been tried", {"config": peft.VeraConfig()}),
-        ("LOHA adapters are made after", {"config": peft.LoHaConfig(), "stage": 3}),
-        ("LOHA adapters are added", {"config": peft.LoHaConfig(), "bits": 4}),
-        ("LOKR adapters are added", {"config": peft.LoKrConfig(), "bits": 8}),
-        ("which are divided", {"config": LoraConfig(init_lora_weights="pissa"), "stage": 3}),
-        ("which are quantised", {"config": LoraConfig(init_lora_weights="olora"), "bits": 4}),
-        ("starts from data", {"config": LoraConfig(init_lora_weights="eva")}),
+        ("PROMPT_TUNING is a prompt learning method", {"config": peft.PromptTuningConfig(num_virtual_tokens=2)}),
+        ("PREFIX_TUNING is a prompt learning method", {"config": peft.PrefixTuningConfig(num_virtual_tokens=2)}),
+        ("VERA adapters are not supported", {"config": peft.VeraConfig()}),
+        ("LOHA adapters take their shapes", {"config": peft.LoHaConfig(), "stage": 3}),
+        ("LOHA adapters cannot be added", {"config": peft.LoHaConfig(), "bits": 4}),
+        ("LOKR adapters cannot be added", {"config": peft.LoKrConfig(), "bits": 8}),
+        ("which are partitioned", {"config": LoraConfig(init_lora_weights="pissa"), "stage": 3}),
+        ("which are quantized", {"config": LoraConfig(init_lora_weights="olora"), "bits": 4}),
+        ("needs data", {"config": LoraConfig(init_lora_weights="eva")}),
         ("layer_replication", {"config": LoraConfig(layer_replication=[(0, 2), (1, 2)])}),
-        ("is not a configuration of PEFT", {"config": {"r": 4}}),
-        ("peft_config was given as well", {"config": LoraConfig(), "adapter_name_or_path": "x"}),
-        ("no usable adapter_config.json", {"adapter_name_or_path": "/nowhere"}),
+        ("is not a PEFT configuration", {"config": {"r": 4}}),
+        ("conflicts with peft_config", {"config": LoraConfig(), "adapter_name_or_path": "x"}),
+        ("adapter_config.json of '/nowhere' could not be loaded", {"adapter_name_or_path": "/nowhere"}),
         ("pass its path", {"path": None, "merged_output_dir": "m"}),
         ("no adapters to merge", {"use_peft": False, "merged_output_dir": "m"}),
-        ("names an adapter of a live PeftModel", {"model_adapter_name": "a"}),
-        ("names an adapter of a live PeftModel", {"ref_adapter_name": "a"}),
+        ("selects an adapter of a live PeftModel", {"model_adapter_name": "a"}),
+        ("selects an adapter of a live PeftModel", {"ref_adapter_name": "a"}),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said(said: str, more: dict[str, Any]) -> None:
@@ -173,18 +173,18 @@ def test_a_configuration_and_use_peft_together() -> None:
     assert of(planned(config=LoraConfig(r=3), use_peft=True)).r == 3
 
 
-def test_a_given_configuration_is_not_changed() -> None:
+def test_the_users_configuration_is_not_modified() -> None:
     config = LoraConfig(target_modules=None)
     planned(config=config)
     assert config.target_modules is None and config.task_type is None
 
 
-# Adapters that are there already ------------------------------------------------------------------------------------
+# Existing adapters --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder with one of an adapter inside."""
+    """A folder with a model and a trained adapter."""
     folder = tmp_path_factory.mktemp("models")
     model = AutoModelForCausalLM.from_pretrained(make_model(folder, "untied"))
     torch.manual_seed(1)
@@ -199,10 +199,10 @@ def test_an_adapter_of_another_base(trained: Path) -> None:
     wide = tiny_config("untied")
     wide.hidden_size = 64
     with pytest.raises(
-        AlignmentError, match=r"was not made for some/model: its .*lora_A.weight is \(2, 32\).*\(2, 64\)"
+        AlignmentError, match=r"does not fit some/model: .*lora_A.weight has shape \(2, 32\).*\(2, 64\)"
     ):
         planned(wide, adapter_name_or_path=path)
-    with pytest.raises(AlignmentError, match="leave out score, the head of a reward model"):
+    with pytest.raises(AlignmentError, match="contain score, the head of a reward model"):
         planned(adapter_name_or_path=path, task=REWARD_MODEL)
     other = Qwen2Config(**{**tiny_config("untied").to_dict(), "model_type": "qwen2"})
     assert of(planned(other, adapter_name_or_path=path)).r == 2, "another family with the same shapes cannot be told"
@@ -222,16 +222,16 @@ def test_live_adapters(trained: Path) -> None:
     both = planned(live=live("one", "two"), model_adapter_name="two", ref_adapter_name="one")
     assert both is not None and (both.name, both.reference) == ("two", "one")
     faults: list[tuple[str, dict[str, Any]]] = [
-        ("has no such adapter; it has one, two", {"model_adapter_name": "three"}),
-        ("is the adapter that is trained", {"ref_adapter_name": "one"}),
-        ("has adapters was given as well", {"adapter_name_or_path": "x"}),
+        ("no adapter of this name; available: one, two", {"model_adapter_name": "three"}),
+        ("this adapter is being trained", {"ref_adapter_name": "one"}),
+        ("conflicts with a model that has adapters", {"adapter_name_or_path": "x"}),
     ]
     for said, more in faults:
         with pytest.raises(AlignmentError, match=said):
             planned(live=live("one", "two"), **more)
     several, merged = live("one", "two"), live("one")
     several.base_model.set_adapter(["one", "two"])
-    with pytest.raises(AlignmentError, match="one, two are all active"):
+    with pytest.raises(AlignmentError, match="several adapters are active \\(one, two\\)"):
         planned(live=several)
     merged.merge_adapter()
     with pytest.raises(AlignmentError, match="merged into the base"):

@@ -1,4 +1,4 @@
-"""The head of a reward model beside adapters, and names in a PEFT configuration that the model does not have."""
+"""The head of a reward model with adapters, and names in a PEFT configuration that the model does not have."""
 
 from __future__ import annotations
 
@@ -49,12 +49,10 @@ def planned(given: Any, path: str | None = None, live: Any = None, **more: Any) 
 
 
 def summary(found: Adapters) -> tuple[str, bool, str]:
-    """How the head is trained, whether it is saved as it is, and a part of what the user is told."""
+    """Return how the head is trained, whether it is saved unchanged, and part of the message."""
     targets = found.config.target_modules
     way = "whole" if "score" in (found.config.modules_to_save or ()) else "lora" if "score" in targets else "frozen"
-    said = re.search(
-        "stays as it is|is trained with the adapters|saved with the adapters|random", " ".join(found.notes)
-    )
+    said = re.search("is frozen|is trained with the adapters|saved with the adapters|random", " ".join(found.notes))
     return way, found.head, said[0] if said else ""
 
 
@@ -71,7 +69,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("given", "of_head", "of_none"),
     [
-        ("no name", ("frozen", False, "stays as it is"), ("whole", False, "is trained with the adapters")),
+        ("no name", ("frozen", False, "is frozen"), ("whole", False, "is trained with the adapters")),
         ("whole", ("whole", False, ""), ("whole", False, "")),
         ("task", ("whole", False, ""), ("whole", False, "")),
         ("target", ("lora", False, ""), ("lora", True, "saved with the adapters")),
@@ -79,20 +77,20 @@ GIVEN: dict[str, dict[str, Any]] = {
         ("linear", ("lora", False, ""), ("whole", False, "is trained with the adapters")),
     ],
 )
-def test_the_head_beside_new_adapters(given: str, of_head: Any, of_none: Any, folders: dict[str, str]) -> None:
+def test_the_head_with_new_adapters(given: str, of_head: Any, of_none: Any, folders: dict[str, str]) -> None:
     for kind, expected in (("head", of_head), ("none", of_none)):
         found = planned(LoraConfig(**GIVEN[given]), folders[kind])
         assert summary(found) == expected, kind
         assert found.config.task_type == ("SEQ_CLS" if expected[0] == "whole" else None)
 
 
-def test_by_the_options_the_head_is_trained(folders: dict[str, str]) -> None:
+def test_options_train_the_head(folders: dict[str, str]) -> None:
     assert summary(planned(None, folders["head"], options={"use_peft": True})) == ("whole", False, "")
 
 
-def test_the_head_beside_adapters_of_a_live_model(folders: dict[str, str]) -> None:
+def test_the_head_with_adapters_of_a_live_model(folders: dict[str, str]) -> None:
     for kind, given, expected in (
-        ("head", "no name", ("frozen", False, "stays as it is")),
+        ("head", "no name", ("frozen", False, "is frozen")),
         ("head", "task", ("whole", False, "")),
         ("head", "target", ("lora", False, "")),
         ("none", "no name", ("frozen", True, "random")),
@@ -104,8 +102,8 @@ def test_the_head_beside_adapters_of_a_live_model(folders: dict[str, str]) -> No
         assert summary(planned(None, live=get_peft_model(model, given_config))) == expected, (kind, given)
 
 
-def test_what_a_checkpoint_holds(folders: dict[str, str], tmp_path: Path) -> None:
-    """A head is the checkpoint's by its name in the weights, and of a live model by its values."""
+def test_whether_a_checkpoint_contains_the_head(folders: dict[str, str], tmp_path: Path) -> None:
+    """A head belongs to the checkpoint by name in the weights; for a live model, by its values."""
     assert in_checkpoint(source(folders["head"])) and not in_checkpoint(source(folders["none"]))
     live = AutoModelForSequenceClassification.from_pretrained(folders["head"], dtype=torch.bfloat16)
     assert in_checkpoint(source(live=live))
@@ -122,7 +120,7 @@ def test_what_a_checkpoint_holds(folders: dict[str, str], tmp_path: Path) -> Non
 
 
 def test_a_checkpoint_in_the_cache_of_the_hub(folders: dict[str, str], tmp_path: Path) -> None:
-    """In shards; its configuration says that it classifies, and one revision has no head."""
+    """Sharded; its configuration is a classifier's, and one revision has no head."""
     state = load_file(Path(folders["head"]) / "model.safetensors")
     repository = tmp_path / "models--some--where"
     (repository / "refs").mkdir(parents=True)
@@ -143,31 +141,33 @@ def test_a_checkpoint_in_the_cache_of_the_hub(folders: dict[str, str], tmp_path:
 
 
 def test_names_that_the_model_does_not_have(folders: dict[str, str]) -> None:
-    """PEFT lets them be as long as one is there; an option does not."""
+    """PEFT ignores them if at least one name exists; for options they are an error."""
     given = LoraConfig(target_modules=["q_proj", "gate", "w1"], modules_to_save=["classifier", "score"])
     found = planned(given, folders["head"])
     assert (found.config.target_modules, found.config.modules_to_save) == (["q_proj"], ["score"])
-    assert "target_modules names gate, w1, which the model does not have" in found.notes[0]
-    assert "down_proj, gate_proj" in found.notes[0] and "modules_to_save names classifier" in found.notes[1]
+    assert "target_modules contains gate, w1, which the model does not have" in found.notes[0]
+    assert "down_proj, gate_proj" in found.notes[0] and "modules_to_save contains classifier" in found.notes[1]
     with pytest.raises(AlignmentError, match=r"^peft_config: .*w1.* not found in the base model"):
         planned(LoraConfig(target_modules=["w1"]), folders["head"])
     with pytest.raises(AlignmentError, match="^lora_target_modules: the model has no 'w1'"):
         planned(None, folders["head"], options={"use_peft": True, "lora_target_modules": ["q_proj", "w1"]})
 
 
-def test_targets_of_experts_that_are_fused_now() -> None:
+def test_targets_of_fused_experts() -> None:
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = Qwen3MoeConfig(vocab_size=32, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2, **sizes)
     given = LoraConfig(r=3, target_modules=["gate_proj", "up_proj", "down_proj", "score"])
     found = planned(given, "some/where", config=config)
     assert found.config.target_modules == ["score"] and found.config.target_parameters == ["down_proj", "gate_up_proj"]
     assert found.config.rank_pattern == {r".*\.gate_up_proj": 6}, "of two matrices in one"
-    assert any("down_proj, gate_proj, up_proj of the experts are down_proj, gate_up_proj" in n for n in found.notes)
+    assert any(
+        "down_proj, gate_proj, up_proj of the experts are called down_proj, gate_up_proj" in n for n in found.notes
+    )
     assert not any("get no adapter" in note for note in found.notes)
     assert given.target_parameters is None
     with pytest.raises(AlignmentError, match="^peft_config: Cannot convert PEFT target"):
         planned(LoraConfig(target_modules=["up_proj", "score"]), "some/where", config=config)
-    with pytest.raises(AlignmentError, match="gathered at ZeRO stage 3"):
+    with pytest.raises(AlignmentError, match="not supported at ZeRO stage 3"):
         planned(given, "some/where", config=config, stage=3)
     with pytest.raises(AlignmentError, match="^peft_config: .*lora_dropout"):
         planned(LoraConfig(target_modules=given.target_modules, lora_dropout=0.1), "some/where", config=config)

@@ -1,4 +1,4 @@
-"""Advice: what is said on both sides of each border, and that the weights it gives restore the ratio."""
+"""Advice on both sides of each threshold, and suggested weights that restore the balance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from alignment.training.advice import about_rows
 
 
 def said(report: tuple[int, int] = (50, 50), window: int = 16, cls: Any = KTOConfig, **options: Any) -> str:
-    """All advice for so many desirable and undesirable rows, one sentence to a line."""
+    """Return all advice for these numbers of desirable and undesirable rows, one sentence per line."""
     desirable, undesirable = report
     rows = DataReport(sum(report), sum(report), desirable=desirable, undesirable=undesirable)
     given = cls("out", **options)
@@ -63,7 +63,7 @@ def test_weights_outside_the_range(rows: tuple[int, int], weights: tuple[float, 
 
 @pytest.mark.parametrize("rows", [(10, 100), (9, 11), (1, 997), (997, 3), (123, 4567)])
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (0.3, 2.5)])
-def test_the_weights_that_it_names_leave_nothing_to_say(rows: tuple[int, int], weights: tuple[float, float]) -> None:
+def test_suggested_weights_restore_the_balance(rows: tuple[int, int], weights: tuple[float, float]) -> None:
     options = dict(zip(("desirable_weight", "undesirable_weight"), weights))
     named = re.findall(r"(\w+) to ([\d.e-]+) to ([\d.e-]+)", said(rows, **options))
     assert [name for name, _, _ in named] == ["desirable_weight", "undesirable_weight"]
@@ -73,7 +73,7 @@ def test_the_weights_that_it_names_leave_nothing_to_say(rows: tuple[int, int], w
             assert said(rows, **{**options, name: float(value)}) == ""
 
 
-def test_one_label_alone() -> None:
+def test_only_one_label() -> None:
     assert "all 100 rows are desirable, " in said((100, 0))
     assert "set learning_rate below the usual value (it is 1e-06)" in said((0, 7))
     assert "all 7 rows are undesirable, " in said((0, 7))
@@ -111,11 +111,11 @@ def test_pairs_have_no_labels_and_sft_no_advice() -> None:
     assert said((0, 0), window=1, cls=SFTConfig, learning_rate=1e-3) == ""
 
 
-def test_everything_at_once() -> None:
+def test_several_pieces_of_advice() -> None:
     assert len(said((10, 100), window=4, learning_rate=1e-4).splitlines()) == 3
 
 
-def test_many_rows_that_are_lost() -> None:
+def test_many_lost_rows() -> None:
     assert about_rows(DataReport(100, 95, {NO_ROOM: 5}, completions_cut=4)) == []
     assert about_rows(DataReport(100, 10, {NOT_DRAWN: 90})) == []
     dropped, cut = about_rows(DataReport(300, 100, {NO_ROOM: 167, NOT_DRAWN: 33}, completions_cut=6))

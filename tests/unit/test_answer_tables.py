@@ -1,4 +1,4 @@
-"""What is sampled at an evaluation, and when: prompts, sampling, tables that are written once."""
+"""Completions at evaluation: prompts, sampling settings, and tables that are written once."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def data(prompts: list[list[int]], key: str = "k") -> Any:
     return SimpleNamespace(dataset=Dataset.from_dict({"prompt_ids": prompts}), key=key, where="eval_dataset")
 
 
-def test_the_first_different_prompts() -> None:
+def test_first_distinct_prompts() -> None:
     rows = data([[1, 2], [], [1, 2], [1, 3], [1, 4]])
     assert first_prompts(rows, 2) == [(1, 2), (1, 3)] and first_prompts(rows, None) == [(1, 2), (1, 3), (1, 4)]
     assert first_prompts(data([[], []]), 2) == []
-    assert first_prompts(data([[0], [0]]), 2) == [], "a text's first token alone asks for nothing"
+    assert first_prompts(data([[0], [0]]), 2) == [], "a BOS token alone is not a prompt"
 
 
-def test_prompts_leave_room_for_an_answer() -> None:
+def test_prompts_leave_space_for_a_completion() -> None:
     model: Any = SimpleNamespace(
         config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=4))
     )
@@ -43,7 +43,7 @@ def test_prompts_leave_room_for_an_answer() -> None:
     assert prompts == [(1,), (1, 2, 3)] and cut.max_new_tokens == 1
 
 
-def test_sampling_of_a_configuration() -> None:
+def test_sampling_settings_of_a_generation_config() -> None:
     given = GenerationConfig(
         do_sample=True, temperature=0.5, top_p=0.9, min_p=0.1, max_new_tokens=7, eos_token_id=[2, 3]
     )
@@ -64,7 +64,7 @@ def test_sampling_of_a_configuration() -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """The first rank's run, whose models answer with their names."""
+    """A run on the first rank, whose models generate their names."""
     speakers = []
 
     def said(self: Any, speaker: Any, prompts: Any, sampling: Any, phase: str = "") -> list[str]:
@@ -104,19 +104,19 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     )
 
 
-def test_a_table_and_what_is_shown_of_it(run: Any) -> None:
+def test_table_and_terminal_output(run: Any) -> None:
     made = run.made()
     for _ in range(2):
         made(run.models("policy", "reference"), run.rows, "eval")
     row = {"step": 3, "dataset": "eval", "prompt": "1 2", "policy": "policy 3", "reference": "reference 3"}
     assert run.lines()[0] == row and len(run.lines()) == 4
-    assert run.speakers == ["policy", "reference", "policy"]  # a reference does not change
+    assert run.speakers == ["policy", "reference", "policy"]  # the reference does not change
     shown = ["step 3: completions for 2 prompts of eval", "  prompt     '1 2'", "  policy     'policy 3'"]
     assert "\n".join([*shown, "  reference  'reference 3'", ""]) in run.out()
     assert shortened("x" * 160) == "x" * 160 and shortened("x" * 161) == f"{'x' * 80} … {'x' * 80}"
 
 
-def test_without_a_reference_or_prompts_it_is_said_once(run: Any) -> None:
+def test_missing_reference_or_prompts_are_reported_once(run: Any) -> None:
     made = run.made()
     for _ in range(2):
         made(run.models("policy"), run.rows, "eval")
@@ -130,12 +130,12 @@ def test_without_a_reference_or_prompts_it_is_said_once(run: Any) -> None:
     assert out.count("generate_during_eval: eval_dataset: no row has a prompt") == 1
 
 
-def test_the_file_of_an_earlier_run_is_left_alone(run: Any) -> None:
+def test_the_file_of_an_earlier_run_is_not_modified(run: Any) -> None:
     run.made(in_run=False)(run.models("policy"), run.rows, "eval")
     assert not (run.context.output_dir / "completions.jsonl").exists() and "policy 3" in run.out()
 
 
-def test_an_evaluation_that_was_left_in_its_midst_writes_no_table_twice(run: Any) -> None:
+def test_an_interrupted_evaluation_writes_no_table_twice(run: Any) -> None:
     first, second = run.rows, data([[1, 6]], "second")
     made = run.made()
     made(run.models("policy"), first, "eval_a")
@@ -150,7 +150,7 @@ def test_an_evaluation_that_was_left_in_its_midst_writes_no_table_twice(run: Any
     assert [line["dataset"] for line in run.lines()] == ["eval_a"] * 2 + ["eval_b"] + ["eval_a"] * 2 + ["eval_b"]
     run.context.state.global_step = 4
     later = run.made()
-    later.load_state_dict(state)  # and at another step everything is sampled
+    later.load_state_dict(state)  # at another step, everything is sampled
     later(run.models("policy"), first, "eval_a")
     assert [line["step"] for line in run.lines()] == [3, 3, 4, 4]
 
@@ -172,7 +172,7 @@ def test_the_callback(run: Any) -> None:
     assert [line["step"] for line in run.lines()] == [2, 2, 4, 4]
     assert run.lines()[0] == {"step": 2, "prompt": "1 2", "completion": "policy 3"}
     trainer.engines.window_pass.models = run.models("cut")
-    one.on_step_end(args, state, None)  # type: ignore[arg-type]  # left after the step, not in it
+    one.on_step_end(args, state, None)  # type: ignore[arg-type]  # the run stops after the step, not within it
     epochs = SimpleNamespace(eval_strategy="epoch")
     assert one._every(epochs, SimpleNamespace(max_steps=9, num_train_epochs=3)) == 3  # type: ignore[arg-type]
     assert LogCompletionsCallback(trainer, freq=5)._every(args, state) == 5
@@ -186,9 +186,9 @@ def test_the_callback(run: Any) -> None:
         LogCompletionsCallback(object())
 
 
-def test_what_is_refused() -> None:
+def test_refused_arguments() -> None:
     with pytest.raises(OptionError, match="WinRateCallback: not supported"):
         WinRateCallback(judge=None, trainer=None)
-    with pytest.raises(OptionError, match="a reward model scores answers and writes none"):
+    with pytest.raises(OptionError, match="a reward model does not generate completions"):
         RewardConfig(output_dir="x", generate_during_eval=True)
     assert CompletionTable(None).state_dict()["bytes"] == 0

@@ -1,4 +1,4 @@
-"""What counts as a bad step, what is done about it, and how many there may be."""
+"""Which steps are bad, how a run responds, and how many are allowed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def plan(epoch: int, step: int) -> WindowPlan:
 
 
 class Steps(BadSteps):
-    """With windows of four rows, five to an epoch; what is told and recorded is kept."""
+    """Windows of four rows, five per epoch; messages and records are collected."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.told: list[str] = []
@@ -46,22 +46,22 @@ class Steps(BadSteps):
 @pytest.mark.parametrize(
     ("losses", "factor", "highest"),
     [
-        ([2.0] * 10, 3, 6.0),  # so many times the median
+        ([2.0] * 10, 3, 6.0),  # the factor times the median
         ([1.9, 2.0, 2.1] * 5, 3, 6.0),
-        ([1.0, 2.0, 3.0] * 5, 1.5, 12.0),  # ten times the median absolute deviation, which is more
-        ([0.001, -0.001, 0.0] * 5, 3, 0.01),  # the median is no measure there
-        ([-2.0] * 10, 3, 2.0),  # as far above it as a positive one
+        ([1.0, 2.0, 3.0] * 5, 1.5, 12.0),  # ten times the median absolute deviation, which is larger
+        ([0.001, -0.001, 0.0] * 5, 3, 0.01),  # near zero, the median is not a suitable scale
+        ([-2.0] * 10, 3, 2.0),  # the same distance as for positive losses
         ([0.0] * 10, 3, 0.0),
     ],
 )
-def test_how_high_a_loss_may_be(losses: list[float], factor: float, highest: float, tmp_path: Path) -> None:
+def test_spike_threshold(losses: list[float], factor: float, highest: float, tmp_path: Path) -> None:
     steps = Steps(tmp_path, loss_spike_factor=factor).after(losses)
     assert not steps.is_spike(highest) and not steps.is_spike(-1e9)
     assert steps.is_spike(highest + 1e-6)
 
 
-def test_noise_is_no_spike(tmp_path: Path) -> None:
-    """Whatever the losses lie around; neither is a slow rise."""
+def test_noise_is_not_a_spike(tmp_path: Path) -> None:
+    """For any level of the losses; a slow increase is not a spike either."""
     rng = random.Random(0)
     for middle in (-3.0, 0.0, 0.02, 5.0):
         steps = Steps(tmp_path, loss_spike_factor=1.2)
@@ -71,15 +71,15 @@ def test_noise_is_no_spike(tmp_path: Path) -> None:
             steps.good(loss)
 
 
-def test_the_median_is_of_the_newest_losses(tmp_path: Path) -> None:
+def test_the_median_covers_the_latest_losses(tmp_path: Path) -> None:
     steps = Steps(tmp_path, loss_spike_factor=3)
     assert not steps.after([1.0] * 9).is_spike(1e9)
     assert steps.after([1.0]).is_spike(3.1)
     assert steps.after([10.0] * 9).is_spike(3.1)
     steps.after([1.0] * 90 + [10.0] * 51)
     assert len(steps.state_dict()["losses"]) == 100
-    assert steps.is_spike(30.1) and not steps.is_spike(29.9), "of the last hundred, 51"
-    assert not Steps(tmp_path).after([1.0] * 50).is_spike(1e9), "nobody asked for it"
+    assert steps.is_spike(30.1) and not steps.is_spike(29.9), "51 of the last hundred losses"
+    assert not Steps(tmp_path).after([1.0] * 50).is_spike(1e9), "not enabled"
 
 
 def test_a_spike_is_described(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_spike_is_described(tmp_path: Path) -> None:
     )
 
 
-def test_a_stop_is_the_default(tmp_path: Path) -> None:
+def test_stop_is_the_default(tmp_path: Path) -> None:
     steps = Steps(tmp_path)
     with pytest.raises(NonFiniteGradient) as caught:
         steps.rewinds(FAULT, plan(0, 1), 2, lambda: ("checkpoint-1", 0))
@@ -99,7 +99,7 @@ def test_a_stop_is_the_default(tmp_path: Path) -> None:
 
 def test_skipped_windows_are_counted(tmp_path: Path) -> None:
     steps = Steps(tmp_path, on_bad_step="skip", max_bad_steps=2)
-    assert not steps.rewinds(FAULT, plan(0, 1), 2, lambda: pytest.fail("it is to be skipped"))
+    assert not steps.rewinds(FAULT, plan(0, 1), 2, lambda: pytest.fail("must be skipped"))
     assert not steps.rewinds(NonFiniteLoss("the loss is nan"), plan(1, 0), 6, lambda: ("checkpoint-1", 0))
     assert steps.metrics == {"bad_steps": 2.0}
     assert steps.told == [
@@ -120,8 +120,8 @@ def test_skipped_windows_are_counted(tmp_path: Path) -> None:
         steps.rewinds(FAULT, plan(1, 1), 7, lambda: ("checkpoint-1", 0))
 
 
-def test_a_rewind_keeps_what_was_left_out_before(tmp_path: Path) -> None:
-    """What the checkpoint says of it is from an earlier time."""
+def test_a_rewind_keeps_earlier_omitted_windows(tmp_path: Path) -> None:
+    """The checkpoint's own list is older."""
     steps = Steps(tmp_path, on_bad_step="rewind")
     saved = steps.after([1.0]).state_dict()
 
@@ -147,7 +147,7 @@ def test_a_rewind_keeps_what_was_left_out_before(tmp_path: Path) -> None:
     ("windows", "at", "omitted"),
     [(3, (1, 1), [[0, 4], [1, 0], [1, 1]]), (9, (0, 1), [[0, 0], [0, 1]]), (1, (2, 0), [[2, 0]])],
 )
-def test_how_many_windows_a_rewind_leaves_out(
+def test_number_of_windows_omitted_by_a_rewind(
     windows: int, at: tuple[int, int], omitted: list[list[int]], tmp_path: Path
 ) -> None:
     steps = Steps(tmp_path, on_bad_step="rewind", rewind_windows=windows)
@@ -155,8 +155,8 @@ def test_how_many_windows_a_rewind_leaves_out(
     assert steps.state_dict()["omitted"] == omitted
 
 
-def test_what_a_checkpoint_holds_is_not_left_out(tmp_path: Path) -> None:
-    """The weights have those windows in them."""
+def test_windows_before_the_checkpoint_are_not_omitted(tmp_path: Path) -> None:
+    """The restored weights were trained on these windows."""
     steps = Steps(tmp_path, on_bad_step="rewind", rewind_windows=4)
     assert steps.rewinds(FAULT, plan(1, 1), 7, lambda: ("checkpoint-5", 5))
     assert steps.state_dict()["omitted"] == [[1, 0], [1, 1]]
@@ -184,13 +184,13 @@ def test_without_a_checkpoint_only_the_window_is_skipped(tmp_path: Path) -> None
         ({"retry_pause": -0.5}, "retry_pause=-0.5: must be at least 0"),
         ({"hang_timeout": 0}, "hang_timeout=0.0: must be greater than 0"),
         ({"hang_timeout_first": -1}, "hang_timeout_first=-1.0: must be greater than 0"),
-        ({"hang_timeout_first": 60}, "hang_timeout_first=60.0: has no effect below hang_timeout=600.0"),
+        ({"hang_timeout_first": 60}, "hang_timeout_first=60.0: must be at least hang_timeout=600.0"),
         ({"retries": 0, "retry_pause": 9}, "retry_pause=9.0: has no effect with retries=0"),
         ({"hang_factor": 0}, "hang_factor=0.0: must be greater than 0"),
         ({"peer_timeout": 0}, "peer_timeout=0.0: must be greater than 0"),
     ],
 )
-def test_options_that_cannot_be(given: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_refused_options(given: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError) as caught:
         CPOConfig(output_dir=str(tmp_path), **given)
     assert said in str(caught.value) and "\n" not in str(caught.value)

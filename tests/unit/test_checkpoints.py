@@ -1,4 +1,4 @@
-"""The best evaluation, and the checkpoints that are kept."""
+"""Which evaluation is the best, and which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from alignment.training.checkpointing.best import BestModel
         ("rewards/accuracies", [0.5, 0.4, 0.5, 0.75], [1, 4]),
     ],
 )
-def test_only_a_better_and_finite_value_improves(metric: str, values: list[float], steps: list[int]) -> None:
+def test_only_a_better_finite_value_is_an_improvement(metric: str, values: list[float], steps: list[int]) -> None:
     args = CPOConfig(output_dir="out", metric_for_best_model=metric)
     state = TrainerState()
     best = BestModel(args, state)
@@ -33,7 +33,7 @@ def test_only_a_better_and_finite_value_improves(metric: str, values: list[float
     assert state.best_global_step == steps[-1] and state.best_metric == values[steps[-1] - 1]
 
 
-def test_an_explicit_direction_decides() -> None:
+def test_an_explicit_direction_takes_precedence() -> None:
     state = TrainerState()
     best = BestModel(CPOConfig(output_dir="out", metric_for_best_model="loss", greater_is_better=True), state)
     assert [best.improved({"eval_loss": value}) for value in (1.0, 2.0, 0.5)] == [True, True, False]

@@ -1,4 +1,4 @@
-"""The table of completions: its file, its text, and what Weights & Biases and TensorBoard get of it."""
+"""The table of completions: its file, its text, and its form in Weights & Biases and TensorBoard."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def test_the_file_has_a_line_for_each_row(tmp_path: Path) -> None:
+def test_the_file_has_one_line_per_row(tmp_path: Path) -> None:
     path = tmp_path / "out" / "completions.jsonl"
     table = CompletionTable(path)
     table.write(3, ROWS)
@@ -47,8 +47,8 @@ def test_the_file_has_a_line_for_each_row(tmp_path: Path) -> None:
     ]
 
 
-def test_tables_are_written_at_every_so_many_th_log(tmp_path: Path) -> None:
-    """Of the newest window's first prompts; at other logs and where there is no pair yet nothing is."""
+def test_tables_are_written_every_n_logs(tmp_path: Path) -> None:
+    """With the first prompts of the newest window; not at other logs, nor without pairs."""
     source = PromptRow(0, "p", {}, {})
     made = tuple(Completion((number,), True) for number in range(3))
     group, ranking = Generated(0, source, "row 1", (0,), made, ("a", "b", "c")), Ranking((2, 0), (0.5, None, 1.5))
@@ -59,7 +59,7 @@ def test_tables_are_written_at_every_so_many_th_log(tmp_path: Path) -> None:
         for step in range(2, 6):
             log.keep([group] * 3, [ranking, Ranking("tied", (1.0, 1.0, 1.0)), ranking])
             log.write(step)
-        log.write(6)  # of a window that was left out nothing is known
+        log.write(6)  # an omitted window has no completions
         lines = [json.loads(line) for line in path.read_text().splitlines()] if steps else []
         assert [line["step"] for line in lines] == [step for step in steps for _ in range(2)]
         for pair, dropped in zip(lines[::2], lines[1::2], strict=True):
@@ -68,7 +68,7 @@ def test_tables_are_written_at_every_so_many_th_log(tmp_path: Path) -> None:
             assert (dropped["chosen"], dropped["rejected"], dropped["dropped"]) == ("a", "b", "tied")
 
 
-def test_other_ranks_write_nothing_and_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_other_ranks_write_nothing_and_write_errors_name_the_folder(tmp_path: Path) -> None:
     class Writer:
         def add_text(self, *args: Any) -> None:
             pytest.fail("written")
@@ -86,7 +86,7 @@ def test_messages_as_text() -> None:
     assert (as_text("text"), as_text(None), as_text(0.5), as_text([])) == ("text", None, 0.5, "")
 
 
-def test_no_text_breaks_the_markdown_table() -> None:
+def test_texts_are_escaped_in_the_markdown_table() -> None:
     lines = markdown([{"step": 1, "text": "a|b\n# *c* <i>", "score": 1 / 3, "none": None}]).splitlines()
     assert lines[:2] == ["| step | text | score | none |", "| --- | --- | --- | --- |"]
     assert lines[2:] == ["| 1 | a&#124;b<br>&#35; &#42;c&#42; &lt;i&gt; | 0.3333 |  |"]
@@ -100,7 +100,7 @@ def test_tensorboard_gets_text(tmp_path: Path) -> None:
     state, control = TrainerState(is_world_process_zero=True), TrainerControl()
     callbacks: list[Any] = []
     table = CompletionTable(tmp_path / "completions.jsonl", callbacks)
-    callbacks.append(TensorBoardCallback())  # a callback that is added later counts
+    callbacks.append(TensorBoardCallback())  # callbacks added later are used
     table.write(1, ROWS)  # no writer yet
     callbacks[0].on_train_begin(args, state, control)
     table.write(2, ROWS[:1])
@@ -124,7 +124,7 @@ def test_wandb_gets_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     table.write(1, ROWS)  # no run: nothing to log to
     run = wandb.init(project="tests")
     table.write(2, ROWS)
-    logged, folder = run.summary["completions"], Path(run.dir)  # an earlier run of the process may have decided it
+    logged, folder = run.summary["completions"], Path(run.dir)  # an earlier run of this process may have set it
     wandb.finish()
     assert (logged["_type"], logged["nrows"], logged["ncols"]) == ("table-file", 2, 5)
     (file,) = folder.rglob("media/table/completions*.table.json")

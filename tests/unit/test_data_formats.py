@@ -1,4 +1,4 @@
-"""Canonical rows: implicit prompts at every edge, and what faulty rows are told."""
+"""Canonical rows: edge cases of implicit prompts, and the errors for invalid rows."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ S = {"role": "system", "content": "be brief"}
     ("chosen", "rejected", "expected"),
     [
         ("say it well", "say it badly", ("say it", " well", " badly")),
-        ("say it wellness", "say it welled", ("say it", " wellness", " welled")),  # no word is cut in two
-        ("say so well", "say sooner", ("say", " so well", " sooner")),  # nor where one answer alone goes on with it
-        ("Q: why?\n\nA", "Q: why?\n\nB", ("Q: why?", "\n\nA", "\n\nB")),  # a run of whitespace goes to the completions
-        ("one two", "one two three", ("one", " two", " two three")),  # one answer is a prefix of the other
+        ("say it wellness", "say it welled", ("say it", " wellness", " welled")),  # no word is split
+        ("say so well", "say sooner", ("say", " so well", " sooner")),  # not even if only one completion continues it
+        ("Q: why?\n\nA", "Q: why?\n\nB", ("Q: why?", "\n\nA", "\n\nB")),  # whitespace belongs to the completions
+        ("one two", "one two three", ("one", " two", " two three")),  # one completion is a prefix of the other
         ("one two three", "one two", ("one", " two three", " two")),
         ("one", "one two", ("", "one", "one two")),
         ("one ", "one two", ("one", " ", " two")),
-        ("one\ntwo", "one two", ("one", "\ntwo", " two")),  # the border falls on two kinds of whitespace
+        ("one\ntwo", "one two", ("one", "\ntwo", " two")),  # the boundary is between two kinds of whitespace
         ("abc", "abd", ("", "abc", "abd")),
         ("abc", "xyz", ("", "abc", "xyz")),
         (" abc", " abd", ("", " abc", " abd")),
@@ -42,7 +42,7 @@ S = {"role": "system", "content": "be brief"}
             "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: e",
             ("\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:", " d", " e"),
         ),
-        (  # the later mark would leave the first answer empty
+        (  # the later marker would leave the first completion empty
             "\n\nHuman: a\n\nAssistant: b\n\nAssistant:",
             "\n\nHuman: a\n\nAssistant: b\n\nAssistant: c",
             ("\n\nHuman: a\n\nAssistant:", " b\n\nAssistant:", " b\n\nAssistant: c"),
@@ -70,14 +70,14 @@ def test_implicit_prompt_of_conversations(chosen: Any, rejected: Any, expected: 
 
 
 @pytest.mark.parametrize("same", ["one two", "", [U], [U, A]])
-def test_identical_answers_without_prompt_are_dropped(same: Any) -> None:
+def test_identical_completions_without_prompt_are_dropped(same: Any) -> None:
     for convert in (preference_row, unpaired_rows):
         with pytest.raises(DropRow) as caught:
             convert({"chosen": same, "rejected": same, "prompt": None}, "row 1")
         assert caught.value.reason == IDENTICAL
 
 
-def test_a_text_as_prompt_of_conversations() -> None:
+def test_a_string_prompt_with_conversations() -> None:
     system = {"role": "system", "content": "be kind"}
     found = preference_row({"prompt": " hello", "chosen": [system, U, A], "rejected": [system, U, B]}, "row 1")
     assert (found.prompt, found.chosen, found.rejected) == ([system, U], [A], [B])
@@ -89,7 +89,7 @@ def test_a_text_as_prompt_of_conversations() -> None:
 
 def test_explicit_prompts() -> None:
     kept = preference_row({"prompt": "a b", "chosen": "a b c", "rejected": "a b c"}, "row 1")
-    assert kept == Preference("a b", "a b c", "a b c")  # strings stay as they are
+    assert kept == Preference("a b", "a b c", "a b c")  # strings are unchanged
     repeated = preference_row({"prompt": [S, U], "chosen": [S, U, A], "rejected": [B]}, "row 1")
     assert repeated == Preference([S, U], [A], [B])
     assert preference_row({"prompt": [U], "chosen": [U], "rejected": [B]}, "row 1") == Preference([U], [U], [B])
@@ -107,7 +107,7 @@ def test_unpaired_rows() -> None:
     ]
 
 
-def test_messages_lose_nulls_and_rows_keep_template_options() -> None:
+def test_nulls_are_removed_from_messages_and_template_options_are_kept() -> None:
     filled = {**U, "tool_calls": None, "name": "Ann"}
     row = {
         "prompt": [filled],
@@ -123,20 +123,20 @@ def test_messages_lose_nulls_and_rows_keep_template_options() -> None:
 
 GOOD = {"prompt": "p", "completion": "c", "label": True}
 BAD_UNPAIRED: list[tuple[dict[str, Any], str]] = [
-    ({"label": 1}, r"label is 1 \(an integer\); set it to true or false"),
+    ({"label": 1}, r"label is 1 \(an integer\); expected true or false"),
     ({"label": 0}, r"label is 0 \(an integer\)"),
     ({"label": "true"}, r"label is 'true' \(a string\)"),
     ({"label": None}, r"label is null"),
     ({"label": 1.0}, r"label is 1.0 \(a number\)"),
-    ({"completion": 3}, r"completion is 3 \(an integer\); give a string or a list"),
+    ({"completion": 3}, r"completion is 3 \(an integer\); expected a string or a list"),
     ({"completion": None}, r"completion is null"),
     ({"completion": {"speaker": "assistant", "content": "x"}}, r"completion is .* \(an object\)"),
     ({"completion": []}, r"completion is an empty list|prompt is a string but"),
     ({"prompt": None}, r"prompt is missing"),
     ({"completion": [A]}, r"prompt is a string but completion is a list.*remove the prompt column"),
-    ({"prompt": [U]}, r"prompt is a list but completion is a string; give both"),
-    ({"prompt": ["hi"], "completion": [A]}, r"prompt\[0\] is 'hi' \(a string\); give messages"),
-    ({"prompt": [{"role": "user"}], "completion": [A]}, r"prompt\[0\] has no content \(it has: role\)"),
+    ({"prompt": [U]}, r"prompt is a list but completion is a string; use strings for both"),
+    ({"prompt": ["hi"], "completion": [A]}, r"prompt\[0\] is 'hi' \(a string\); expected a"),
+    ({"prompt": [{"role": "user"}], "completion": [A]}, r"prompt\[0\] has no content \(keys: role\)"),
     ({"prompt": [{"content": "x"}], "completion": [A]}, r"prompt\[0\] has no role"),
     ({"prompt": [U], "completion": [A, {"role": "user", "content": 3}]}, r"completion\[1\].content is 3 \(an int"),
     ({"prompt": [{"role": None, "content": "x"}], "completion": [A]}, r"prompt\[0\].role is null"),
@@ -146,7 +146,7 @@ BAD_UNPAIRED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_UNPAIRED)
-def test_faulty_unpaired_rows(change: dict[str, Any], message: str) -> None:
+def test_invalid_unpaired_rows(change: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=f"^data.jsonl row 12: ({message})") as caught:
         unpaired_rows({**GOOD, **change}, "data.jsonl row 12")
     assert "\n" not in str(caught.value)
@@ -163,12 +163,12 @@ def test_faulty_unpaired_rows(change: dict[str, Any], message: str) -> None:
         ({"prompt": 7, "chosen": "a", "rejected": "b"}, r"prompt is 7 \(an integer\)"),
     ],
 )
-def test_faulty_pairs(row: dict[str, Any], message: str) -> None:
+def test_invalid_pairs(row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=f"^row 3: {message}"):
         preference_row(row, "row 3")
 
 
-def test_long_values_are_cut_in_messages() -> None:
+def test_long_values_are_shortened_in_messages() -> None:
     with pytest.raises(DataError) as caught:
         unpaired_rows({**GOOD, "label": "x\n" * 500}, "row 1")
     assert len(str(caught.value)) < 150
@@ -181,15 +181,23 @@ def test_long_values_are_cut_in_messages() -> None:
         (
             ["prompt", "completion", "label"],
             "preference",
-            "training needs chosen and rejected, but the columns are prompt, comp",
+            "training requires chosen and rejected, but the columns are prompt, comp",
         ),
-        (["prompt", "completion", "label"], "preference", "are for a method on unpaired rows"),
-        (["prompt", "chosen"], "preference", "training needs the missing rejected; columns: prompt, chosen"),
-        (["text"], "preference", "training needs the missing chosen, rejected; columns: text"),
-        (["prompt", "completion"], "unpaired_preference", r"training needs the missing label \(label is true"),
-        (["completion", "label"], "unpaired_preference", "training needs the missing prompt"),
-        (["prompt", "rejected"], "unpaired_preference", "training needs the missing chosen"),
-        (["text"], "unpaired_preference", "training needs the missing prompt, completion, label .* columns: text"),
+        (["prompt", "completion", "label"], "preference", "use a method for unpaired data"),
+        (
+            ["prompt", "chosen"],
+            "preference",
+            "missing column rejected; training requires chosen and rejected; columns: prompt, chosen",
+        ),
+        (["text"], "preference", "missing columns chosen, rejected; .*; columns: text"),
+        (["prompt", "completion"], "unpaired_preference", r"missing column label \(label is true"),
+        (
+            ["completion", "label"],
+            "unpaired_preference",
+            "missing column prompt; training requires prompt, completion and label",
+        ),
+        (["prompt", "rejected"], "unpaired_preference", "missing column chosen"),
+        (["text"], "unpaired_preference", "missing columns prompt, completion, label .* columns: text"),
         ([], "unpaired_preference", "columns: none"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Messages as people write them: null contents beside calls of tools, parts, ShareGPT turns, JSON texts."""
+"""Normalization of messages: null content with tool calls, parts, ShareGPT turns, JSON strings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def message(value: dict[str, Any]) -> dict[str, Any]:
     ("given", "expected"),
     [
         (CALLING, CALLING),
-        ({"role": "assistant", "tool_calls": CALLS}, CALLING),  # no content at all
+        ({"role": "assistant", "tool_calls": CALLS}, CALLING),  # no content key
         ({**CALLING, "content": "so"}, {**CALLING, "content": "so"}),
         ({"role": "assistant", "content": "so", "tool_calls": []}, {"role": "assistant", "content": "so"}),
         ({"role": "assistant", "content": "so", "tool_calls": None}, {"role": "assistant", "content": "so"}),
@@ -65,60 +65,60 @@ def test_messages(given: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"role": "assistant", "content": None}, "content is null; set it to a string"),
+        ({"role": "assistant", "content": None}, "content is null; expected a string"),
         ({**CALLING, "tool_calls": []}, "content is null"),
-        ({**CALLING, "tool_calls": "f()"}, r"tool_calls is 'f\(\)' \(a string\); give a list of calls"),
+        ({**CALLING, "tool_calls": "f()"}, r"tool_calls is 'f\(\)' \(a string\); expected a list of calls"),
         ({**CALLING, "tool_calls": ["f()"]}, r"tool_calls is \['f\(\)'\] \(a list\)"),
         (
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "url": "x"}]},
-            r"content\[1\] is of type 'image' \(a string\); only text can be trained on",
+            r"content\[1\] has type 'image' \(a string\); only text is supported",
         ),
-        ({"role": "user", "content": ["a"]}, r"content\[0\] is 'a' \(a string\); give parts as"),
+        ({"role": "user", "content": ["a"]}, r"content\[0\] is 'a' \(a string\); expected"),
         ({"role": "user", "content": [{"type": "text"}]}, r"content\[0\] is {'type': 'text'}"),
-        ({"from": "bing", "value": "a"}, r"from is 'bing' \(a string\); set it to one of system, user"),
+        ({"from": "bing", "value": "a"}, r"from is 'bing' \(a string\); expected one of system, user"),
         ({"from": ["a"], "value": "a"}, r"from is \['a'\]"),
         ({"from": "human", "value": 3}, r"value is 3 \(an integer\)"),
         ({"from": "function_call", "value": "f(x)"}, r"value is 'f\(x\)' \(a string\), which is not valid JSON"),
         (
             {"from": "function_call", "value": '{"name": "f"}'},
-            r'value is .*; write the call as {"name": …, "arguments": …}',
+            r'value is .*; expected a call such as {"name": …, "arguments": …}',
         ),
     ],
 )
-def test_faulty_messages(given: dict[str, Any], said: str) -> None:
+def test_invalid_messages(given: dict[str, Any], said: str) -> None:
     with pytest.raises(DataError, match=rf"^row 1: prompt\[0\]\.?{said}"):
         message(given)
 
 
-def test_conversations_end_with_the_answer() -> None:
+def test_conversations_end_with_the_assistant() -> None:
     answer = {"role": "assistant", "content": "a"}
     assert split_conversation({"messages": [USER, answer]}, "messages", "row 1") == ([USER], [answer])
-    for messages, said in (([USER], "has role 'user' .* end it with the assistant's"), ("hi", "messages is 'hi'")):
+    for messages, said in (([USER], "has role 'user' .* expected 'assistant'"), ("hi", "messages is 'hi'")):
         with pytest.raises(DataError, match=f"^row 1: .*{said}"):
             split_conversation({"messages": messages}, "messages", "row 1")
 
 
-def test_template_variables_may_be_json_texts() -> None:
+def test_template_variables_may_be_json_strings() -> None:
     row = {"chat_template_kwargs": '{"enable_thinking": false}', "tools": '[{"name": "f"}]'}
     assert template_variables(row, "row 1") == {"enable_thinking": False, "tools": [{"name": "f"}]}
     assert template_variables({"tools": "", "chat_template_kwargs": None}, "row 1") == {}
     assert template_variables({"tools": []}, "row 1") == {}
     for key, value, said in (
         ("tools", "f()", "not valid JSON"),
-        ("tools", "{}", "give a list of tool"),
-        ("chat_template_kwargs", "[]", "give an object"),
+        ("tools", "{}", "expected a list of tool"),
+        ("chat_template_kwargs", "[]", "expected an object"),
     ):
         with pytest.raises(DataError, match=f"^row 1: {key} is .*{said}"):
             template_variables({key: value}, "row 1")
 
 
-def test_nulls_are_taken_out_of_objects_only() -> None:
+def test_nulls_are_only_removed_from_objects() -> None:
     assert without_nulls({"a": None, "b": [{"c": None, "d": 0}, None], "e": ""}) == {"b": [{"d": 0}, None], "e": ""}
     assert without_nulls(None) is None
 
 
 def rendered(template: str, *messages: dict[str, Any]) -> str:
-    """The text of a conversation whose last message is the completion."""
+    """Render a conversation whose last message is the completion."""
     tokenizer = char_tokenizer(template=template)
     *prompt, answer = messages
     rows = RowTokenizer(tokenizer)
@@ -126,7 +126,7 @@ def rendered(template: str, *messages: dict[str, Any]) -> str:
 
 
 def test_null_content_in_templates() -> None:
-    """It is left out, as transformers does it, and is an empty text for a template that fails without one."""
+    """It is omitted, as in transformers, or replaced with an empty string if the template requires it."""
     knows = (
         "{% for m in messages %}{% if m.content is not defined %}CALL{% else %}{{ m.content }}{% endif %};{% endfor %}"
     )
@@ -135,7 +135,7 @@ def test_null_content_in_templates() -> None:
     assert rendered(CHATML, USER, CALLING).endswith("<|im_start|>assistant\n<|im_end|>\n")  # not "None"
     needs = "{% for m in messages %}{{ m.role + ':' + m.content }};{% endfor %}"
     assert rendered(needs, USER, CALLING) == "user:hi;assistant:;"
-    with pytest.raises(DataError, match="^row 1: the chat template .* fails on it: no calls"):
+    with pytest.raises(DataError, match="^row 1: the chat template .* failed: no calls"):
         rendered("{{ raise_exception('no calls') }}", USER, CALLING)
 
 
@@ -148,8 +148,8 @@ def test_a_prompt_that_ends_with_a_call() -> None:
     assert rows.tokenizer.decode(encoded.completions[0]).startswith("<|im_start|>tool\n1<|im_end|>")
 
 
-def test_what_arrow_fills_in_is_not_seen_by_templates(tmp_path: Path) -> None:
-    """The same rows, once with every value as written and once in Arrow's structs, give the same tokens."""
+def test_templates_do_not_see_nulls_added_by_arrow(tmp_path: Path) -> None:
+    """The same rows give the same tokens as written and in Arrow's structs."""
     other = {"type": "function", "function": {"name": "g", "arguments": {"y": "z"}}}
     rows = [
         {"prompt": [USER], "completion": [CALLING], "label": True, "tools": CALLS},
@@ -169,7 +169,7 @@ def test_what_arrow_fills_in_is_not_seen_by_templates(tmp_path: Path) -> None:
     assert '"arguments": {"x": 1}}' in texts[0] and '"arguments": {"y": "z"}}' in texts[1]
 
 
-def test_a_template_without_tools_is_not_handed_any(tmp_path: Path) -> None:
+def test_a_row_without_tools_passes_none_to_the_template(tmp_path: Path) -> None:
     rows = [{"prompt": [USER], "completion": [{"role": "assistant", "content": "so"}], "label": True, "tools": []}]
     tokenizer = char_tokenizer(template="{% if tools is not none and tools is defined %}TOOLS{% endif %}" + PLAIN)
     path = prepare(

@@ -1,4 +1,4 @@
-"""Rows of prompts alone, and pairs with a margin: what they hold, what is dropped, and what faulty ones are told."""
+"""Prompts without completions, and pairs with a margin: stored columns, dropped rows, and errors."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 def made(data: Any, folder: Path, kind: Any = "prompt_only", limits: Limits | None = None, **options: Any) -> Prepared:
-    """What becomes of a dataset, or a list of rows."""
+    """Prepare a dataset or a list of rows."""
     tokenizer = options.pop("tokenizer", None) or char_tokenizer(before=("<s>",), template=CHATML)
     data = data if isinstance(data, Dataset) else dataset_from_python(data)
     return load_prepared(prepare(data, kind, tokenizer, limits or Limits(), "data", folder, progress=False, **options))
 
 
 def columns_of(prepared: Prepared) -> list[Any]:
-    """The extra columns of every row."""
+    """Return the additional columns of every row."""
     return [prompt_row(prepared.dataset, index).columns for index in range(len(prepared.dataset))]
 
 
-def test_prompts_keep_the_other_columns(tmp_path: Path) -> None:
+def test_other_columns_are_stored_with_prompts(tmp_path: Path) -> None:
     when = datetime(2024, 5, 1, 12, 30, tzinfo=UTC)
     data = Dataset.from_list(
         [
@@ -77,7 +77,7 @@ def test_the_query_is_part_of_the_prompt(tmp_path: Path) -> None:
     assert [prompt_row(dataset, index).prompt for index in range(2)] == ["do\nit", "do"]
 
 
-def test_a_prompt_that_is_too_long_is_dropped_and_never_cut(tmp_path: Path) -> None:
+def test_a_prompt_that_is_too_long_is_dropped_and_never_truncated(tmp_path: Path) -> None:
     rows = [{"prompt": "abcde"}, {"prompt": "a b c"}, {"prompt": "a b cd"}]  # 5, 6 and 7 tokens with BOS
     prepared = made(rows, tmp_path, limits=Limits(max_prompt_length=6))
     assert prepared.dataset["row"][:] == [0, 1]
@@ -86,22 +86,24 @@ def test_a_prompt_that_is_too_long_is_dropped_and_never_cut(tmp_path: Path) -> N
     assert prepared.report.summary().startswith("2 of 3 rows kept, 1 dropped: 1 × prompt longer than 6 tokens")
     with pytest.raises(DataError, match=r"^data: 1 of 3 rows would be dropped \(1 × prompt longer than 6 tokens\)"):
         made(rows, tmp_path, limits=Limits(max_prompt_length=6), strict=True)
-    said = r"^data: none of the 3 rows is left \(3 × prompt longer .*\); raise max_length or lower max_new_tokens, or "
+    said = (
+        r"^data: all 3 rows were dropped \(3 × prompt longer .*\); increase max_length, decrease max_new_tokens, or "
+    )
     with pytest.raises(DataError, match=said):
         made(rows, tmp_path, limits=Limits(max_prompt_length=4))
 
 
-def test_an_empty_prompt_needs_a_token_to_begin_with(tmp_path: Path) -> None:
+def test_an_empty_prompt_needs_a_first_token(tmp_path: Path) -> None:
     rows = [{"prompt": ""}, {"prompt": "a"}]
     for options, ids in (({}, [0]), ({"bos": None}, [1])):
         assert made(rows, tmp_path, tokenizer=char_tokenizer(**options)).dataset[0]["prompt_ids"] == ids
     prepared = made(rows, tmp_path, tokenizer=char_tokenizer(bos=None, eos=None))
     assert prepared.dataset["row"][:] == [1]
     [reason] = prepared.report.dropped
-    assert reason.startswith("nothing to begin with (empty prompt")
+    assert reason.startswith("no tokens to start from (empty prompt")
 
 
-def test_the_cache_follows_the_other_columns_and_their_use(tmp_path: Path) -> None:
+def test_the_cache_depends_on_the_other_columns(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"prompt": [USER], "system": "s", "answer": 1}]
     plain = made(rows, tmp_path)
     assert columns_of(made([{**rows[0], "answer": 2}], tmp_path)) == [{"system": "s", "answer": 2}]
@@ -123,11 +125,11 @@ NAN = float("nan")
 
 
 def left_out_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was said of columns that were left out."""
-    return [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    """Return the warnings about dropped columns."""
+    return [record.getMessage() for record in caplog.records if "dropped, because" in record.getMessage()]
 
 
-def test_no_further_column_refuses_a_dataset(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_additional_columns_never_make_a_dataset_invalid(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     given = {
         "score": Value("float32"), "seen": List(Value("float64")), "image": Image(),
         "packed": List({"raw": Value("binary")}), "price": Value("decimal128(5, 2)"),
@@ -139,7 +141,7 @@ def test_no_further_column_refuses_a_dataset(tmp_path: Path, caplog: pytest.LogC
     data = Dataset.from_list(rows, features=Features({"prompt": Value("string"), **given}))
     expected = {"seen": [1.0, None], "grid": [[1.0, None]]}
     assert columns_of(made(data, tmp_path)) == [{"score": 0.5, **expected}, {"score": None, **expected}]
-    said = "data: left out, as JSON cannot hold what is in them: column image, packed, price, took"
+    said = "data: dropped, because the values cannot be represented in JSON: column image, packed, price, took"
     assert left_out_in(caplog) == [said]
 
 
@@ -152,14 +154,14 @@ def test_further_columns_of_a_list(tmp_path: Path, caplog: pytest.LogCaptureFixt
         {"answer": "x", "gap": 1.0, "deep": {"y": None}, "when": "2024-05-01T00:00:00"},
         {"answer": None, "gap": None, "deep": None, "when": None},
     ]
-    assert left_out_in(caplog) == ["dataset: left out, as JSON cannot hold what is in them: column raw"]
+    assert left_out_in(caplog) == ["dataset: dropped, because the values cannot be represented in JSON: column raw"]
     pairs = [{**PAIR, "gap": 1}, {**PAIR, "gap": NAN}]
     with pytest.raises(DataError, match="^data row 2: margin is nan"):
         made(pairs, tmp_path, "preference_margin", column_map={"margin": "gap"})
 
 
 def undecided() -> Iterator[dict[str, Any]]:
-    """Rows of a stream, the second of which has what JSON cannot hold."""
+    """Rows of a stream, the second of which has a value that JSON does not support."""
     yield {"prompt": "a", "score": 1.0, "raw": 1}
     yield {"prompt": "b", "score": NAN, "raw": b"x"}
 
@@ -174,7 +176,9 @@ def test_further_columns_of_a_stream(tmp_path: Path, caplog: pytest.LogCaptureFi
     ):
         data = from_stream(stream, 5, stream_columns(None, "prompt_only"), "data", tmp_path / "stream")
         assert columns_of(made(data, tmp_path)) == columns
-        assert left_out_in(caplog) == [f"data: left out, as JSON cannot hold what is in them: column {name}"]
+        assert left_out_in(caplog) == [
+            f"data: dropped, because the values cannot be represented in JSON: column {name}"
+        ]
         caplog.clear()
 
 
@@ -203,21 +207,21 @@ def test_a_stream_keeps_every_column_of_prompts_only(tmp_path: Path) -> None:
     [
         (
             [{"question": "a", "messages": [USER]}],
-            "data: training needs the missing prompt; columns: question, mess",
+            "data: missing column prompt, which training requires; columns: question, mess",
         ),
-        ([{"prompt": "a"}, {"prompt": None}], "data row 2: prompt is missing; every row needs one"),
-        ([{"prompt": 5}], r"data row 1: prompt is 5 \(an integer\); give a string or a list of {role, content}"),
+        ([{"prompt": "a"}, {"prompt": None}], "data row 2: prompt is missing; every row must have one"),
+        ([{"prompt": 5}], r"data row 1: prompt is 5 \(an integer\); expected a string or a list of {role, content}"),
         ([{"prompt": [{"role": "user"}]}], r"data row 1: prompt\[0\] has no content"),
         ([{"prompt": [{**USER, "image": b"x"}]}], "data row 1: prompt is .*, which cannot be stored"),
     ],
 )
-def test_faulty_prompts_are_named(rows: list[dict[str, Any]], said: str, tmp_path: Path) -> None:
+def test_invalid_prompts_are_named(rows: list[dict[str, Any]], said: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"^{said}"):
         made(Dataset.from_list(rows), tmp_path)
 
 
-def test_a_string_has_no_system_turn() -> None:
-    with pytest.raises(DataError, match="^row 1: system needs a conversation"):
+def test_a_string_prompt_has_no_system_message() -> None:
+    with pytest.raises(DataError, match="^row 1: system requires a conversation"):
         prompt_only_row({"prompt": "a", "system": "s"}, "row 1")
 
 
@@ -243,7 +247,7 @@ def test_a_reward_model_learns_nothing_from_equal_answers(tmp_path: Path) -> Non
     assert prepared.dataset["row"][:] == [2]
     assert prepared.report.dropped == {
         "chosen and rejected are identical": 1,
-        "chosen and rejected are identical once they are cut to length": 1,
+        "chosen and rejected are identical after truncation": 1,
         "the completion is empty": 1,
     }
     assert made(rows, tmp_path, "preference", limits, tokenizer=tokenizer).dataset["row"][:] == [0, 1, 2]
@@ -258,17 +262,17 @@ def test_margins_of_a_csv_file_and_under_another_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("margin", [float("nan"), float("inf"), 1e39, 10**400, True, "wide", [1.0, 2.0], {"a": 1}])
 def test_a_margin_is_a_finite_number(margin: Any) -> None:
-    with pytest.raises(DataError, match="^data row 3: margin is .*; set it to a finite number, or to null for none$"):
+    with pytest.raises(DataError, match="^data row 3: margin is .*; expected a finite number or null$"):
         margin_of({**PAIR, "margin": margin}, "data row 3")
     assert margin_of({**PAIR, "margin": [-0.5]}, "data row 3") == -0.5
 
 
 def test_a_faulty_margin_is_named_with_its_row(tmp_path: Path) -> None:
     rows = [{**PAIR, "margin": 1.0}, {**PAIR, "margin": float("nan")}]
-    with pytest.raises(DataError, match=r"^data row 2: margin is nan \(a number\); set it"):
+    with pytest.raises(DataError, match=r"^data row 2: margin is nan \(a number\); expected"):
         made(rows, tmp_path, "preference_margin")
 
 
 def test_missing_columns_of_a_reward_model(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="^data: training needs the missing rejected; columns: chosen, compl"):
+    with pytest.raises(DataError, match="^data: missing column rejected; .*; columns: chosen, compl"):
         made([{"chosen": "a", "completion": "b", "label": True}], tmp_path, "preference_margin")

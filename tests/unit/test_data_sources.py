@@ -18,7 +18,7 @@ ROWS = [{"prompt": f"p{i}", "completion": f"c{i}", "label": i % 2 == 0} for i in
 
 
 def write(path: Path, *rows: Any) -> str:
-    """Write JSON Lines; a string is written as it is."""
+    """Write JSON Lines; strings are written unchanged."""
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), "utf-8")
     return str(path)
 
@@ -54,9 +54,9 @@ def test_slices_and_missing_splits(tmp_path: Path) -> None:
     path = write(tmp_path / "data.jsonl", *ROWS)
     assert load_split(path, None, "train[1:3]").to_list() == ROWS[1:3]
     assert load_split(path, None, "train[:1]+train[-1:]").to_list() == [ROWS[0], ROWS[4]]
-    assert refused(path, "test") == f"{path}: has no split 'test'; it has: train"
-    assert "split 'train[:x]' cannot be read" in refused(path, "train[:x]")
-    assert "holds no rows" in refused(path, "train[:0]")
+    assert refused(path, "test") == f"{path}: split 'test' does not exist; available: train"
+    assert "split 'train[:x]' is not valid" in refused(path, "train[:x]")
+    assert "contains no rows" in refused(path, "train[:0]")
 
 
 def test_folders(tmp_path: Path) -> None:
@@ -72,18 +72,18 @@ def test_folders(tmp_path: Path) -> None:
     assert load_split(str(tmp_path / "two"), None, "test").to_list() == [ROWS[1]]
     assert load_split(str(tmp_path / "three"), None, "train").to_list() == ROWS
     assert load_split(str(tmp_path / "three"), None, "test").to_list() == [ROWS[3]]
-    assert refused(str(tmp_path / "two"), "eval").endswith("has no split 'eval'; it has: train, test")
+    assert refused(str(tmp_path / "two"), "eval").endswith("split 'eval' does not exist; available: train, test")
     assert "remove it" in refused(str(tmp_path / "two"), config="en")
     (tmp_path / "four").mkdir()
-    assert "holds neither a saved dataset nor data files" in refused(str(tmp_path / "four"))
+    assert "contains neither a saved dataset nor data files" in refused(str(tmp_path / "four"))
 
 
 def test_missing_and_unreadable(tmp_path: Path) -> None:
     for name in ("missing.jsonl", "./missing", "~/missing-folder-of-data", str(tmp_path / "missing")):
-        assert refused(name).startswith(f"{name}: no such file or folder")
+        assert refused(name).startswith(f"{name}: file or folder does not exist")
     text = tmp_path / "data.txt"
     text.write_text("hello")
-    assert "cannot read .txt; give one of .json" in refused(str(text))
+    assert ".txt is not supported; use one of .json" in refused(str(text))
     for suffix in ("parquet", "arrow"):
         torn = tmp_path / f"torn.{suffix}"
         torn.write_bytes(b"PAR1 but no more")
@@ -96,7 +96,7 @@ def test_missing_and_unreadable(tmp_path: Path) -> None:
 def test_empty_files(tmp_path: Path, content: str, suffix: str) -> None:
     path = tmp_path / f"data.{suffix}"
     path.write_text(content)
-    assert refused(str(path)).startswith(f"{path}: holds no rows")
+    assert refused(str(path)).startswith(f"{path}: contains no rows")
 
 
 @pytest.mark.parametrize(
@@ -105,30 +105,30 @@ def test_empty_files(tmp_path: Path, content: str, suffix: str) -> None:
         ([ROWS[0], ROWS[1], '{"prompt": "p", "compl'], "line 3: not valid JSON: Unterminated string"),
         ([ROWS[0], "", "", '{"prompt": 1,}'], "line 4: not valid JSON"),
         ([json.dumps(ROWS[0]) * 2], "line 1: not valid JSON: Extra data"),
-        ([ROWS[0], "[1, 2]"], r"line 2: the row is \[1, 2\] \(a list\); give an object"),
+        ([ROWS[0], "[1, 2]"], r"line 2: the row is \[1, 2\] \(a list\); expected an object"),
         ([ROWS[0], '"text"'], "line 2: the row is 'text'"),
         ([ROWS[0], '{"score": NaN}'], "line 2: not valid JSON: NaN is not a JSON value"),
-        ([ROWS[0], r'{"prompt": "\ud83d"}'], "line 2: a string holds a half-written character"),
+        ([ROWS[0], r'{"prompt": "\ud83d"}'], "line 2: a string contains an unpaired surrogate"),
         (["{", '"prompt": "p"', "}"], "line 1: not valid JSON: .*one object per line"),
         ([ROWS[0], {**ROWS[1], "label": 1}], r"line 2: label is 1 \(an integer\), but other rows have a boolean"),
         (
             [ROWS[0], {**ROWS[1], "label": "true"}],
-            r"line 2: label is 'true' \(a string\), but .* set it to true or fa",
+            r"line 2: label is 'true' \(a string\), but .* expected true or fa",
         ),
         ([{**ROWS[1], "label": 0}, ROWS[0]], r"line 1: label is 0 \(an integer\), but other rows have a boolean"),
         ([ROWS[0], {**ROWS[1], "prompt": 3}], r"line 2: prompt is 3 \(an integer\), but other rows have a string"),
         (
             [{"prompt": [{"role": "user", "content": "x"}]}, "", {"prompt": [{"role": "user", "content": 3}]}],
-            r"line 3: prompt\[0\].content is 3 \(an integer\); write it as a string",
+            r"line 3: prompt\[0\].content is 3 \(an integer\); expected a string",
         ),
     ],
 )
-def test_torn_or_mixed_lines_are_named(tmp_path: Path, lines: list[Any], message: str) -> None:
+def test_truncated_or_mixed_lines_are_named(tmp_path: Path, lines: list[Any], message: str) -> None:
     path = write(tmp_path / "data.jsonl", *lines)
     assert re.match(f"{re.escape(path)} {message}", refused(path))
 
 
-def test_torn_json_list_and_wrong_encoding(tmp_path: Path) -> None:
+def test_truncated_json_list_and_wrong_encoding(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
     path.write_text('[\n{"prompt": "a"},\n{"prompt": "b"\n')
     assert refused(str(path)).startswith(f"{path} line 4: not valid JSON")
@@ -162,9 +162,9 @@ def test_csv_has_no_guessed_types(tmp_path: Path) -> None:
     ]
     assert load_split(str(path), None, "train").to_list() == expected
     for content, message in [
-        ("prompt,completion,label\na,b,True\na,b,1\n", "line 3: label is '1' (a string); write true or false"),
-        ("prompt,completion,label\na,b\n", "line 2: has 2 cells where the header has 3"),
-        ("prompt,prompt\na,b\n", "line 1: the header names the column 'prompt' twice"),
+        ("prompt,completion,label\na,b,True\na,b,1\n", "line 3: label is '1' (a string); expected true or false"),
+        ("prompt,completion,label\na,b\n", "line 2: the row has 2 cells, but the header has 3"),
+        ("prompt,prompt\na,b\n", "line 1: the header contains column 'prompt' twice"),
         ('prompt,completion\na,"b\n', "line 2: not valid CSV"),
     ]:
         path.write_text(content)
@@ -191,7 +191,7 @@ def test_python_objects() -> None:
         ([], "an empty list"),
         ([{}], "have no columns"),
         ("data.jsonl", "of type str"),
-        ([1], "dataset row 1: is 1"),
+        ([1], "dataset row 1: the row is 1"),
         ([ROWS[0], {**ROWS[1], "label": 1}], r"dataset row 2: label is 1 \(an integer\), but other rows"),
         ([{"tools": object()}], "cannot be stored"),
         ([{"tools": [float("nan")]}], "cannot be stored"),
@@ -200,7 +200,7 @@ def test_python_objects() -> None:
             dataset_from_python(value)
 
 
-def test_nothing_is_said_about_a_hub_split_but_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_error_of_a_hub_split_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, **kwargs: object) -> None:
         raise ValueError('Unknown split "x". Should be one of ["train"].\nMore')
 
@@ -209,15 +209,15 @@ def test_nothing_is_said_about_a_hub_split_but_its_error(monkeypatch: pytest.Mon
     assert message.startswith('dataset owner/name (config en), split x: cannot be loaded: Unknown split "x".')
 
 
-def test_files_of_two_kinds_in_one_split(tmp_path: Path) -> None:
+def test_two_file_types_in_one_split(tmp_path: Path) -> None:
     (tmp_path / "train-1.jsonl").write_text('{"a": 1}\n')
     (tmp_path / "train-2.csv").write_text("a\n1\n")
-    with pytest.raises(DataError, match=r"mixes \.csv, \.jsonl files in one split; keep one kind"):
+    with pytest.raises(DataError, match=r"the split mixes \.csv, \.jsonl files; use a single file type"):
         load_split(str(tmp_path), None, "train")
 
 
 def test_plain_columns_keep_their_types(tmp_path: Path) -> None:
-    """A column of one plain type is stored as that, so that nothing has to be decoded."""
+    """A column of one primitive type is stored with this type, so that no decoding is needed."""
     row = {"text": "a", "bool": True, "int": 1, "float": 0.5}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     loaded = load_split(str(tmp_path / "rows.jsonl"), None, "train")

@@ -1,6 +1,6 @@
-"""What follows from options and rows: steps, warm-up, rates, and when a run logs, evaluates and saves.
+"""Values derived from options and rows: steps, warm-up, learning rates, and intervals of logging and saving.
 
-Each number is compared with transformers' own arithmetic: its ``Trainer`` and accelerate's way to share batches.
+Each value is compared with that of transformers' ``Trainer`` and of accelerate's sharding of batches.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def sampler_of(rows: int, batch: int, accumulation: int, ranks: int, *, drop_las
 
 
 def theirs_of(args: TrainingArguments, rows: int, ranks: int) -> tuple[int, int]:
-    """transformers' optimizer steps per epoch and in all, with batches that accelerate shares among the ranks."""
+    """Return transformers' optimizer steps per epoch and in total, with batches that accelerate shards over ranks."""
     batches = BatchSampler(range(rows), args.per_device_train_batch_size, args.dataloader_drop_last)
     shard = BatchSamplerShard(batches, num_processes=ranks, process_index=0)
     trainer = SimpleNamespace(
@@ -49,7 +49,7 @@ def theirs_of(args: TrainingArguments, rows: int, ranks: int) -> tuple[int, int]
     return values[1], values[-1]
 
 
-def test_steps_are_those_of_transformers(tmp_path: Path) -> None:
+def test_step_counts_match_transformers(tmp_path: Path) -> None:
     lengths = [(CPOConfig("out", **more), TrainingArguments(str(tmp_path), use_cpu=True, **more)) for more in LENGTHS]
     for rows, batch, accumulation, ranks in itertools.product((1, 7, 24, 97), (1, 3), (1, 2, 3), (1, 2, 4)):
         sampler = sampler_of(rows, batch, accumulation, ranks, drop_last=False)
@@ -60,8 +60,8 @@ def test_steps_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("rows", "accumulation", "ours", "theirs"), [(24, 2, 3, 3), (25, 2, 3, 3), (28, 2, 3, 4)])
-def test_what_is_dropped_is_a_window(tmp_path: Path, rows: int, accumulation: int, ours: int, theirs: int) -> None:
-    """transformers drops a micro-batch that is not full and steps on what is left of the accumulation."""
+def test_drop_last_drops_a_window(tmp_path: Path, rows: int, accumulation: int, ours: int, theirs: int) -> None:
+    """transformers drops an incomplete micro-batch and takes a step with an incomplete accumulation."""
     sizes: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulation}
     args = TrainingArguments(str(tmp_path), use_cpu=True, dataloader_drop_last=True, **sizes)
     assert theirs_of(args, rows, 2)[0] == theirs
@@ -88,8 +88,8 @@ def rates(optimizer: torch.optim.Optimizer, schedule: Any, steps: int) -> list[f
 
 
 @pytest.mark.parametrize("steps", [1, 11, 15, 100])
-def test_every_rate_is_that_of_transformers(tmp_path: Path, steps: int) -> None:
-    # A polynomial over nothing but warm-up divides by zero there.
+def test_learning_rates_match_transformers(tmp_path: Path, steps: int) -> None:
+    # A polynomial schedule that is all warm-up divides by zero in transformers.
     kinds = [kind for kind in SCHEDULES if steps > 3 or kind["lr_scheduler_type"] != "polynomial"]
     for kind, warmup in itertools.product(kinds, ({}, {"warmup_ratio": 0.1}, {"warmup_steps": 3})):
         found = []

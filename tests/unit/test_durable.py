@@ -1,4 +1,4 @@
-"""Files that are replaced whole: what a reader, or a restart after a crash, finds."""
+"""Atomic replacement of files: what a reader, or a restart after a crash, finds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def kind(descriptor: int) -> str:
     return Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
 
 
-def test_the_content_is_on_the_disk_before_the_name_and_the_name_before_the_return(
+def test_content_is_synced_before_the_rename_and_the_rename_before_returning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, happened, before = tmp_path / "report.md", [], "old " * 100
@@ -27,7 +27,7 @@ def test_the_content_is_on_the_disk_before_the_name_and_the_name_before_the_retu
     rename, sync_now = os.replace, os.fsync
 
     def replace(source: Path, target: Path) -> None:
-        assert path.read_text() == before, "a reader finds the old content until the new is complete"
+        assert path.read_text() == before, "readers see the old content until the new content is complete"
         assert source.parent == path.parent and source.read_text() == "größer"
         happened.append("replace")
         rename(source, target)
@@ -47,19 +47,19 @@ def test_the_content_is_on_the_disk_before_the_name_and_the_name_before_the_retu
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_what_fails_leaves_the_file_as_it_was(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_file_unchanged(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise full(tmp_path)
 
     path = tmp_path / "options.json"
     write_json(path, {"a": 1})
     monkeypatch.setattr(os, step, fails)
-    with pytest.raises(OutputError, match=r"^output_dir: could not write .*options\.json: .*No space left") as caught:
+    with pytest.raises(OutputError, match=r"^output_dir: cannot write .*options\.json: .*No space left") as caught:
         write_json(path, {"a": 2})
     assert is_full(caught.value) and path.read_text() == '{\n  "a": 1\n}\n' and list(tmp_path.iterdir()) == [path]
 
 
-def test_on_a_full_disk_the_file_stays_as_it_was(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_file_unchanged(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
         path = disk / "run" / "state.json"
         write_json(path, {"a": 1})
@@ -72,7 +72,7 @@ def test_on_a_full_disk_the_file_stays_as_it_was(tmp_path: Path) -> None:
         assert path.read_text() == '{\n  "a": 2\n}\n'
 
 
-def test_a_full_disk_is_known_behind_other_errors(tmp_path: Path) -> None:
+def test_a_full_disk_is_recognized_as_the_cause_of_other_errors(tmp_path: Path) -> None:
     quota = OSError(errno.EDQUOT, "Disk quota exceeded")
     try:
         raise OutputError("output_dir: …") from quota

@@ -1,4 +1,4 @@
-"""Uploads to the hub: what is sent and what never is, and what happens where that fails. No engine, no network."""
+"""Uploads to the Hub: what is sent, what must never be sent, and how failures are handled. No engine, no network."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from alignment.training.hub.uploads import STAGING, Uploads
 MODEL = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 
 
-# What is uploaded ----------------------------------------------------------------------------------------------------
+# What is uploaded ---------------------------------------------------------------------------------------------------
 
 
-def test_only_files_on_the_list_are_uploaded(tmp_path: Path) -> None:
+def test_only_listed_files_are_uploaded(tmp_path: Path) -> None:
     others = """log.jsonl completions.jsonl status.json report.md report.html trainer_state.json deepspeed.json STOP
         options.json notes.txt vocab.txt rows.json my.safetensors model.bin code.py modeling_mine.py .hidden""".split()
     for name in (*MODEL, *others, "additional_chat_templates/tool.jinja", "checkpoint-1/model.safetensors"):
@@ -55,7 +55,7 @@ def test_only_files_on_the_list_are_uploaded(tmp_path: Path) -> None:
     assert "modeling_mine.py" in model_files(tmp_path, None) and "code.py" not in model_files(tmp_path, None)
 
 
-def test_options_are_published_without_secrets_and_folders(tmp_path: Path) -> None:
+def test_options_are_published_without_secrets_and_paths(tmp_path: Path) -> None:
     options = KTOConfig(
         str(tmp_path / "out"),
         hub_token="hf_mine",
@@ -69,19 +69,19 @@ def test_options_are_published_without_secrets_and_folders(tmp_path: Path) -> No
     assert "hf_mine" not in repr(options)
 
 
-def test_what_is_put_aside_stays_as_it_was(tmp_path: Path) -> None:
+def test_staged_files_do_not_change(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "a.json").write_text("old")
     assert stage(tmp_path / "run", ["a.json"], tmp_path / "aside", {"b.json": "text"}) == 7
     (tmp_path / "new").write_text("new")
-    os.replace(tmp_path / "new", tmp_path / "run" / "a.json")  # as every writer of a run does
+    os.replace(tmp_path / "new", tmp_path / "run" / "a.json")  # like all writers of a run
     assert [(tmp_path / "aside" / name).read_text() for name in ("a.json", "b.json")] == ["old", "text"]
 
 
-# The card ------------------------------------------------------------------------------------------------------------
+# The card -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_card_says_what_the_caller_adds(tmp_path: Path) -> None:
+def test_the_card_has_the_callers_additions(tmp_path: Path) -> None:
     details = Details("mine", "org/rows", ["a", "b"], "en", "mit", "org/base", None, "org/more", "my rows", "default")
     text = card_text(tmp_path, Subject("out", "other/base", False, True, ["own"]), {"method": "kto"}, details)
     head = yaml.safe_load(text.split("---")[1])
@@ -106,12 +106,12 @@ def test_the_card_says_what_the_caller_adds(tmp_path: Path) -> None:
     assert own_card(tmp_path)
 
 
-# The hub -------------------------------------------------------------------------------------------------------------
+# The hub ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A hub that this process, and those that it starts, upload to."""
+    """A fake Hub for this process and its child processes."""
     fake = FakeHub()
     for name, value in {"ENDPOINT": fake.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
@@ -124,13 +124,13 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 
 def request(folder: Path | None = None, **more: Any) -> dict[str, Any]:
-    """One part from a folder, to the repository ``me/x``."""
+    """Return a request with one part from a folder, for the repository ``me/x``."""
     part = {"folder": str(folder), "path": "", "message": "m", "replaces": ["model-*-of-*.safetensors"]}
     return {**Repository("x", token=TOKEN).request([part] if folder else []), **more}
 
 
 def model_folder(folder: Path, weights: str = "model.safetensors", content: str = "w") -> Path:
-    """A folder with something of each kind."""
+    """Create a folder with a file of each kind."""
     folder.mkdir()
     (folder / weights).write_text(content)
     (folder / "config.json").write_text("{}")
@@ -138,7 +138,7 @@ def model_folder(folder: Path, weights: str = "model.safetensors", content: str 
     return folder
 
 
-def test_a_repository_is_made_once_and_stale_weights_go(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_repository_is_created_once_and_stale_weights_are_deleted(hub: FakeHub, tmp_path: Path) -> None:
     first = model_folder(tmp_path / "a", "model-00001-of-00002.safetensors")
     asked = request(first, private=True, revision="dev")
     found = worker.answer(asked)
@@ -152,7 +152,7 @@ def test_a_repository_is_made_once_and_stale_weights_go(hub: FakeHub, tmp_path: 
     assert hub.files("me/x", "main") == {}
 
 
-def test_nothing_is_made_where_one_only_looks(hub: FakeHub) -> None:
+def test_a_check_creates_nothing(hub: FakeHub) -> None:
     assert worker.answer(request(create=False, revision="dev")) == {"repo": "me/x", "commits": []}
     assert hub.repos == {}
 
@@ -182,7 +182,7 @@ def test_failures(
     assert "hf_" not in found["error"]
 
 
-def test_a_token_that_may_only_read(hub: FakeHub) -> None:
+def test_a_read_only_token(hub: FakeHub) -> None:
     hub.role = "read"
     found = worker.answer(request())
     assert "the token is read-only" in found["error"] and not found["transient"] and hub.repos == {}
@@ -195,17 +195,17 @@ def test_without_a_token(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path
     assert found["error"] == "no token found; run `hf auth login`, or set hub_token" and not found["transient"]
 
 
-def test_offline_is_said_without_a_request(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_is_reported_without_a_request(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     found = worker.answer(request())
     assert found["error"].startswith("HF_HUB_OFFLINE") and not found["transient"] and hub.requests == []
 
 
-# Its process ---------------------------------------------------------------------------------------------------------
+# Its process --------------------------------------------------------------------------------------------------------
 
 
 def program(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run this in the place of the worker."""
+    """Run this program instead of the worker."""
     (folder / "program.py").write_text(f"import sys, json, time\n{text}\n")
     monkeypatch.setattr(process, "_PROGRAM", folder / "program.py")
 
@@ -218,7 +218,7 @@ def test_a_process_uploads(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.Mon
     assert answer.error is None and answer.repo == "me/x" and "model.safetensors" in hub.files("me/x")
 
 
-def test_a_process_is_bounded_and_can_be_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_has_a_time_limit_and_can_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path, "time.sleep(60)", monkeypatch)
     began = time.monotonic()
     assert HubCall()(request(), 0.2) == Answer(error="timed out after 0 s", transient=True)
@@ -228,17 +228,17 @@ def test_a_process_is_bounded_and_can_be_cut_off(tmp_path: Path, monkeypatch: py
     assert time.monotonic() - began < 20
 
 
-def test_a_process_that_breaks_tells_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crashing_process_does_not_reveal_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path, "raise ValueError(json.loads(sys.stdin.readline())['token'])", monkeypatch)
     answer = HubCall()(request(), 60)
     assert answer.transient and "status 1: ValueError: <hidden>" in str(answer.error)
 
 
-# The repository ------------------------------------------------------------------------------------------------------
+# The repository -----------------------------------------------------------------------------------------------------
 
 
 class Calls:
-    """Answers in turn, and then well; each waits for ``gate``."""
+    """Returns the answers in turn, then successes; each waits for ``gate``."""
 
     def __init__(self, *answers: Answer) -> None:
         self.answers, self.requests = list(answers), list[Mapping[str, Any]]()
@@ -261,7 +261,7 @@ class Calls:
         self.gate.set()
 
 
-def test_the_name_is_that_of_the_folder(tmp_path: Path) -> None:
+def test_the_default_name_is_that_of_the_folder(tmp_path: Path) -> None:
     assert named_repository(KTOConfig(str(tmp_path / "my-run"))).name == "my-run"
     assert named_repository(KTOConfig("out", hub_model_id="a/b")).name == "a/b"
     for options in ({"output_dir": "my run"}, {"hub_model_id": "a/b/c", "output_dir": "out"}):
@@ -272,7 +272,7 @@ def test_the_name_is_that_of_the_folder(tmp_path: Path) -> None:
     assert "hub_token=<hidden>" in str(refused.value) and "hf_my" not in str(refused.value)
 
 
-def test_a_repository_is_asked_for_until_the_hub_answers() -> None:
+def test_requests_for_a_repository_are_retried() -> None:
     calls = Calls(Answer(error="HTTP 503", transient=True), Answer(error="HTTP 429", transient=True))
     slept: list[float] = []
     found = ready_repository(Repository("x"), Retries(2, 1.0, slept.append), call=lambda: calls)
@@ -285,7 +285,7 @@ def test_a_repository_is_asked_for_until_the_hub_answers() -> None:
         ready_repository(Repository("x"), Retries(1, 0.0, slept.append), call=lambda: busy)
 
 
-# The queue -----------------------------------------------------------------------------------------------------------
+# The queue ----------------------------------------------------------------------------------------------------------
 
 
 def push_of(folder: Path, **more: Any) -> Push:
@@ -293,7 +293,7 @@ def push_of(folder: Path, **more: Any) -> Push:
     return Push(**{"label": folder.name, "step": 1, "request": request(), "folder": folder, "size": 1, **more})
 
 
-def test_pushes_are_carried_out_in_order_and_again(tmp_path: Path) -> None:
+def test_pushes_run_in_order_and_are_retried(tmp_path: Path) -> None:
     busy = Answer(error="HTTP 500", transient=True)
     calls = Calls(busy, Answer(), busy, busy, Answer(error="HTTP 403"))
     pushes = Pushes(calls, pause=0.0)
@@ -313,11 +313,11 @@ def test_pushes_are_carried_out_in_order_and_again(tmp_path: Path) -> None:
     assert TOKEN not in repr(each) + repr(Repository("x", token=TOKEN))
 
 
-# A run ---------------------------------------------------------------------------------------------------------------
+# A run --------------------------------------------------------------------------------------------------------------
 
 
 class Run:
-    """What uploads see of a run that saves a checkpoint at each step, and what they say."""
+    """A run that saves a checkpoint at each step, as seen by uploads, with their messages."""
 
     def __init__(self, root: Path, *answers: Answer, steps: int = 9, **options: Any) -> None:
         self.args = KTOConfig(str(root / "out"), push_to_hub=True, retry_pause=0.0, hub_token=TOKEN, **options)
@@ -334,30 +334,30 @@ class Run:
         self.uploads.use(Repository("me/x", known=True, token=TOKEN))
 
     def save(self, **control: bool) -> None:
-        """The next step, with its checkpoint."""
+        """Take a step and save its checkpoint."""
         self.state.global_step += 1
         folder = model_folder(self.root / f"checkpoint-{self.state.global_step}")
         (folder / "run_state.json").write_text("{}")
         (folder / "optimizer.safetensors").write_text("s")
         records = {name: record_of(folder / name) for name in files_in(folder)}
         Manifest("r", self.state.global_step, "kto", 1, 2, 8, 9, True, {}, {}, {}, records).write(folder)
-        (folder / "mine.txt").write_text("put here by a user")
+        (folder / "mine.txt").write_text("written by a user")
         self.uploads.on_save(self.args, self.state, TrainerControl(**control))
 
     def idle(self) -> None:
-        """Wait, and hear what became of it."""
+        """Wait for the uploads and collect their outcomes."""
         pushes = self.uploads._pushes
         assert pushes is None or pushes.wait(10)
         self.uploads.report()
 
     @property
     def sent(self) -> list[list[tuple[str, str]]]:
-        """Path and message of each part of each request."""
+        """Return path and message of each part of each request."""
         return [[(p["path"], p["message"]) for p in request["parts"]] for request in self.calls.requests]
 
 
 def content(part: Mapping[str, Any]) -> list[str]:
-    """What a part would upload."""
+    """Return the files that a part would upload."""
     return files_in(Path(part["folder"])) + [p.name for p in Path(part["folder"]).glob("manifest.json")]
 
 
@@ -384,13 +384,13 @@ def test_what_a_save_uploads(strategy: str, path: str | None, tmp_path: Path) ->
     assert run.log[0]["of"] == "checkpoint-1" and run.log[0]["commit"] == "o" and run.said == []
 
 
-def test_the_end_alone(tmp_path: Path) -> None:
+def test_upload_at_the_end_only(tmp_path: Path) -> None:
     run = Run(tmp_path, hub_strategy="end", steps=1)
     run.save()
     assert run.sent == [] and run.uploads._pushes is None
 
 
-def test_a_save_is_left_out_while_another_is_uploaded_but_not_the_last(tmp_path: Path) -> None:
+def test_a_save_during_an_upload_is_skipped_except_the_last(tmp_path: Path) -> None:
     run = Run(tmp_path, steps=3)
     run.calls.gate.clear()
     for _ in range(3):
@@ -408,7 +408,7 @@ def test_a_save_is_left_out_while_another_is_uploaded_but_not_the_last(tmp_path:
     assert len(always.sent) == 2
 
 
-def test_a_failure_is_said_once_and_no_more_is_tried_after_three(tmp_path: Path) -> None:
+def test_a_failure_is_reported_once_and_uploads_stop_after_three(tmp_path: Path) -> None:
     run = Run(tmp_path, *[Answer(error="HTTP 500", transient=True)] * 3, steps=6)
     for _ in range(5):
         run.save()
@@ -417,13 +417,13 @@ def test_a_failure_is_said_once_and_no_more_is_tried_after_three(tmp_path: Path)
     assert len(run.said) == 2 and "step 1" not in run.said[1]
     assert run.said[0].startswith("warning: push_to_hub: could not upload checkpoint-1 (HTTP 500); training continues")
     assert "3 consecutive uploads" in run.said[1]
-    run.save()  # the last one is tried all the same
+    run.save()  # the last one is attempted anyway
     run.idle()
     assert len(run.calls.requests) == 4 and run.said[2] == "push_to_hub: uploaded checkpoint-6 to u"
     assert TOKEN not in str(run.said) + str(run.log)
 
 
-def test_the_last_failure_says_what_to_run(tmp_path: Path) -> None:
+def test_the_last_failure_prints_the_upload_commands(tmp_path: Path) -> None:
     busy = Answer(error="HTTP 500", transient=True)
     run = Run(tmp_path, *[busy] * 4, steps=1, retries=3, hub_strategy="checkpoint", hub_revision="dev")
     run.uploads.use(Repository("me/x", known=True, revision="dev"))
@@ -439,15 +439,15 @@ def test_the_last_failure_says_what_to_run(tmp_path: Path) -> None:
     assert (staged / "model" / "model.safetensors").exists() and "training is not affected" in said
 
 
-def test_what_cannot_be_put_aside_ends_nothing(tmp_path: Path) -> None:
+def test_a_failure_to_stage_does_not_end_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path, hub_strategy="checkpoint")
     run.state.global_step = 3
-    run.uploads.on_save(run.args, run.state, TrainerControl())  # a checkpoint that is not there
+    run.uploads.on_save(run.args, run.state, TrainerControl())  # a checkpoint that does not exist
     assert "checkpoint-3: no such folder" in run.said[0] and run.calls.requests == []
     assert not list((run.root / STAGING).glob("*"))
 
 
-def test_a_stop_uploads_nothing_new_and_waits_for_nothing(tmp_path: Path) -> None:
+def test_a_stop_starts_no_upload_and_does_not_wait(tmp_path: Path) -> None:
     run = Run(tmp_path, hub_always_push=True)
     run.calls.gate.clear()
     run.save()
@@ -461,7 +461,7 @@ def test_a_stop_uploads_nothing_new_and_waits_for_nothing(tmp_path: Path) -> Non
     assert len(run.calls.requests) == 1 and run.said == [f"push_to_hub: the upload of checkpoint-1 was {CUT_OFF}"]
 
 
-def test_a_card_of_somebody_else_is_kept(tmp_path: Path) -> None:
+def test_a_card_written_by_someone_else_is_kept(tmp_path: Path) -> None:
     run = Run(tmp_path)
     (run.root / "README.md").write_text("# mine\n")
     run.calls.gate.clear()

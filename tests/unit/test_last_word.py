@@ -202,3 +202,19 @@ def _lives(pid: int) -> bool:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]
     except OSError:
         return False
+
+
+@pytest.mark.parametrize(("verdict", "drawn"), [
+    (Verdict(), True), (Verdict(code=0, state="finished"), False), (Verdict(hung=True), False),
+    (Verdict(code=85, state="preempted", signal="SIGTERM"), False),
+])  # fmt: skip
+def test_the_report_of_a_failure_follows_its_status(
+    verdict: Verdict, drawn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that stops or finishes has drawn it before; one that hangs, or is ended at once, has no time for it."""
+    activity, happened = Activity(), list[str]()
+    activity.status = SimpleNamespace(update=lambda **values: happened.append(values["state"]))  # type: ignore[assignment]
+    activity.at_failure = lambda: happened.append("report")
+    monkeypatch.setattr(last_word, "ACTIVITY", activity)
+    last_word.record("error: it failed", verdict)
+    assert happened == [verdict.state, *(["report"] if drawn else [])]

@@ -1,4 +1,4 @@
-"""What Online DPO makes of scored completions: rankings, pairs, micro-batches, wins; and the seeds of its windows."""
+"""Rankings, pairs, micro-batches and win rates from scored completions in Online DPO, and the seeds of its windows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EOS = 1
 
 
 def group(row: int, *texts: str, ended: Sequence[bool] = (), prompt: str | None = None) -> Generated:
-    """A prompt of which the policy made these texts; ids are those of the letters."""
+    """Return a prompt with these texts as completions; token ids are letter codes."""
     ends = [*ended, *[False] * len(texts)]
     completions = [
         Completion((*map(ord, text), EOS) if end else tuple(map(ord, text)), end) for text, end in zip(texts, ends)
@@ -57,9 +57,9 @@ def group(row: int, *texts: str, ended: Sequence[bool] = (), prompt: str | None 
         ((2.0, 2.0), "ab", "tied"),
         ((2.0, 2.0, 2.0), "aab", "tied"),
         ((2.0, 2.0), "aa", "identical"),
-        ((2.0, 1.0), "aa", "identical"),  # told apart by the penalty for not ending alone
+        ((2.0, 1.0), "aa", "identical"),  # different only by the penalty for a missing end
         ((2.0, 1.5, 1.0), "aba", (0, 1)),
-        ((2.0, 1.0, 1.5, 0.0), "aaba", (2, 3)),  # the widest gap between two different texts
+        ((2.0, 1.0, 1.5, 0.0), "aaba", (2, 3)),  # the largest difference between two distinct texts
         ((2.0, None, 2.0), "aba", "identical"),
         ((1.0, None), "ab", "unscored"),
         ((None, None, None), "aaa", "unscored"),
@@ -69,7 +69,7 @@ def test_best_and_worst(scores: tuple[float | None, ...], texts: str, outcome: A
     assert best_and_worst(scores, list(texts)) == Ranking(outcome, scores)
 
 
-def test_a_pair_is_the_ids_as_generated_the_better_side_first() -> None:
+def test_a_pair_has_the_generated_ids_better_side_first() -> None:
     one = group(2, "ab", "c", "de", ended=(True, False, True))
     pair = pair_of(one, Ranking((2, 0), (1.0, None, 2.5)))
     assert pair == Pair(2, (52, 52, 52), (ord("d"), ord("e"), EOS), (ord("a"), ord("b"), EOS), (2.5, 1.0))
@@ -80,7 +80,7 @@ def test_a_pair_is_the_ids_as_generated_the_better_side_first() -> None:
 
 
 def pairs(count: int, scored: bool = True) -> list[Pair]:
-    """Pairs of rows 10, 11 … which get shorter and shorter."""
+    """Return pairs of rows 10, 11 …, in order of decreasing length."""
     return [
         Pair(
             row=10 + number,
@@ -95,7 +95,7 @@ def pairs(count: int, scored: bool = True) -> list[Pair]:
 
 @pytest.mark.parametrize("max_tokens", [None, 24])
 @pytest.mark.parametrize(("world", "size"), [(1, 5), (1, 2), (2, 1), (2, 3), (3, 1)])
-def test_pairs_are_dealt_out_once_each(world: int, size: int, max_tokens: int | None) -> None:
+def test_each_pair_is_assigned_once(world: int, size: int, max_tokens: int | None) -> None:
     given = pairs(5)
     plan = plan_pairs(given, WINDOW, world_size=world, batch_size=size, max_tokens=max_tokens)
     assert (plan.epoch, plan.step, plan.counts.rows) == (3, 7, 5)
@@ -118,7 +118,7 @@ def test_pairs_are_dealt_out_once_each(world: int, size: int, max_tokens: int | 
                 assert chosen <= size
 
 
-def test_the_longest_pairs_come_first_whatever_their_order() -> None:
+def test_the_longest_pairs_come_first() -> None:
     given = pairs(4)
     plan = plan_pairs(given, WINDOW, world_size=2, batch_size=1, max_tokens=None)
     assert [[batch.rows for batch in micro] for micro in plan.micro_batches] == [[(0,), (1,)], [(2,), (3,)]]
@@ -126,12 +126,12 @@ def test_the_longest_pairs_come_first_whatever_their_order() -> None:
     assert [[batch.rows for batch in micro] for micro in turned.micro_batches] == [[(3,), (2,)], [(1,), (0,)]]
 
 
-def test_a_judged_batch_has_no_scores_and_an_empty_share_is_empty() -> None:
+def test_judged_batches_have_no_scores_and_empty_shares_are_empty() -> None:
     given = pairs(1, scored=False)
     plan = plan_pairs(given, WINDOW, world_size=2, batch_size=2, max_tokens=None)
     (own,), (empty,) = (ranked_batches(given, plan, rank, 0.1) for rank in (0, 1))
     assert own.rows == (10,) and own.scores is None
-    assert empty.scores is None, "or a judge's run would count scores that there are not"
+    assert empty.scores is None, "a judge's run must not count missing scores"
     assert empty.rows == () and empty.pairs.tokens == 0 and empty.pairs.longest == plan.longest[0] == 2
     result = dpo_loss(*[torch.zeros(0)] * 4, beta=empty.beta)
     assert result.losses.shape == (0,)
@@ -139,28 +139,30 @@ def test_a_judged_batch_has_no_scores_and_an_empty_share_is_empty() -> None:
     assert (none.counts.rows, none.micro_batches, ranked_batches([], none, 0, 0.1)) == (0, (), [])
 
 
-# Texts ---------------------------------------------------------------------------------------------------------------
+# Texts --------------------------------------------------------------------------------------------------------------
 
 
 def spaced_tokenizer() -> PreTrainedTokenizerFast:
-    """Words with their spaces as a mark before them, which decoding drops at the beginning of a text."""
+    """Return a tokenizer that marks spaces before words, and drops the first one when decoding."""
     words = ["<s>", "</s>", *(f"\u2581{word}" for word in "Lily went to the park".split()), ".", ",", "\u2581,"]
     core = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<s>"))
     core.decoder = decoders.Metaspace()
     return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
 
 
-def test_a_completion_keeps_the_space_that_it_begins_with() -> None:
+def test_a_completion_keeps_its_leading_space() -> None:
     tokenizer = spaced_tokenizer()
     lily, went, to, the, park, stop, comma, apart = range(2, 10)
     prompt, made = [0, lily, went, to], [[the, park, stop, 1], [comma, apart, park]]
-    assert continuations(prompt, made, tokenizer) == [" the park.", ", , park"], "nothing is tidied up either"
-    assert continuations([], made, tokenizer) == ["the park.", ", , park"], "a message stands alone"
+    assert continuations(prompt, made, tokenizer) == [" the park.", ", , park"], (
+        "tokenization spaces are not cleaned up"
+    )
+    assert continuations([], made, tokenizer) == ["the park.", ", , park"], "a message is decoded alone"
     assert continuations(prompt, [], tokenizer) == []
 
 
 def described_data(prompts: Sequence[Any], columns: Sequence[dict[str, Any]]) -> PreparedData:
-    """A mixture of which every part has one row: a prompt and further columns."""
+    """Return a mixture whose parts have one row each: a prompt and further columns."""
     stored = {"prompt": [*map(json.dumps, prompts)], "template": ["{}"] * len(prompts)}
     dataset = Dataset.from_dict({**stored, "columns": [*map(json.dumps, columns)], "row": [0] * len(prompts)})
     lengths = np.ones(len(prompts), dtype=np.int64)
@@ -170,7 +172,7 @@ def described_data(prompts: Sequence[Any], columns: Sequence[dict[str, Any]]) ->
     )
 
 
-def test_a_text_goes_on_where_its_prompt_ends_and_a_message_stands_alone() -> None:
+def test_a_text_continues_its_prompt_and_a_message_is_separate() -> None:
     tokenizer = spaced_tokenizer()
     lily, went, to, the, park = range(2, 7)
     data = described_data(["Lily went to", [{"role": "user", "content": "Lily went to"}]], [{}, {}])
@@ -181,7 +183,7 @@ def test_a_text_goes_on_where_its_prompt_ends_and_a_message_stands_alone() -> No
     assert samples_of(groups, []).completions == [" the park", [{"role": "assistant", "content": "the park"}]]
 
 
-def test_columns_are_those_of_every_part_of_a_mixture() -> None:
+def test_columns_are_collected_from_all_parts_of_a_mixture() -> None:
     data = described_data(["Lily", "went", "to"], [{"answer": 1}, {"answer": 2, "tag": "x"}, {"level": 0.5}])
     columns = further_columns(data)
     assert columns == ["answer", "tag", "level"]
@@ -194,7 +196,7 @@ def test_columns_are_those_of_every_part_of_a_mixture() -> None:
 
 
 def length(completions: list[str]) -> list[float | None]:
-    """No score for what begins with n."""
+    """Score by length; no score for texts that begin with n."""
     return [None if text.startswith("n") else float(len(text)) for text in completions]
 
 
@@ -226,7 +228,7 @@ def test_rewards_rank_every_prompt_by_its_own_completions() -> None:
     assert ranker.rank([], [], 0, sums) == []
 
 
-def test_wins_are_of_first_completions_and_ties_count_half() -> None:
+def test_wins_compare_first_completions_and_ties_count_half() -> None:
     ranker = RewardRanker(Rewards([FunctionReward(length)]))
     ours = [group(0, "abc", ""), group(1, "ab", "abcd"), group(2, "ab", "a"), group(3, "n", "a"), group(4, "a", "b")]
     theirs = [group(0, "ab"), group(1, "abc"), group(2, "xy"), group(3, "a"), group(4, "n")]
@@ -235,7 +237,7 @@ def test_wins_are_of_first_completions_and_ties_count_half() -> None:
 
 
 class Words:
-    """Prefers what comes later in the alphabet; says -1 where a text is ``?`` and records what it is shown."""
+    """Prefers texts later in the alphabet, returns -1 if a text is ``?``, and records its input."""
 
     def __init__(self) -> None:
         self.shown: list[list[str]] = []
@@ -249,12 +251,12 @@ def test_a_judge_ranks_pairs_and_may_decline() -> None:
     words = Words()
     ranker = JudgeRanker(Judge(words))
     groups = [group(0, "a", "b"), group(1, "b", "a"), group(2, "c", "c"), group(3, "?", "a"), group(4, "a")]
-    for seed in range(20):  # in whichever order the two are shown
+    for seed in range(20):  # in both orders
         rankings = ranker.rank(groups, [], seed, None)
         outcomes = [ranking.outcome for ranking in rankings]
         assert outcomes == [(1, 0), (0, 1), "identical", "failed", "unscored"]
         assert all(ranking.scores is None for ranking in rankings)
-    assert ["c", "c"] not in words.shown, "nothing to ask"
+    assert ["c", "c"] not in words.shown, "identical texts are not compared"
     assert ["a", "b"] in words.shown and ["b", "a"] in words.shown
     assert ranker.rank([], [], 0, None) == []
 
@@ -272,13 +274,13 @@ def test_a_judge_counts_wins_between_policies() -> None:
         ]
 
 
-def test_a_judge_that_says_anything_else_is_named() -> None:
+def test_an_invalid_verdict_names_the_judge() -> None:
     ranker = JudgeRanker(Judge(lambda prompts, pairs: [2 for _ in pairs], name="odd"))
     with pytest.raises(RewardError, match=r"judge 'odd' returned 2 .* for row 1; return 0"):
         ranker.rank([group(1, "a", "b")], [], 0, None)
 
 
-# Seeds ---------------------------------------------------------------------------------------------------------------
+# Seeds --------------------------------------------------------------------------------------------------------------
 
 
 def test_every_window_and_rank_has_its_own_seeds() -> None:
@@ -293,5 +295,5 @@ def test_every_window_and_rank_has_its_own_seeds() -> None:
     assert seeds == {place: seed(*place) for place in places}
     evaluations = {(run, rank): seed(run, 0, 0, rank, train=False) for run in (0, 1, 42) for rank in (0, 1)}
     assert len({*evaluations.values(), *seeds.values()}) == len(evaluations) + len(seeds)
-    # Evaluations draw alike whenever they are, so that only the policy makes a difference.
+    # All evaluations use the same random numbers, so that only the policy makes a difference.
     assert seed(42, 2, 4, 1, train=False) == evaluations[42, 1]

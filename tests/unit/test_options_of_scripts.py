@@ -1,4 +1,4 @@
-"""What scripts for TRL do with options: copy, print and extend them, and set values that mean what is done here."""
+"""How scripts for TRL use options: they copy, print and extend them, and set values that have no effect here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from alignment.training.surface.overrides import check_attributes
 
 
 class Unknown:
-    """Of a script: nothing that a value could be converted to."""
+    """A type of a script that no value can be converted to."""
 
 
 @dataclasses.dataclass
@@ -31,7 +31,7 @@ class Derived(KTOConfig):
         self.learning_rate = 1e-3
 
 
-def test_fields_of_a_script_s_own() -> None:
+def test_additional_fields_of_a_script() -> None:
     thing = Unknown()
     options = Derived(further=thing, several={"one": thing}, number="4", dataset_name="rows")  # type: ignore[arg-type]
     options.check_again()
@@ -50,18 +50,18 @@ def test_fields_of_a_script_s_own() -> None:
         (KTOConfig, {"push_to_hub_token": None, "hub_token": "s3cret"}, "hub_token", "s3cret"),
     ],
 )
-def test_values_and_names_of_transformers(kind: Any, given: dict[str, Any], name: str, expected: Any) -> None:
+def test_transformers_values_and_names(kind: Any, given: dict[str, Any], name: str, expected: Any) -> None:
     assert getattr(kind(**given), name) == expected
 
 
-def test_what_to_dict_gives_makes_the_same_options() -> None:
+def test_to_dict_round_trips() -> None:
     options = CPOConfig(beta=0.3, loss_type="hinge", model_init_kwargs={"torch_dtype": "bfloat16"})
     assert CPOConfig(**options.to_dict()) == options
     with pytest.raises(OptionError, match="method='cpo'"):
-        KTOConfig(**options.to_dict())  # of another method
+        KTOConfig(**options.to_dict())  # options of another method
 
 
-def test_no_secret_is_printed() -> None:
+def test_secrets_are_not_printed() -> None:
     given = {"push_to_hub_token": "s3cret", "model_init_kwargs": {"token": "s3cret", "revision": "main"}}
     assert "s3cret" not in repr(KTOConfig(**given))
     with pytest.raises(OptionError, match="device_map") as refused:
@@ -69,8 +69,8 @@ def test_no_secret_is_printed() -> None:
     assert "s3cret" not in str(refused.value) and "<TOKEN>" in str(refused.value)
 
 
-def test_the_local_rank_is_the_launcher_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``if args.local_rank in (-1, 0)`` lets one rank write, not each."""
+def test_the_local_rank_is_set_by_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``if args.local_rank in (-1, 0)`` is true on one rank only."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     assert KTOConfig().local_rank == -1
     monkeypatch.setenv("LOCAL_RANK", "3")
@@ -83,7 +83,7 @@ def test_an_unknown_log_level_is_refused() -> None:
         KTOConfig(log_level="inof")
 
 
-def test_logging_dir_is_tensorboard_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logging_dir_sets_the_tensorboard_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "other"))
     options = KTOConfig(output_dir=str(tmp_path / "run"), report_to="tensorboard", logging_dir=str(tmp_path / "log"))
@@ -93,7 +93,7 @@ def test_logging_dir_is_tensorboard_s(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list((tmp_path / "log").glob("events*")) and not (tmp_path / "other").exists()
 
 
-def test_a_method_given_to_a_trainer_is_refused() -> None:
+def test_a_method_assigned_to_a_trainer_is_refused() -> None:
     trainer = object.__new__(CPOTrainer)
     check_attributes(trainer)
     vars(trainer)["compute_loss"] = lambda *_: 0
@@ -101,8 +101,8 @@ def test_a_method_given_to_a_trainer_is_refused() -> None:
         trainer.train()
 
 
-def test_log_takes_what_transformers_method_takes() -> None:
-    """``super().log(logs, start_time)`` is how subclasses end theirs."""
+def test_log_accepts_the_arguments_of_transformers() -> None:
+    """Subclasses call ``super().log(logs, start_time)``."""
     trainer: Any = object.__new__(CPOTrainer)
     trainer.state, trainer.args, trainer.sampler = TrainerState(), SimpleNamespace(disable_tqdm=False), None
     trainer.events = lambda *_, **__: None

@@ -1,4 +1,4 @@
-"""What scripts written for TRL import beside configs and trainers."""
+"""What TRL scripts import in addition to configs and trainers."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def parsed(tmp_path: Path, text: str, *arguments: str, **kwargs: Any) -> tuple[A
     return TrlParser(Arguments).parse_args_and_config([*arguments, "--config", str(file)], **kwargs)
 
 
-def test_the_file_gives_defaults_and_the_command_line_goes_before_it(tmp_path: Path) -> None:
+def test_the_file_sets_defaults_and_the_command_line_overrides_them(tmp_path: Path) -> None:
     assert parsed(tmp_path, "rate: 5e-7\nname: beta", "--name", "gamma") == (Arguments(5e-7, "gamma"),)
     file = tmp_path / "config.yaml"
     assert TrlParser([Arguments]).parse_args_and_config([f"--config={file}"]) == (Arguments(5e-7, "beta"),)
 
 
-def test_env_is_set_and_no_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_is_set_and_is_not_an_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SCRIPTS_TEST", raising=False)
     assert parsed(tmp_path, "env: {SCRIPTS_TEST: 3}\nrate: 1") == (Arguments(1.0),)
     assert os.environ.pop("SCRIPTS_TEST") == "3"
@@ -54,7 +54,7 @@ def test_env_is_set_and_no_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         parsed(tmp_path, "env: 3\nrate: 1")
 
 
-def test_what_is_no_argument_fails_or_is_named_or_comes_back(tmp_path: Path) -> None:
+def test_unknown_arguments_fail_or_warn_or_are_returned(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="--nmae beta: no argument of this script"):
         parsed(tmp_path, "rate: 1\nnmae: beta")
     with pytest.warns(UserWarning, match="--nmae beta"):
@@ -65,7 +65,7 @@ def test_what_is_no_argument_fails_or_is_named_or_comes_back(tmp_path: Path) -> 
     assert parsed(tmp_path, "rate: 1\na: b", "rest", **more)[1:] == (["--a", "b"], ["rest"])
 
 
-def test_subcommands_take_the_file_too(tmp_path: Path) -> None:
+def test_subcommands_read_the_file_too(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("rate: 2")
     for command in ("one", "two"):
         parser = TrlParser()
@@ -80,7 +80,7 @@ def test_subcommands_take_the_file_too(tmp_path: Path) -> None:
     ("text", "message"),
     [("a: [", "not valid YAML"), ("- a", "expected keys with values, found list"), (None, "cannot be read")],
 )
-def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, text: str | None, message: str) -> None:
+def test_an_unusable_file_is_named(tmp_path: Path, text: str | None, message: str) -> None:
     file = tmp_path / "config.yaml"
     if text is not None:
         file.write_text(text)
@@ -90,12 +90,12 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, text: str | None, m
         TrlParser(Arguments).parse_args_and_config(["--config"])
 
 
-def test_a_field_of_the_files_name_is_refused() -> None:
+def test_a_field_named_config_is_refused() -> None:
     with pytest.raises(ValueError, match="Taken has a field named 'config'"):
         TrlParser((Taken,))
 
 
-def test_arguments_of_the_model() -> None:
+def test_model_arguments() -> None:
     line = "--torch_dtype bfloat16 --use_peft --lora_target_modules all-linear --load_in_4bit --trust_remote_code"
     (model,) = TrlParser(ModelConfig).parse_args_and_config(line.split())
     assert model.dtype == model.torch_dtype == "bfloat16" and model.trust_remote_code
@@ -117,7 +117,7 @@ def test_arguments_of_the_model() -> None:
     assert (adapters.r, adapters.task_type, adapters.use_dora) == (4, "SEQ_CLS", True)
 
 
-def test_arguments_of_the_model_that_contradict_each_other() -> None:
+def test_contradicting_model_arguments() -> None:
     with pytest.raises(OptionError, match="only one is possible"):
         ModelConfig(load_in_4bit=True, load_in_8bit=True)
     with pytest.raises(OptionError, match="torch_dtype='float16': dtype='bfloat16' was given as well"):
@@ -130,7 +130,7 @@ def test_arguments_of_the_model_that_contradict_each_other() -> None:
         ScriptArguments(gradient_checkpointing_use_reentrant=True)
 
 
-def test_a_mixture_in_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixture_with_fractions(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(path: str, name: str | None = None, **arguments: Any) -> Dataset:
         return Dataset.from_dict({"text": [f"{path}{row}" for row in range(int(path))], "more": [0] * int(path)})
 
@@ -158,7 +158,7 @@ def test_a_mixture_in_shares(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"datasets": ["a"]}, "expected a mapping"),
     ],
 )
-def test_a_mixture_that_cannot_be_made(options: dict[str, Any], message: str) -> None:
+def test_an_invalid_mixture(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         alignment.get_dataset(DatasetMixtureConfig(**options))
 
@@ -191,7 +191,7 @@ def test_chat_formats() -> None:
     assert text == "User: a\n\nAssistant:"
 
 
-def test_another_tokenizers_template(tmp_path: Path) -> None:
+def test_the_template_of_another_tokenizer(tmp_path: Path) -> None:
     source, tokenizer, model = word_tokenizer(WORDS), word_tokenizer(WORDS), fresh_model()
     source.add_special_tokens({"eos_token": "<end>"})
     source.chat_template = "{{ 'x' }}"
@@ -208,7 +208,7 @@ USER, GOOD, BAD = (
 )
 
 
-def test_rows_by_the_template_and_back() -> None:
+def test_rows_are_rendered_by_the_template_and_split_again() -> None:
     tokenizer = word_tokenizer(WORDS)
     tokenizer.chat_template = alignment.SIMPLE_CHAT_TEMPLATE
     pair = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
@@ -226,7 +226,7 @@ def test_rows_by_the_template_and_back() -> None:
     assert alignment.extract_prompt({"chosen": "It is blue", "rejected": "It is red"})["prompt"] == "It is"
 
 
-def test_pairs_as_rows_with_labels() -> None:
+def test_pairs_become_labelled_rows() -> None:
     pairs = Dataset.from_dict({"prompt": ["p"], "chosen": ["a"], "rejected": ["b"], "id": [3]})
     rows = alignment.maybe_unpair_preference_dataset(pairs)
     assert [tuple(row[key] for key in ("prompt", "completion", "label", "id")) for row in rows] == [
@@ -236,7 +236,7 @@ def test_pairs_as_rows_with_labels() -> None:
     assert alignment.maybe_unpair_preference_dataset(rows) is rows
 
 
-def test_quantization_of_a_model_that_is_given_by_name(tmp_path: Path) -> None:
+def test_quantization_of_a_model_given_by_name(tmp_path: Path) -> None:
     weights = alignment.get_quantization_config(ModelConfig(load_in_4bit=True))
     options = alignment.KTOConfig(output_dir=str(tmp_path), use_cpu=True, model_init_kwargs={"revision": "main"})
     changed = with_quantization(options, "model", weights)
@@ -248,24 +248,24 @@ def test_quantization_of_a_model_that_is_given_by_name(tmp_path: Path) -> None:
         with_quantization(options, fresh_model(), weights)
 
 
-def test_arguments_beside_options() -> None:
+def test_further_arguments_next_to_options() -> None:
     parser = TrlParser((ScriptArguments, alignment.KTOConfig, ModelConfig))
     line = "--dataset_name d --model_name_or_path m --use_peft --trust_remote_code --output_dir o --use_cpu --bf16"
     script, options, model = parser.parse_args_and_config(line.split())
     assert (script.dataset_name, model.model_name_or_path, model.use_peft) == ("d", "m", True)
     assert (options.bf16, options.output_dir, options.use_peft, options.dataset_name) == (True, "o", False, None)
-    assert model.trust_remote_code and options.trust_remote_code  # a script may read it from either
+    assert model.trust_remote_code and options.trust_remote_code  # scripts may read it from either
     assert parser.parse_args_and_config("--output_dir o --use_cpu --bf16 false".split())[1].bf16 is False
 
 
-def test_a_reward_model_that_a_script_loaded_from_its_option_is_known_again(tmp_path: Path) -> None:
+def test_a_reward_model_loaded_from_its_option_is_recognized(tmp_path: Path) -> None:
     fresh_model().save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert is_of(loaded, str(tmp_path)) and is_of(str(tmp_path), str(tmp_path))
     assert not is_of(loaded, "another") and not is_of(len, str(tmp_path)) and not is_of(None, None)
 
 
-def test_a_tokenizer_that_was_loaded_with_the_models_keywords_is_written(tmp_path: Path) -> None:
+def test_a_tokenizer_loaded_with_the_models_keywords_can_be_saved(tmp_path: Path) -> None:
     word_tokenizer(WORDS).save_pretrained(tmp_path / "given")
     keywords = {"dtype": torch.float32, "quantization_config": alignment.get_quantization_config(ModelConfig())}
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "given", padding_side="left", **keywords)

@@ -1,4 +1,4 @@
-"""What scripts touch of a trainer that needs no engine: rows, collation, arguments by position, overridden methods."""
+"""Members of trainers that need no engine: rows, collation, positional arguments, overridden methods."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def lists(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
-def test_pairs_of_each_method_by_trls_names() -> None:
+def test_pairs_of_each_method_have_trls_column_names() -> None:
     pairs = {name: values for name, values in PAIRS.items() if name != "margin"}
     assert as_stored(pairs) == {name: PAIRS[name] for name in ("prompt_ids", "chosen_ids", "rejected_ids")}
     assert as_scored_pairs(PAIRS) == {
@@ -82,7 +82,7 @@ def test_prompt_and_completion_as_one_sequence() -> None:
     }
 
 
-def test_a_batch_of_labelled_answers_with_mismatched_ones() -> None:
+def test_a_batch_of_labelled_completions_with_mismatched_ones() -> None:
     rows = [
         {"prompt_ids": [1, 2], "completion_ids": [3], "label": True, "KL_completion_ids": [6, 7]},
         {"prompt_ids": [5], "completion_ids": [6, 7], "label": False, "KL_completion_ids": [3]},
@@ -98,7 +98,7 @@ def test_a_batch_of_labelled_answers_with_mismatched_ones() -> None:
     }
 
 
-def test_batches_of_pairs_have_the_chosen_answers_first() -> None:
+def test_batches_of_pairs_have_chosen_completions_first() -> None:
     stored = as_stored({name: values for name, values in PAIRS.items() if name != "margin"})
     assert lists(Collator(0)(rows_of(stored)))["input_ids"] == [[1, 2, 4, 0], [3, 5, 6, 0], [1, 2, 7, 8], [3, 9, 0, 0]]
     scored = lists(Collator(0)(rows_of(as_scored_pairs(PAIRS))))
@@ -115,7 +115,7 @@ def test_prompts_are_padded_on_the_left() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(NEVER_CALLED))
-def test_a_subclass_that_overrides_what_is_never_called_is_refused(name: str) -> None:
+def test_overriding_a_method_that_is_never_called_is_refused(name: str) -> None:
     owner = type("Own", (KTOTrainer,), {name: lambda self: None})
     for trainer in (
         owner,
@@ -126,7 +126,7 @@ def test_a_subclass_that_overrides_what_is_never_called_is_refused(name: str) ->
             check_overrides(trainer, AlignmentTrainer)
 
 
-def test_a_subclass_may_override_what_is_called_and_add_its_own() -> None:
+def test_overriding_methods_that_are_called_is_allowed() -> None:
     own = {name: lambda self: None for name in ("log", "evaluate", "save_model", "train", "losses_of_mine")}
     check_overrides(type("Own", (SFTTrainer,), own), AlignmentTrainer)
     check_overrides(RewardTrainer, AlignmentTrainer)
@@ -134,7 +134,7 @@ def test_a_subclass_may_override_what_is_called_and_add_its_own() -> None:
         type("Own", (KTOTrainer,), {"compute_loss": lambda self: None})()
 
 
-def test_a_save_model_of_its_own_is_refused_where_checkpoints_would_be_written_without_it() -> None:
+def test_overriding_save_model_is_refused_if_checkpoints_are_saved() -> None:
     owner = type("Own", (KTOTrainer,), {"save_model": lambda self, folder: None})
     for trainer in (owner, type("Derived", (owner,), {})):
         check_saving(trainer, AlignmentTrainer, saves=False)
@@ -145,18 +145,18 @@ def test_a_save_model_of_its_own_is_refused_where_checkpoints_would_be_written_w
         owner("model", args=KTOConfig("out", save_strategy="best", eval_strategy="epoch"))
 
 
-def test_every_method_of_transformers_trainer_works_here_or_is_refused_in_a_subclass() -> None:
+def test_every_method_of_transformers_trainer_works_or_cannot_be_overridden() -> None:
     public = {
         name
         for name, value in vars(transformers.Trainer).items()
         if callable(value) and not name.startswith("_") and name not in NEVER_CALLED
     }
     missing = {name for name in public if not hasattr(AlignmentTrainer, name)}
-    assert not missing, "transformers' Trainer has methods that the table does not know"
+    assert not missing, "transformers' Trainer has methods that the table does not list"
 
 
 OPTIONS, DATA, ROWS = CPOConfig("out"), Dataset.from_list([{"prompt": "a"}]), [{"a": 1}]
-TOKENIZER, PADS, ALL = object(), Collator(0), ROWS.copy  # the last is a function that makes rows
+TOKENIZER, PADS, ALL = object(), Collator(0), ROWS.copy  # the last is a function that returns rows
 LORA = type("LoraConfig", (), {"peft_type": "LORA"})()
 HEARD, PAIR = [object()], (object(), None)  # callbacks and optimizers
 NAMED = {"args": OPTIONS, "train_dataset": DATA, "eval_dataset": ROWS, "processing_class": TOKENIZER}
@@ -175,7 +175,7 @@ PADDED = {"data_collator": PADS, **NAMED}
         ("PLAIN", (OPTIONS, DATA, ROWS), {"args": OPTIONS, "train_dataset": DATA, "eval_dataset": ROWS}),
         ("PLAIN", (None, None, DATA), {"train_dataset": DATA}),
         ("PLAIN", (None, None, None, ROWS), {"eval_dataset": ROWS}),
-        ("PLAIN", (None, OPTIONS, DATA, ROWS, TOKENIZER), NAMED),  # as all trainers here
+        ("PLAIN", (None, OPTIONS, DATA, ROWS, TOKENIZER), NAMED),  # as in all trainers of this package
         # DPO of 0.20 and later, KTO of main
         (
             "REFERENCE",
@@ -199,7 +199,7 @@ PADDED = {"data_collator": PADS, **NAMED}
         ("REFERENCE", (None, OPTIONS, ALL, DATA), {"args": OPTIONS, "train_dataset": ALL, "eval_dataset": DATA}),
     ],
 )  # fmt: skip
-def test_arguments_by_position_in_the_orders_of_trls_releases(order: str, positional: Any, named: Any) -> None:
+def test_positional_arguments_in_the_orders_of_trls_releases(order: str, positional: Any, named: Any) -> None:
     found = arguments(positional, Order[order])
     assert found.keys() == named.keys() and all(
         found[name] is value or found[name] == value for name, value in named.items()
@@ -218,19 +218,19 @@ def test_arguments_by_position_in_the_orders_of_trls_releases(order: str, positi
         ("PLAIN", (OPTIONS, None, DATA, None, None, None, (dict, {})), "positional argument 8, of type tuple"),
     ],
 )
-def test_arguments_by_position_that_say_nothing_are_refused(order: str, positional: Any, said: str) -> None:
+def test_ambiguous_positional_arguments_are_refused(order: str, positional: Any, said: str) -> None:
     with pytest.raises((TypeError, OptionError), match=said):
         arguments(positional, Order[order])
 
 
-def test_an_argument_is_not_given_twice() -> None:
+def test_an_argument_cannot_be_passed_twice() -> None:
     with pytest.raises(TypeError, match="multiple values for argument 'train_dataset'"):
         KTOTrainer("m", None, OPTIONS, DATA, train_dataset=DATA)  # type: ignore[arg-type]
     orders = {cls.order.name for cls in (CPOTrainer, SFTTrainer, RewardTrainer)}
     assert orders == {"PLAIN"} and (KTOTrainer.order, DPOTrainer.order) == (Order.EITHER, Order.REFERENCE)
 
 
-def test_arguments_by_position_of_online_dpo() -> None:
+def test_positional_arguments_of_online_dpo() -> None:
     options, data = OnlineDPOConfig("out"), [{"prompt": "a"}]
     named = {"reward_funcs": len, "args": options, "data_collator": None, "train_dataset": data}
     assert online_arguments((len, options, None, data), "tokenizers") == named
@@ -243,7 +243,7 @@ def test_arguments_by_position_of_online_dpo() -> None:
             online_arguments(positional, "tokenizers")
 
 
-def test_options_that_are_set_after_the_trainer_was_made() -> None:
+def test_options_set_after_the_trainer_was_created() -> None:
     args = KTOConfig("out", logging_steps=4)
     before = args.values()
     assert take_over(args, before, built=True) == before
@@ -285,7 +285,7 @@ def test_collators_that_only_pad_are_accepted() -> None:
             check_collator(collator, "prompt_completion")
 
 
-def test_metrics_are_printed_and_kept_as_transformers_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_are_printed_and_saved_as_in_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     surface = TrainerSurface()
     surface.output_dir = tmp_path
     surface.log_metrics("train", {"train_runtime": 61.257, "train_loss": 0.123456, "epoch": 2})
@@ -305,7 +305,7 @@ def test_metrics_are_printed_and_kept_as_transformers_does(tmp_path: Path, capsy
     assert read["eval_results.json"] == {"eval_loss": 0.25} and read["test_results.json"] == {"test_loss": 1.0}
 
 
-def test_what_scripts_ask_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_properties_of_the_arguments_that_scripts_read(monkeypatch: pytest.MonkeyPatch) -> None:
     options = CPOConfig("out", warmup_ratio=0.1, use_cpu=True)
     theirs = transformers.TrainingArguments("out", warmup_steps=0.1, use_cpu=True, report_to="none")
     assert [options.get_warmup_steps(n) for n in (11, 15)] == [theirs.get_warmup_steps(n) for n in (11, 15)] == [2, 2]

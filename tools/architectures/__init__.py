@@ -1,1 +1,1 @@
-"""The comparison of every type of causal language model with its own logits: ``python -m tools.architectures``."""
+"""Compare the log-probs of every type of causal language model with its logits: ``python -m tools.architectures``."""

@@ -1,4 +1,7 @@
-"""``python -m tools.architectures [TYPE …]`` examines these types, or all of them and writes the reference page."""
+"""``python -m tools.architectures [TYPE …]``: examine the given types, or all types and write the table.
+
+The table is ``docs/reference/architectures.md``.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,17 @@ from tools.architectures.table import PAGE, page, row
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return 1 if a type is neither exact nor refused."""
+    """Examine types; return 1 if one is neither exact nor refused."""
     parser = argparse.ArgumentParser(prog="python -m tools.architectures", description=__doc__)
-    parser.add_argument("types", nargs="*", metavar="TYPE", help="as configurations call it; all if none is given")
+    parser.add_argument(
+        "types", nargs="*", metavar="TYPE", help="model types, as in configurations; default: all types"
+    )
     given = parser.parse_args(argv)
     logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     unknown = set(given.types) - types().keys()
     if unknown:
-        parser.error(f"no causal language model is called {' or '.join(sorted(unknown))}")
+        parser.error(f"unknown causal language model type: {' or '.join(sorted(unknown))}")
     results = []
     for name in given.types or types():
         results.append(examine(name))

@@ -1,4 +1,4 @@
-"""One type: log-probs and gradients of a tiny model by this project's path, and by its own logits and autograd."""
+"""Compare log-probs and gradients of a tiny model from the scorer with those from the model's logits and autograd."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from alignment.models.scorer import CompletionScorer
 from alignment.models.source import read_config
 from tools.architectures.tiny import tiny_config, tiny_model
 
-LENGTHS = (12, 9, 5)  # tokens of the rows of a batch, padded on the right
-TOLERANCE = 1e-4  # of fp32: of the largest log-prob, and of the norm of the gradient
+LENGTHS = (12, 9, 5)  # lengths of the rows of a batch, padded on the right
+TOLERANCE = 1e-4  # for fp32, relative to the largest log-prob and to the norm of the gradient
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one type.
+    """The result for one model type.
 
     Attributes:
-        model_type: as its configurations call it.
-        architecture: the class that ``AutoModelForCausalLM`` makes of it.
-        refused: the reason; None where it is scored.
-        logps: the largest difference of a log-prob, in parts of the largest one.
-        gradient: the norm of the difference of the gradients, in parts of the norm.
-        note: what else there is to know.
+        model_type: name of the type in configurations.
+        architecture: the class created by ``AutoModelForCausalLM``.
+        refused: why the type is refused; None if it is supported.
+        logps: largest difference of a log-prob, relative to the largest log-prob.
+        gradient: norm of the difference of the gradients, relative to the norm of the gradient.
+        note: additional remarks.
     """
 
     model_type: str
@@ -49,34 +49,34 @@ class Result:
 
     @property
     def exact(self) -> bool:
-        """Whether it is scored, and nothing but rounding differs."""
+        """Whether the type is supported and the results only differ by rounding."""
         return self.refused is None and self.logps < TOLERANCE and self.gradient < TOLERANCE
 
     @property
     def good(self) -> bool:
-        """Whether it is exact, or refused by name."""
+        """Whether the type is exact, or refused with a reason."""
         return self.exact or self.refused is not None
 
 
 def types() -> dict[str, str]:
-    """Every type of causal language model that the installed transformers has, and its class."""
+    """Return every type of causal language model in the installed transformers, with its class."""
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
     return {name: value if isinstance(value, str) else value[0] for name, value in sorted(names)}
 
 
 def examine(model_type: str) -> Result:
-    """Compare, or be refused in the way that a user would be: when a model is given, loaded or checked."""
+    """Examine a type. It may be refused as for a user: when the model is passed, loaded or checked."""
     architecture = types()[model_type]
-    if model_type in REFUSED:  # of some of these there is no tiny model
+    if model_type in REFUSED:  # some of these have no tiny model
         return Result(model_type, architecture, REFUSED[model_type])
     try:
         _looked_at(tiny_config(model_type))
         return _compared(model_type, architecture, tiny_model(model_type))
     except ModelError as error:
         return Result(model_type, architecture, str(error).rpartition(f"({model_type})")[2].strip())
-    except ImportError as error:  # what load_model reports as a model that could not be loaded
+    except ImportError as error:  # reported by load_model as a model that could not be loaded
         return Result(model_type, architecture, f"could not be loaded: {first_line(error)}")
-    except Exception as error:  # the very crash that a user would see
+    except Exception as error:  # the crash that a user would see
         infinite = float("inf")
         return Result(
             model_type, architecture, None, infinite, infinite, f"{type(error).__name__}: {first_line(error)}"
@@ -84,7 +84,7 @@ def examine(model_type: str) -> Result:
 
 
 def _looked_at(config: PretrainedConfig) -> None:
-    """A checkpoint with this configuration, as a run looks at it before anything is loaded."""
+    """Validate a checkpoint with this configuration as a run does before weights are loaded."""
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         save_file({"weight": torch.zeros(1)}, Path(folder) / "model.safetensors")
@@ -97,7 +97,7 @@ def _looked_at(config: PretrainedConfig) -> None:
 
 def _compared(model_type: str, architecture: str, model: PreTrainedModel) -> Result:
     config: PretrainedConfig = model.config.get_text_config()
-    completion_bytes(model, 100)  # what Online DPO asks before the first rollout
+    completion_bytes(model, 100)  # the check of Online DPO before the first rollout
     model.train()
     disable_dropout(model)
     note = ""
@@ -105,7 +105,7 @@ def _compared(model_type: str, architecture: str, model: PreTrainedModel) -> Res
     weights = torch.randn(sum(LENGTHS) - len(LENGTHS), generator=torch.Generator().manual_seed(2))
     expected, gradient = _with_gradient(model, _plain(model, rows), weights)
     if not torch.equal(expected, _plain(model, rows).detach()):
-        note = "draws at random while it trains (compared in evaluation mode)"
+        note = "random in training mode (compared in evaluation mode)"
         model.eval()
         expected, gradient = _with_gradient(model, _plain(model, rows), weights)
     scorer = CompletionScorer(model)
@@ -123,20 +123,20 @@ def _compared(model_type: str, architecture: str, model: PreTrainedModel) -> Res
 
 
 def both_ways(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """A model's own log-probs of the rows, and the gradient of a weighted sum of them towards all parameters."""
+    """Return the log-probs and the gradients of their weighted sum, from the model's logits and from the scorer."""
     weights = torch.randn(sum(LENGTHS) - len(LENGTHS), generator=torch.Generator().manual_seed(2)).to(model.device)
     rows = [row.to(model.device) for row in _rows(model.config.get_text_config().vocab_size)]
     return _with_gradient(model, _plain(model, rows), weights)
 
 
 def _rows(vocabulary: int) -> list[Tensor]:
-    """Rows of :data:`LENGTHS` with tokens from all over the vocabulary, without the special ones at its beginning."""
+    """Return rows of :data:`LENGTHS` tokens from the whole vocabulary, except special tokens at its start."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(2, vocabulary, (length,), generator=generator) for length in LENGTHS]
 
 
 def _plain(model: PreTrainedModel, rows: Sequence[Tensor]) -> Tensor:
-    """Log-probs of every row's tokens but its first, by the model's own logits; each row by itself."""
+    """Compute the log-probs of each row's tokens, except the first, from the model's logits, row by row."""
     logps = []
     for row in rows:
         logits = model(input_ids=row[None], use_cache=False).logits[0, :-1].float()
@@ -145,7 +145,7 @@ def _plain(model: PreTrainedModel, rows: Sequence[Tensor]) -> Tensor:
 
 
 def _scored(scorer: CompletionScorer, rows: Sequence[Tensor]) -> Tensor:
-    """The same by the scorer, in one batch that is padded on the right."""
+    """Compute the log-probs with the scorer, in one batch padded on the right."""
     longest = max(map(len, rows))
     ids = torch.stack([F.pad(row, (0, longest - len(row))) for row in rows])
     mask = torch.stack([(torch.arange(longest) < len(row)).long() for row in rows])

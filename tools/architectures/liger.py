@@ -1,7 +1,8 @@
 """``python -m tools.architectures.liger [TYPE …]``: log-probs and gradients with and without Liger, on a GPU.
 
-All types that Liger and transformers have are compared if none is named; one that differs by more than the rounding of
-fp32 gives exit status 1. Without a GPU the tests do the same in Triton's interpreter, for the types that it can run.
+By default, all types supported by both Liger and transformers are compared. The exit status is 1 if a type differs by
+more than fp32 rounding. Without a GPU, the tests make the same comparison in Triton's interpreter, for the types that
+it supports.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from tools.architectures.tiny import tiny_model
 
 
 def compared(model_type: str, device: str = "cpu") -> dict[str, Any]:
-    """Differences in parts of the largest log-prob and of the gradient's norm, and what computes by a kernel.
+    """Return relative differences of log-probs and gradients, and the modules that use a kernel.
 
     Returns:
-        ``logps``, ``gradient``; ``modules``: the kernels' classes; ``functions`` and ``classes``: what of the
-        modelling file has changed.
+        ``logps`` and ``gradient``; ``modules``: classes of the kernels; ``functions`` and ``classes``: the patched
+        functions and classes of the modeling file.
 
     Raises:
         ModelError: Liger has no kernels for the type, or they do not work with this transformers.
@@ -51,7 +52,7 @@ def compared(model_type: str, device: str = "cpu") -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a line for each type; return the exit status."""
     if not torch.cuda.is_available():
-        print("no CUDA GPU: torch finds none", file=sys.stderr)
+        print("no CUDA GPU found by torch", file=sys.stderr)
         return 2
     logging.set_verbosity_error()
     good = True

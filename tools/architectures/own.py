@@ -1,4 +1,4 @@
-"""What the tiny configuration of a single type needs besides the sizes that all share."""
+"""Additional values for the tiny configurations of single types."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}
 _NO_CACHE_SHARING = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
 _GEMMA4 = {**_NO_CACHE_SHARING, "per_layer_config": {"03": {"head_dim": 16}}}
 
-# By type, then by the configuration's names; the name of a part of it has a table of its own.
+# By type, then by name of the configuration value; nested configurations have nested tables.
 OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"num_expert_group": 2, "linear_head_dim": 8, "linear_num_heads": 4},
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
@@ -25,7 +25,7 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["indexed_attention", "indexed_attention", "sliding_attention", "sliding_attention"],
         "per_layer_config": {number: {"head_dim": 16} for number in ("02", "03")},
     },
-    "gemma3": {"text_config": {"final_logit_softcapping": None}},  # which this class does not read
+    "gemma3": {"text_config": {"final_logit_softcapping": None}},  # not used by this class
     "gemma3n_text": {**_NO_CACHE_SHARING, "intermediate_size": [64] * 4, "laurel_rank": 8},
     "gemma4": {"text_config": _GEMMA4},
     "gemma4_text": _GEMMA4,
@@ -78,7 +78,7 @@ OWN: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 OWN["qwen4_exp"] = {"text_config": OWN["qwen4_exp_text"]}
-# Latent attention makes as many keys as there are queries.
+# Latent attention has as many key heads as query heads.
 for _type in ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note", "dots3_note_text",
               "glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "minicpm3", "youtu", "bailing_hybrid",
               "kimi_linear"):  # fmt: skip

@@ -1,8 +1,9 @@
-"""A tiny configuration of any causal language model: the type's defaults, with every size made small.
+"""Tiny configurations for any causal language model: the type's defaults with small sizes.
 
-Sizes go by many names. :data:`SIZES` has the small value of each name; a list with an entry per layer is cut so that
-each kind of layer stays; :data:`OWN` has what single types need besides. What scales or caps logits is set to a value
-that shows (:data:`TRANSFORMS`): a default of 1 or of None would hide a rule that is missing here.
+Sizes have many names. :data:`SIZES` has a small value for each name; lists with one entry per layer are shortened so
+that every kind of layer is included; :data:`OWN` has additional values for single types. Scales and soft caps of
+logits are set to values that have an effect (:data:`TRANSFORMS`), because a default of 1 or None would hide a missing
+transform.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 from tools.architectures.own import OWN
 
 VOCABULARY = 128
-LARGEST = 4_000_000  # parameters of a tiny model; more means a size by a name that is not known here
+LARGEST = 4_000_000  # parameters of a tiny model; more indicates a size with an unknown name
 LAYERS = 4
 
 _WIDTH, _HEADS, _PAIRS = 32, 4, 2
@@ -64,7 +65,7 @@ TRANSFORMS: dict[str, float] = {
 
 
 def tiny_config(model_type: str) -> PretrainedConfig:
-    """The configuration of a model of this type with some 100 000 parameters."""
+    """Return the configuration of a model of this type with about 100,000 parameters."""
     return _shrunk(CONFIG_MAPPING[model_type], OWN.get(model_type, {}))
 
 
@@ -88,7 +89,7 @@ def _shrunk(cls: type[PretrainedConfig], own: dict[str, Any]) -> PretrainedConfi
 
 
 def _each_kind(entries: list[Any]) -> list[Any]:
-    """As many entries as there are layers, every kind among them."""
+    """Shorten a per-layer list to the number of layers, including every kind."""
     kinds = list(dict.fromkeys(map(repr, entries)))
     firsts = sorted(next(i for i, entry in enumerate(entries) if repr(entry) == kind) for kind in kinds)[:LAYERS]
     rest = [i for i in range(len(entries)) if i not in firsts]
@@ -96,7 +97,7 @@ def _each_kind(entries: list[Any]) -> list[Any]:
 
 
 def tiny_model(model_type: str, seed: int = 0) -> PreTrainedModel:
-    """A model of this type in fp32 with uneven predictions: no parameter is at a constant it was initialised to."""
+    """Create an fp32 model of this type with non-uniform predictions: no parameter keeps a constant initial value."""
     config = tiny_config(model_type)
     with torch.device("meta"):
         size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())

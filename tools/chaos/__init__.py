@@ -1,5 +1,6 @@
-"""Runs that are killed again and again: whether each restart continues as if nothing had happened.
+"""Kill runs repeatedly and check that each restart continues as if nothing had happened.
 
-:mod:`.plan` draws which process dies where, :mod:`.rank` is the run under test with a kill inside, :mod:`.attempt`
-starts it and kills from outside, :mod:`.judge` looks at what is on disk, :mod:`.record` remembers every attempt.
+:mod:`.plan` chooses which process dies and where, :mod:`.rank` is the run under test, which can kill itself,
+:mod:`.attempt` starts it and kills it from outside, :mod:`.judge` checks the files on disk, :mod:`.record` stores the
+result of every attempt.
 """

@@ -1,9 +1,9 @@
-"""``make chaos``: kill runs a thousand times, at named points and at random moments, and judge every restart.
+"""``make chaos``: kill runs a thousand times, at named points and at random moments, and check every restart.
 
-KTO at ZeRO stage 2 and Online DPO at stage 3, two ranks, take turns. Each run is killed several times and then left
-alone; its end has to be that of the run that was never killed. Ctrl-C at any time: the next call continues. A run that
-fails is kept beside the record, and can be replayed by its number: the points are the same again, the moments as near
-as the machine's load allows.
+KTO at ZeRO stage 2 and Online DPO at stage 3 alternate, both on two ranks. Each run is killed several times and then
+allowed to finish; its result must equal that of a run that was never killed. The command can be interrupted at any
+time and continues when it is called again. The folder of a failed run is stored next to the record, and the run can be
+replayed by its number: with the same points, and with the same moments as far as the machine's load allows.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tools.trial import workspace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run as many chains as it takes; return the exit status: 1 if any kill was not survived."""
+    """Run chains until the number of kills is reached; return the exit status: 1 if a restart failed."""
     parser = argparse.ArgumentParser(prog="python -m tools.chaos", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--replay", type=int, help="the number of one run to make again; nothing is recorded")
+    parser.add_argument("--replay", type=int, help="number of a run to replay; nothing is recorded")
     parser.add_argument("--record", type=Path, default=ROOT / "outputs" / "chaos.jsonl")
     given = parser.parse_args(argv)
     record = Record(given.record, given.seed)
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return int(any(attempted.problems for attempted in chaos.run(drawn(given.seed, given.replay), _show)))
             _until(chaos, record, given.kills)
         except KeyboardInterrupt:
-            print("interrupted; the same command continues")
+            print("interrupted; run the same command to continue")
         finally:
             server.close()
     print("\n".join(record.summary()))
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _until(chaos: Chaos, record: Record, kills: int) -> None:
-    """Run the chains that are not in the record until it has so many kills."""
+    """Run chains that are not in the record until it has this number of kills."""
     number = 0
     while record.kills < kills:
         chain = drawn(record.seed, number)

@@ -1,4 +1,4 @@
-"""One start of the run under test: its ranks on the rank server, killed from outside or by themselves."""
+"""One attempt of the run under test: ranks on the rank server that are killed from outside or kill themselves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tools.ranks import Outcome, RankServer, RanksFailed
 
 RANKS = 2
 _POLL_S = 0.005
-_NODE_LOST_S = 0.05  # between the end of one rank and that of the other
+_NODE_LOST_S = 0.05  # maximum time between the ends of the two ranks
 _TIMEOUT_S, _GRACE_S = 90.0, 25.0
 
 
@@ -27,12 +27,12 @@ class End:
     """How an attempt ended.
 
     Attributes:
-        killed: whether the kill came to pass.
-        place: the phase that the killed rank was in.
-        code: 0 where every rank succeeded.
-        hung: ranks that did not end by themselves.
-        seconds: that it took.
-        trained_from: seconds until the first step; 0 where there was none.
+        killed: whether the kill happened.
+        place: phase of the killed rank.
+        code: 0 if all ranks succeeded.
+        hung: ranks that did not exit by themselves.
+        seconds: duration.
+        trained_from: seconds until the first step; 0 if there was none.
         report: logs of all ranks.
     """
 
@@ -46,11 +46,11 @@ class End:
 
 
 class Attempt:
-    """One start.
+    """One attempt.
 
     Args:
-        server: that forks the ranks.
-        folder: for what the ranks tell; must not exist.
+        server: the server that forks the ranks.
+        folder: folder for the files of the ranks; must not exist.
     """
 
     def __init__(self, server: RankServer, folder: Path) -> None:
@@ -59,13 +59,13 @@ class Attempt:
         self._failed: BaseException | None = None
 
     def run(self, arguments: list[str], output_dir: Path, kill: Kill | None, expected: float) -> End:
-        """Start the ranks, kill as planned, and wait for their ends.
+        """Start the ranks, kill them as planned, and wait for their ends.
 
         Args:
-            arguments: of the command.
-            output_dir: of the run.
-            kill: what is to happen; None: nothing.
-            expected: seconds that the attempt would take; a random moment is a share of it.
+            arguments: command-line arguments.
+            output_dir: output folder of the run.
+            kill: the planned kill; None for none.
+            expected: expected duration in seconds, of which a random moment is a fraction.
         """
         self.folder.mkdir(parents=True)
         start = time.monotonic()
@@ -104,19 +104,19 @@ class Attempt:
             self._failed = error
 
     def _kill(self, kill: Kill, seconds: float, expected: float) -> None:
-        """Kill what is to be killed by now."""
+        """Kill ranks if the time has come."""
         if kill.point is None and seconds >= kill.moment * expected:
             for rank in kill.ranks:
                 self._end_rank(rank)
         gone = [rank for rank in kill.ranks if self._is_gone(rank)]
-        # Ranks that have not met wait for each other, as long as torch does: only a launcher can know.
+        # Before rendezvous, ranks wait for each other until torch's timeout: only a launcher would notice.
         if gone and (kill.node_lost or self._place(gone[0]) == "start"):
             time.sleep(_NODE_LOST_S)
             for rank in range(RANKS):
                 self._end_rank(rank)
 
     def _place(self, rank: int) -> str:
-        """The phase that a rank came to last."""
+        """Return the last phase of a rank."""
         trail = Trail.read(self.folder / f"trail-{rank}")
         return trail[-1][1] if trail else "start"
 

@@ -1,7 +1,7 @@
-"""What a rank does to its output folder, as named events, without a hook in the product.
+"""Report what a rank does to its output folder as named events, without hooks in the package.
 
-Files are followed by the calls of the operating system that a checkpoint cannot do without (rename, link, sync, write,
-truncate, unlink), so that events do not depend on how the product's functions are called; phases by its methods.
+Files are observed through the system calls that every checkpoint needs (rename, link, sync, write, truncate, unlink),
+so that events do not depend on the names of the package's functions. Phases are observed through its methods.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from typing import Any
 
 Half = Callable[[], Any]
 Hear = Callable[[str, Half | None], None]
-_AFTER = {"folder": "build", "train": "end"}  # what lies between two phases, by the first of them
+_AFTER = {"folder": "build", "train": "end"}  # names for the time between two phases, by the first one
 _HIDDEN = re.compile(r"^\.(checkpoint-)\d+\.(partial|removed)$")
 
 
 def kind(path: str, output_dir: str) -> str | None:
-    """What a path is: ``checkpoint``, ``partial``, ``removed``, ``new/FILE`` in a partial one, ``old/FILE`` in a
-    removed one, or a file's own name; numbers and tokens are left out. None outside of the output folder.
+    """Classify a path, without numbers and tokens; None for paths outside of the output folder.
+
+    The kinds are ``checkpoint``, ``partial``, ``removed``, ``new/FILE`` in a partial checkpoint, ``old/FILE`` in a
+    removed one, and the name of any other file.
     """
     relative = os.path.relpath(path, output_dir)
     if relative == "." or relative.startswith(".."):
@@ -44,12 +46,13 @@ def kind(path: str, output_dir: str) -> str | None:
 
 
 class Events:
-    """Tells ``hear`` of every event before and after it happens.
+    """Calls ``hear`` before and after every event.
 
     Args:
-        output_dir: of the run.
-        hear: called with ``before WHAT``, ``after WHAT`` or ``half WHAT``; for the last, with what does half of it.
-        phase: called with the name of each phase that begins.
+        output_dir: output folder of the run.
+        hear: called with ``before WHAT``, ``after WHAT`` or ``half WHAT``; the last with a function that does half of
+            it.
+        phase: called with the name of each phase at its start.
     """
 
     def __init__(self, output_dir: Path, hear: Hear, phase: Callable[[str], None]) -> None:
@@ -57,7 +60,7 @@ class Events:
         self.phases = ["start"]
 
     def kind(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """As :func:`kind`, of what a call was given."""
+        """Apply :func:`kind` to the argument of a call."""
         if isinstance(path, int):
             path = os.readlink(f"/proc/self/fd/{path}")
         elif dir_fd is not None:
@@ -67,7 +70,7 @@ class Events:
     # Calls of the operating system ----------------------------------------------------------------------------------
 
     def follow_files(self) -> None:
-        """Tell of renames, links, syncs, removals, writes and appended lines in the output folder."""
+        """Report renames, links, syncs, removals, writes and appended lines in the output folder."""
         self._around(os, "rename", lambda source, target, **_: ("rename", self.kind(target)))
         self._around(os, "replace", lambda source, target, **_: ("rename", self.kind(target)))
         self._around(os, "link", lambda source, target, **_: ("link", self.kind(target)))
@@ -114,7 +117,7 @@ class Events:
     # Phases of the run ----------------------------------------------------------------------------------------------
 
     def follow_run(self) -> None:
-        """Tell of phases, of the parts of a checkpoint that others write, and of each forward pass in a phase."""
+        """Report phases, the parts of a checkpoint, and each forward pass in a phase."""
         import torch
         from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -182,7 +185,7 @@ class Events:
 
 
 class _Appended:
-    """A file opened for appending, whose writer may die in the middle of a line."""
+    """A file opened for appending, whose writer can be killed in the middle of a line."""
 
     def __init__(self, file: Any, hear: Callable[[Half], None]) -> None:
         self._file, self._hear = file, hear
@@ -194,25 +197,25 @@ class _Appended:
         self._file.close()
 
     def write(self, data: Any) -> int:
-        """Tell, then write."""
+        """Report the event, then write."""
         self._hear(lambda: self._file.write(bytes(data)[: len(data) // 2]))
         written: int = self._file.write(data)
         return written
 
 
 class Trail:
-    """The phases of a rank with their times, in a file that is read after its death."""
+    """The phases of a rank with their times, in a file that is read after it was killed."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self("start")
 
     def __call__(self, phase: str) -> None:
-        """A phase begins."""
+        """Record the start of a phase."""
         os.write(self._descriptor, f"{time.monotonic()} {phase}\n".encode())
 
     @staticmethod
     def read(path: Path) -> list[tuple[float, str]]:
-        """Times and phases."""
+        """Read times and phases."""
         lines = path.read_text().splitlines() if path.exists() else []
         return [(float(line.split()[0]), line.split()[1]) for line in lines if " " in line]

@@ -1,4 +1,4 @@
-"""Looks at an output folder from outside, without the product: is every checkpoint whole, is anything missing?"""
+"""Check an output folder without using the package: is every checkpoint complete, is anything missing?"""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _PAGE = "report.html"  # not drawn on the rank server
 
 @dataclass(frozen=True)
 class Look:
-    """What is in an output folder.
+    """The contents of an output folder.
 
     Attributes:
-        steps: of the whole checkpoints, in their order.
-        problems: what should not be, each in one line.
+        steps: steps of the complete checkpoints, in order.
+        problems: problems found, one line each.
     """
 
     steps: tuple[int, ...] = ()
@@ -31,12 +31,12 @@ class Look:
 
 
 def step_of(folder: Path) -> int:
-    """The step of a checkpoint's folder."""
+    """Return the step of a checkpoint folder."""
     return int(folder.name.removeprefix("checkpoint-"))
 
 
 def look(output_dir: Path) -> Look:
-    """Look at everything that has a final name; a run may have been killed a moment ago."""
+    """Check everything that has its final name. The run may have been killed a moment ago."""
     if not output_dir.is_dir():
         return Look()
     folders = sorted(output_dir.glob("checkpoint-*"), key=step_of)
@@ -48,12 +48,12 @@ def look(output_dir: Path) -> Look:
 
 
 def damage(folder: Path) -> Iterator[str]:
-    """What is wrong with a checkpoint by its manifest: files, sizes, checksums, and what it does not list."""
+    """Return the problems of a checkpoint according to its manifest: files, sizes, checksums, unlisted files."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         files: dict[str, dict[str, Any]] = manifest["files"]
     except (OSError, ValueError, LookupError) as error:
-        yield f"{folder.name}: no manifest that can be read ({error!r})"
+        yield f"{folder.name}: the manifest is missing or unreadable ({error!r})"
         return
     if manifest["step"] != step_of(folder):
         yield f"{folder.name}: the manifest is of step {manifest['step']}"
@@ -63,20 +63,20 @@ def damage(folder: Path) -> Iterator[str]:
     for name in sorted(present & files.keys()):
         content = (folder / name).read_bytes()
         if len(content) != files[name]["size"]:
-            yield f"{folder.name}: {name} has {len(content)} bytes, and {files[name]['size']} in the manifest"
+            yield f"{folder.name}: {name} has {len(content)} bytes, but {files[name]['size']} in the manifest"
         elif xxhash.xxh3_128_hexdigest(content) != files[name]["checksum"]:
-            yield f"{folder.name}: {name} is not what the manifest says"
+            yield f"{folder.name}: the checksum of {name} does not match the manifest"
 
 
 def _best_missing(folders: Sequence[Path]) -> Iterator[str]:
-    """The newest checkpoint names the best one, which has to be there."""
+    """Return a problem if the best checkpoint named in the newest one is missing."""
     best = json.loads((folders[-1] / _STATE).read_text())["best_model_checkpoint"]
     if best is not None and Path(best).name not in [folder.name for folder in folders]:
-        yield f"{folders[-1].name}: its best checkpoint, {Path(best).name}, is not there"
+        yield f"{folders[-1].name}: its best checkpoint, {Path(best).name}, is missing"
 
 
 def _half_written(output_dir: Path) -> Iterator[str]:
-    """Files outside of checkpoints that cannot be read; of a log, only the last line may be torn."""
+    """Return unreadable files outside of checkpoints. Only the last line of a log may be incomplete."""
     for path in sorted(output_dir.glob("*.json")):
         try:
             json.loads(path.read_text())
@@ -103,11 +103,11 @@ def _is_json(line: str) -> bool:
 
 
 def lost(before: Look, after: Look, limit: int) -> list[str]:
-    """Checkpoints that are gone although there are not ``limit`` others, or no other is as new."""
+    """Return checkpoints that were deleted although there are fewer than ``limit`` others, or no newer one."""
     gone = sorted(set(before.steps) - set(after.steps))
     if not gone or (max(after.steps, default=0) >= max(before.steps) and len(after.steps) >= limit):
         return []
-    return [f"checkpoint-{step} is gone, and there are only {list(after.steps)}" for step in gone]
+    return [f"checkpoint-{step} was deleted; only {list(after.steps)} are left" for step in gone]
 
 
 # The end of a run ---------------------------------------------------------------------------------------------------
@@ -115,17 +115,18 @@ def lost(before: Look, after: Look, limit: int) -> list[str]:
 
 @dataclass
 class Lineage:
-    """From which checkpoints the run was resumed, as far as what is on disk can know: an attempt that came to no new
-    checkpoint leaves no line in the log.
+    """The checkpoints from which a run was resumed, as far as the files on disk show it.
+
+    An attempt that did not write a new checkpoint leaves no line in the log.
 
     Attributes:
-        of: the resumes, as steps, that led to each checkpoint, by its step; 0 is the beginning.
+        of: step of a checkpoint -> the steps of the resumes that led to it; 0 is the start.
     """
 
     of: dict[int, tuple[int, ...]] = field(default_factory=lambda: {0: ()})
 
     def attempt(self, before: Look, after: Look) -> tuple[int, ...]:
-        """Take note of an attempt; the resumes that its log tells of."""
+        """Record an attempt, and return the resumes that its log should contain."""
         start = max(before.steps, default=0)
         own = (*self.of[start], start) if start else ()
         self.of |= {step: own for step in after.steps if step > start}
@@ -133,17 +134,19 @@ class Lineage:
 
 
 def compare(output_dir: Path, reference: Path, resumes: Sequence[int]) -> list[str]:
-    """What distinguishes a finished run from one that was never killed.
+    """Return the differences between a finished run and one that was never killed.
 
     Args:
-        output_dir: of the run.
-        reference: of the other one.
-        resumes: the steps of the checkpoints that it was resumed from, one after another.
+        output_dir: output folder of the run.
+        reference: output folder of the other run.
+        resumes: steps of the checkpoints from which the run was resumed, in order.
     """
     problems = [f"{path.name}: left behind" for path in sorted(output_dir.iterdir()) if path.name.startswith(".")]
     problems += _different_names(output_dir, reference)
     names = sorted(str(path.relative_to(reference)) for path in reference.rglob("*.safetensors"))
-    problems += [f"{name}: other bytes" for name in names if not _same_bytes(output_dir / name, reference / name)]
+    problems += [
+        f"{name}: the content differs" for name in names if not _same_bytes(output_dir / name, reference / name)
+    ]
     problems += _compare_logs(output_dir / _LOG, reference / _LOG, resumes)
     if not _same_bytes(output_dir / _COMPLETIONS, reference / _COMPLETIONS):
         problems.append(f"{_COMPLETIONS}: {_first_difference(output_dir / _COMPLETIONS, reference / _COMPLETIONS)}")
@@ -167,7 +170,7 @@ def _same_bytes(path: Path, reference: Path) -> bool:
 def _first_difference(path: Path, reference: Path) -> str:
     lines, expected = (one.read_text().splitlines() if one.is_file() else [] for one in (path, reference))
     number = next((n for n, (a, b) in enumerate(zip(lines, expected)) if a != b), min(len(lines), len(expected)))
-    return f"{len(lines)} lines, {len(expected)} expected, other from line {number + 1} on"
+    return f"{len(lines)} lines, {len(expected)} expected; first difference in line {number + 1}"
 
 
 def _compare_logs(path: Path, reference: Path, resumes: Sequence[int]) -> Iterator[str]:
@@ -176,7 +179,7 @@ def _compare_logs(path: Path, reference: Path, resumes: Sequence[int]) -> Iterat
     if [record["step"] for record in told] != list(resumes):
         yield f"{_LOG}: resumed after {[record['step'] for record in told]}, expected {list(resumes)}"
     attempts = [record["attempt"] for record in told]
-    if attempts != sorted({1, *attempts})[1:]:  # those that came to no checkpoint are counted, and in no log
+    if attempts != sorted({1, *attempts})[1:]:  # attempts without a new checkpoint are counted, but not in the log
         yield f"{_LOG}: attempts are numbered {attempts}"
     step = 0
     for number, record in enumerate(records, 1):
@@ -196,13 +199,13 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 
 def without_times(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of the log without what differs from run to run."""
+    """Return a record of the log without values that differ between runs."""
     own = ("run", "phases", "run_name")
     return {k: v for k, v in record.items() if k not in own and not any(part in k for part in _TIMES)}
 
 
 def _state(output_dir: Path) -> dict[str, Any]:
-    """transformers' state without times and places; empty where it cannot be read."""
+    """Return the state of transformers without times and paths; empty if it cannot be read."""
     try:
         state: dict[str, Any] = json.loads((output_dir / _STATE).read_text())
     except (OSError, ValueError):

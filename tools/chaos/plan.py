@@ -1,4 +1,4 @@
-"""Who is killed, where and when: drawn from a seed and a number, so that any run can be made again."""
+"""Plan who is killed, where and when, from a seed and a number, so that every run can be replayed."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 from tools.chaos.world import METHODS
 
-_LONGEST = 8  # kills of one run
-_NAMED = 0.5  # the share of kills at a named point; the others are at random moments
-_ENDS_ITSELF = 0.06  # the share where the other rank has to notice, which takes it up to 10 s
+_LONGEST = 8  # kills per run
+_NAMED = 0.5  # fraction of kills at a named point; the others are at random moments
+_ENDS_ITSELF = 0.06  # fraction of kills that the other rank must detect, which takes up to 10 s
 
 
 @dataclass(frozen=True)
 class Point:
-    """A place to die at.
+    """A point at which a rank can be killed.
 
     Attributes:
-        event: of :mod:`.events`.
-        ranks: that come to it.
-        resumed: only where there is a checkpoint to continue from.
-        method: the only one that comes to it; "" for all.
-        occurrences: how often one attempt comes to it, at least.
+        event: an event of :mod:`.events`.
+        ranks: the ranks that reach it.
+        resumed: whether it is only reached if there is a checkpoint to resume from.
+        method: the only method that reaches it; "" for all.
+        occurrences: minimum number of times that an attempt reaches it.
     """
 
     event: str
@@ -77,11 +77,11 @@ class Kill:
     """One kill.
 
     Attributes:
-        ranks: that are killed.
-        point: the name of a place; None: at a moment.
-        occurrence: the so-manieth time that the place is come to.
-        moment: share of the attempt's expected duration.
-        node_lost: the other rank is killed a moment later; otherwise it has to notice and end by itself.
+        ranks: the ranks that are killed.
+        point: name of a point; None for a random moment.
+        occurrence: which occurrence of the point, counted from 1.
+        moment: fraction of the attempt's expected duration.
+        node_lost: whether the other rank is killed a moment later; otherwise it must notice and exit by itself.
     """
 
     ranks: tuple[int, ...]
@@ -92,18 +92,18 @@ class Kill:
 
     def __str__(self) -> str:
         where = f"at {self.moment:.0%} of its time" if self.point is None else f"{self.point} ({self.occurrence})"
-        other = "" if len(self.ranks) > 1 or self.node_lost else ", the other ends by itself"
+        other = "" if len(self.ranks) > 1 or self.node_lost else ", the other exits by itself"
         return f"rank {' and '.join(map(str, self.ranks))} {where}{other}"
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A run that is killed several times, and then left alone.
+    """A run that is killed several times and then allowed to finish.
 
     Attributes:
-        name: for the record.
-        method: of alignment.
-        kills: one for each start.
+        name: name in the record.
+        method: alignment method.
+        kills: one kill for each attempt but the last.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Chain:
 
 
 def drawn(seed: int, number: int) -> Chain:
-    """The so-manieth run of a seed; methods take turns."""
+    """Return run ``number`` of a seed. Methods alternate."""
     rng = random.Random(f"{seed} {number}")
     method = METHODS[number % len(METHODS)]
     kills = tuple(_drawn_kill(rng, method, first=place == 0) for place in range(rng.randint(3, _LONGEST)))
@@ -130,6 +130,6 @@ def _drawn_kill(rng: random.Random, method: str, first: bool) -> Kill:
 
 
 def random_kill(rng: random.Random) -> Kill:
-    """At a random moment, of a random rank or both."""
+    """Kill a random rank, or both, at a random moment."""
     ranks = rng.choice(((0,), (1,), (0, 1)))
     return Kill(ranks, moment=rng.random(), node_lost=len(ranks) == 1 and rng.random() >= _ENDS_ITSELF)

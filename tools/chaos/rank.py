@@ -1,7 +1,7 @@
-"""A rank of the run under test: ``rank.py arguments of launch/train.py…``, with its death in the environment.
+"""A rank of the run under test: ``rank.py arguments of launch/train.py…``, with the planned kill in the environment.
 
-:data:`VARIABLE` holds ``{"folder", "output_dir", "ranks", "event", "occurrence"}`` as JSON: where this process leaves
-its number and its trail, and the event at which it kills itself, if it is one of these ranks.
+:data:`VARIABLE` contains ``{"folder", "output_dir", "ranks", "event", "occurrence"}`` as JSON: the folder for the
+process ID and the trail, and the event at which this process kills itself if it is one of the ranks.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ VARIABLE = "ALIGNMENT_CHAOS"
 
 
 class Death:
-    """Ends this process by SIGKILL when an event happens for the so-manieth time.
+    """Kills this process with SIGKILL at a given occurrence of an event.
 
     Args:
-        event: its name.
-        occurrence: from 1.
+        event: name of the event.
+        occurrence: which occurrence, counted from 1.
     """
 
     def __init__(self, event: str, occurrence: int) -> None:
         self.event, self.left = event, occurrence
 
     def __call__(self, event: str, half: Callable[[], Any] | None) -> None:
-        """Something is about to happen, or has."""
+        """Handle an event."""
         if event != self.event:
             return
         self.left -= 1
@@ -38,15 +38,15 @@ class Death:
             if half is not None:
                 half()
             os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(60)  # the signal comes first
+            time.sleep(60)  # wait for the signal
 
 
 def _survive(event: str, half: Callable[[], Any] | None) -> None:
-    """In the place of a death."""
+    """Do nothing instead of killing the process."""
 
 
 def main(plan: dict[str, Any]) -> None:
-    """Follow the events and run the command."""
+    """Observe events and run the command."""
     from tools.chaos.events import Events, Trail
 
     own, folder = int(os.environ["RANK"]), Path(plan["folder"])

@@ -1,4 +1,4 @@
-"""What became of every attempt, line by line in a file, so that a thousand kills can be interrupted."""
+"""Record the result of every attempt as a line in a file, so that the command can be interrupted and continued."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ _CLOSED = "closed"
 
 
 class Record:
-    """The attempts of a seed in a file that other seeds may share. Chains that were not brought to an end count for
-    nothing, and are made again.
+    """The attempts of a seed, in a file that may also contain other seeds. Unfinished chains are ignored and repeated.
 
     Args:
-        file: appended to; made at the first attempt.
-        seed: of the plan.
+        file: the file to append to; created at the first attempt.
+        seed: seed of the plan.
     """
 
     def __init__(self, file: Path, seed: int) -> None:
@@ -28,7 +27,7 @@ class Record:
         self.closed: set[str] = set()
         open_chains: dict[str, list[dict[str, Any]]] = {}
         for line in file.read_text().splitlines() if file.exists() else ():
-            if not line.endswith("}"):  # cut off
+            if not line.endswith("}"):  # incomplete line
                 continue
             entry = json.loads(line)
             if entry["seed"] != seed:
@@ -42,11 +41,11 @@ class Record:
                 open_chains.setdefault(entry["chain"], []).append(entry)
 
     def add(self, attempted: Attempted) -> None:
-        """Write an attempt."""
+        """Append an attempt."""
         self._write(as_json(attempted))
 
     def close(self, chain: str, attempts: Iterable[Attempted]) -> None:
-        """A chain has come to its end."""
+        """Mark a chain as finished."""
         self._write({_CLOSED: chain})
         self.closed.add(chain)
         self.attempts += [as_json(attempted) for attempted in attempts]
@@ -55,21 +54,21 @@ class Record:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         text = self.file.read_bytes() if self.file.exists() else b""
         with self.file.open("a") as file:
-            file.write("\n" * (not text.endswith(b"\n") and bool(text)))  # after a line that was cut off
+            file.write("\n" * (not text.endswith(b"\n") and bool(text)))  # after an incomplete line
             file.write(json.dumps({"seed": self.seed, **entry}) + "\n")
 
     @property
     def kills(self) -> int:
-        """Kills that came to pass."""
+        """Number of kills that happened."""
         return sum(attempt["killed"] for attempt in self.attempts)
 
     @property
     def failures(self) -> list[dict[str, Any]]:
-        """Attempts after which the judge found something."""
+        """Attempts with problems."""
         return [attempt for attempt in self.attempts if attempt["problems"]]
 
     def summary(self) -> list[str]:
-        """Lines: kills by place and by method, restarts, time, and every failure with what replays it."""
+        """Return lines with kills by phase and method, restarts, time, and every failure with its replay options."""
         killed = [attempt for attempt in self.attempts if attempt["killed"]]
         resumed = [attempt for attempt in self.attempts if attempt["resumed_from"]]
         seconds = sum(attempt["seconds"] for attempt in self.attempts)

@@ -1,4 +1,4 @@
-"""Runs chains of kills: start, kill, look, start again, and compare the end with the run that was never killed."""
+"""Run chains of kills: start, kill, check, restart, and compare the result with a run that was never killed."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Note = Callable[["Attempted"], None]
 
 @dataclass(frozen=True)
 class Attempted:
-    """One start of a chain and what was found after it.
+    """One attempt of a chain and its result.
 
     Attributes:
-        chain, method: which.
-        number: of the start, from 1.
-        kill: as planned, in words; "" for the last start.
-        point: where, by name; "random" for a moment, "" for none.
-        place: the phase that the killed rank was in.
-        killed: whether it came to pass; otherwise the run had finished before.
-        resumed_from: step of the newest checkpoint at the start; 0: none.
-        seconds: that it took.
-        problems: what the judge found.
-        report: the ranks' output, where there are problems.
+        chain, method: name of the chain and its method.
+        number: number of the attempt, from 1.
+        kill: description of the planned kill; "" for the last attempt.
+        point: name of the point; "random" for a random moment, "" for no kill.
+        place: phase of the killed rank.
+        killed: whether the kill happened; otherwise the run had already finished.
+        resumed_from: step of the newest checkpoint at the start; 0 for none.
+        seconds: duration.
+        problems: problems found.
+        report: output of the ranks if there are problems.
     """
 
     chain: str
@@ -50,25 +50,25 @@ class Attempted:
 
 @dataclass(frozen=True)
 class Reference:
-    """The run of a method that is never killed: its folder, and how long it takes to the first step and in all."""
+    """The run of a method that is never killed: its folder, the time to its first step and its total time."""
 
     folder: Path
     start_s: float
     seconds: float
 
     def expected(self, step: int) -> float:
-        """Seconds that a run takes from the checkpoint of a step to its end."""
+        """Return the expected seconds from the checkpoint of a step to the end of the run."""
         return self.start_s + (self.seconds - self.start_s) * (1 - step / STEPS)
 
     def corrected(self, step: int, end: End) -> Reference:
-        """The times between these and those of a run that was just left alone: the machine's load changes."""
+        """Return times averaged with those of a recent undisturbed attempt, because the machine's load changes."""
         ratio = (1 + end.seconds / self.expected(step)) / 2
         return dataclasses.replace(self, start_s=self.start_s * ratio, seconds=self.seconds * ratio)
 
 
 @dataclass
 class _State:
-    """A chain between two starts: its folder, what was found in it last, and its resumes."""
+    """The state of a chain between two attempts: its folder, the last check, and its resumes."""
 
     output_dir: Path
     found: Look = field(default_factory=Look)
@@ -79,9 +79,9 @@ class Chaos:
     """Chains of kills in a folder.
 
     Args:
-        server: forks the ranks.
-        folder: for the world, references and runs; on a fast disk.
-        failed: where the output folders of failed chains are kept; None: nowhere.
+        server: the server that forks the ranks.
+        folder: folder for the world, references and runs; on a fast disk.
+        failed: folder to which output folders of failed chains are moved; None to delete them.
     """
 
     def __init__(self, server: RankServer, folder: Path, failed: Path | None = None) -> None:
@@ -91,14 +91,14 @@ class Chaos:
         self._making = threading.Lock()
 
     def reference(self, method: str) -> Reference:
-        """The run that is never killed, made when it is first needed.
+        """Return the run that is never killed, which is made on first use.
 
         Raises:
-            RuntimeError: it failed.
+            RuntimeError: the run failed.
         """
         with self._making:
             if method not in self._references:
-                assert self.server.address  # it is running, so that only the run is timed
+                assert self.server.address  # start the server first, so that only the run is timed
                 output_dir = self.folder / f"{method}-reference"
                 end = self._start(f"{method}-reference", method, output_dir, None, 0.0)
                 if end.code:
@@ -111,7 +111,7 @@ class Chaos:
         return Attempt(self.server, self.folder / f"{name}-ranks").run(arguments, output_dir, kill, expected)
 
     def run(self, chain: Chain, note: Note = lambda attempted: None) -> list[Attempted]:
-        """Run a chain to its end, or to the first problem; ``note`` is told of each attempt."""
+        """Run a chain to its end, or to the first problem; ``note`` is called with each attempt."""
         told: list[Attempted] = []
         state = _State(self.folder / f"chain-{chain.name}")
         for number, kill in enumerate([*chain.kills, None], 1):
@@ -123,7 +123,7 @@ class Chaos:
         return told
 
     def _attempt(self, chain: Chain, number: int, kill: Kill | None, state: _State, told: list[Attempted]) -> End:
-        """Start once, and judge."""
+        """Make and check one attempt."""
         reference, before = self.reference(chain.method), state.found
         newest = max(before.steps, default=0)
         end = self._start(
@@ -146,8 +146,8 @@ class Chaos:
 
 
 def _problems(end: End, kill: Kill | None) -> list[str]:
-    """What is wrong with how the ranks ended."""
-    problems = [f"rank {rank} did not end by itself" for rank in end.hung]
+    """Return the problems with the ends of the ranks."""
+    problems = [f"rank {rank} did not exit by itself" for rank in end.hung]
     if end.code and not end.killed:
         problems.append(f"exit status {end.code} without a kill")
     return problems

@@ -1,4 +1,4 @@
-"""What the killed runs train on, and their command lines: tiny models with everything that a restart could lose."""
+"""Models, data and command lines of the killed runs: tiny models with all state that a restart could lose."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def letters(completions):
 
 @dataclass(frozen=True)
 class World:
-    """The folder with the models, rows and rewards that every run reads."""
+    """The folder with the models, rows and reward functions of all runs."""
 
     folder: Path
 
     @classmethod
     def made(cls, folder: Path) -> World:
-        """Write everything; the makers of tiny models are those of the tests."""
+        """Write all files, using the tests' helpers for tiny models."""
         sys.path.insert(0, str(ROOT / "tests"))
         from helpers import make_model, unpaired_rows
         from transformers.utils import logging
@@ -43,7 +43,7 @@ class World:
         return cls(folder)
 
     def arguments(self, method: str, output_dir: Path, **changes: object) -> list[str]:
-        """Of ``launch/train.py``: the same for the first start and for every restart; ``changes`` to the options."""
+        """Return the arguments of ``launch/train.py``, the same for every attempt. ``changes`` override options."""
         rows = self.folder / f"{method}.jsonl"
         options: dict[str, object] = {
             "model_name_or_path": self.folder / "policy",

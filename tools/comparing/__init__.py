@@ -1,1 +1,1 @@
-"""The parts of ``tools/same_numbers.py``: which runs it makes, and how two runs are compared."""
+"""The parts of ``tools/same_numbers.py``: its runs, and the comparison of two runs."""

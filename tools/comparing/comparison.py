@@ -1,4 +1,4 @@
-"""What two runs logged, wrote and learnt, and every place where they differ."""
+"""Compare the logs, outputs and weights of two runs."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-# What may differ: time, and memory.
+# Values that may differ: time and memory.
 _TIMED = ("time", "_per_second", "seconds", "peak_bytes")
 _LOGS = ("log.jsonl", "completions.jsonl")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One value that is not the same.
+    """A value that differs.
 
     Attributes:
         run: name of the run.
-        where: file, and in a log the step or event.
-        key: of the value; nested keys are joined by dots.
-        base: the value on one side; :data:`MISSING` if there is none.
-        head: the value on the other.
+        where: the file, and the step or event in a log.
+        key: key of the value; nested keys are joined with dots.
+        base: value on one side; :data:`MISSING` if it does not exist.
+        head: value on the other side.
     """
 
     run: str
@@ -43,20 +43,20 @@ MISSING = "(missing)"
 
 
 def compare(run: str, base: Path, head: Path, renamed: Mapping[str, str]) -> list[Difference]:
-    """Every difference between the output folders of a run.
+    """Return every difference between two output folders of a run.
 
     Args:
-        run: its name.
+        run: name of the run.
         base: output folder of one side.
-        head: of the other.
-        renamed: keys of logs that changed their names: what they were called on the side of ``base``, and are now.
+        head: output folder of the other side.
+        renamed: renamed log keys: name on the side of ``base`` -> current name.
 
     Raises:
-        FileNotFoundError: ``base`` holds no log or no weights.
+        FileNotFoundError: ``base`` contains no log or no weights.
     """
     found: list[Difference] = []
     if not (base / _LOGS[0]).exists() or not _models(base):
-        raise FileNotFoundError(f"{base} has no {_LOGS[0]} or no weights: there is nothing to compare")
+        raise FileNotFoundError(f"{base} has no {_LOGS[0]} or no weights, so there is nothing to compare")
     for name in _LOGS:
         found += _compare_lines(run, name, _lines(base / name), _lines(head / name), renamed)
     for name in sorted({*_models(base), *_models(head)}):
@@ -66,7 +66,7 @@ def compare(run: str, base: Path, head: Path, renamed: Mapping[str, str]) -> lis
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    """The lines of a log, without the name of the run, which is drawn at random."""
+    """Return the lines of a log without the run's name, which is random."""
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return [{name: value for name, value in line.items() if name != "run"} for line in lines]
 
@@ -76,7 +76,7 @@ def _models(folder: Path) -> list[str]:
 
 
 def tensor_hashes(file: Path) -> dict[str, str]:
-    """Shape, dtype and a hash of the bytes of each tensor; nothing if the file does not exist."""
+    """Return shape, dtype and a hash of each tensor; empty if the file does not exist."""
     if not file.exists():
         return {}
     hashes = {}
@@ -100,7 +100,7 @@ def _compare_lines(
 
 
 def _flat(record: Mapping[str, Any], renamed: Mapping[str, str], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys and values without those of time and memory; keys of nested mappings joined by dots."""
+    """Flatten a record without time and memory; keys of nested mappings are joined with dots."""
     for key, value in record.items():
         key = renamed.get(key, key)
         if key.endswith(_TIMED):
@@ -114,5 +114,5 @@ def _flat(record: Mapping[str, Any], renamed: Mapping[str, str], above: str = ""
 def _compare_values(run: str, where: str, base: Mapping[str, Any], head: Mapping[str, Any]) -> Iterator[Difference]:
     for key in [*base, *(key for key in head if key not in base)]:
         before, after = base.get(key, MISSING), head.get(key, MISSING)
-        if before != after and not (before != before and after != after):  # NaN is the same as NaN
+        if before != after and not (before != before and after != after):  # NaN equals NaN
             yield Difference(run, where, key, before, after)

@@ -1,7 +1,7 @@
-"""Short seeded runs that between them go through every method, every ZeRO stage, and one and two ranks.
+"""Short seeded runs that together cover every method, every ZeRO stage, and one and two ranks.
 
-Models, rows, reward functions and judges are made once and are the same for both sides; the runs are recipes for
-``launch/train.py``, which is the interface that a refactoring has to keep.
+Models, rows, reward functions and judges are created once for both sides. The runs are recipes for
+``launch/train.py``, the interface that a refactoring must preserve.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def tossed(prompts, pairs):
 
 @dataclass(frozen=True)
 class Run:
-    """A recipe and the number of ranks that it runs on; the name says what it is."""
+    """A recipe with a descriptive name and its number of ranks."""
 
     name: str
     ranks: int
@@ -40,13 +40,13 @@ class Run:
 
 @dataclass(frozen=True)
 class World:
-    """The folder with models, rows and code that every run reads."""
+    """The folder with the models, rows and code of all runs."""
 
     folder: Path
 
     @classmethod
     def made(cls, folder: Path) -> World:
-        """Write everything; the makers of tiny models are those of the tests."""
+        """Write all files, using the tests' helpers for tiny models."""
         sys.path.insert(0, str(ROOT / "tests"))
         from helpers import make_classifier, make_model, paired_rows, unpaired_rows
         from transformers.utils import logging
@@ -64,11 +64,11 @@ class World:
         return cls(folder)
 
     def path(self, name: str) -> str:
-        """The path of something in the folder, as recipes name it."""
+        """Return the path of a file in the folder, for recipes."""
         return str(self.folder / name)
 
 
-# A window of 8 rows whatever the ranks, 22 rows and 5 steps: three windows an epoch, the last one of 6 rows.
+# Windows of 8 rows for any number of ranks, 22 rows and 5 steps: three windows per epoch, the last one with 6 rows.
 _COMMON: dict[str, Any] = {
     "max_steps": 5,
     "learning_rate": 1e-3,
@@ -89,7 +89,7 @@ _COMMON: dict[str, Any] = {
 
 
 def _methods(world: World) -> dict[str, dict[str, Any]]:
-    """The options of each method, by the name that the runs have."""
+    """Return the options of each method, by name of the run."""
     policy, labelled, pairs = (world.path(name) for name in ("policy", "labelled", "pairs"))
     reference = {"ref_model_name_or_path": world.path("reference")}
     online = {
@@ -124,7 +124,7 @@ def _methods(world: World) -> dict[str, dict[str, Any]]:
 
 
 def _engines() -> list[tuple[str, int, dict[str, Any]]]:
-    """Every stage, with and without offload, on one and two ranks."""
+    """Return every ZeRO stage, with and without offload, on one and two ranks."""
     sys.path.insert(0, str(ROOT / "tests"))
     from helpers import STAGES
 
@@ -132,7 +132,7 @@ def _engines() -> list[tuple[str, int, dict[str, Any]]]:
 
 
 def runs(world: World, quick: bool) -> list[Run]:
-    """Every method on every engine, or with ``quick`` each on two, so that each engine has two methods as well."""
+    """Return every method on every engine; with ``quick``, each on two, so that each engine runs two methods."""
     engines, found = _engines(), []
     for number, (name, options) in enumerate(_methods(world).items()):
         for place, (stage, ranks, settings) in enumerate(engines):
@@ -148,5 +148,5 @@ def _recipe(options: dict[str, Any], stage: str, ranks: int, settings: dict[str,
     if options["method"] in ("kto", "dpo", "online_dpo"):
         more["ref_placement"] = ("replica", "sharded", "offload")[(len(stage) + ranks) % 3]
     if options["method"] == "online_dpo" and stage.startswith("stage3"):
-        more["ds3_gather_for_generation"] = ranks == 1  # otherwise it follows free memory, as the batch size does
+        more["ds3_gather_for_generation"] = ranks == 1  # otherwise it depends on free memory, like the batch size
     return {**_COMMON, **more, **options}

@@ -1,1 +1,1 @@
-"""Two hosts on one machine: network, mount, host name and process namespaces of their own, joined by a link."""
+"""Two hosts on one machine, with separate network, mount, UTS and PID namespaces, connected by a link."""

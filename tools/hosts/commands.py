@@ -1,4 +1,4 @@
-"""The command lines that start one rank on each of two hosts, by each launcher."""
+"""The command lines of each launcher for one rank on each of two hosts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ HOSTFILE = "".join(f"{name} slots=1\n" for name in NAMES)
 
 
 def commands(launcher: str, script: Path, arguments: Sequence[str], port: int, hostfile: Path) -> list[list[str]]:
-    """One command line for each host on which a command has to be given; with ``pdsh`` the first one is enough.
+    """Return a command line for each host on which a command must be started; with ``pdsh``, only the first host.
 
     Args:
-        launcher: one of :data:`LAUNCHERS`; the two last are ``deepspeed`` with and without ``--no_ssh``.
-        script: what each rank runs.
-        arguments: of the script.
-        port: at which the ranks meet, on the first host.
-        hostfile: with :data:`HOSTFILE`.
+        launcher: one of :data:`LAUNCHERS`; the last two are ``deepspeed`` with and without ``--no_ssh``.
+        script: the script that each rank runs.
+        arguments: arguments of the script.
+        port: rendezvous port on the first host.
+        hostfile: path of a file with :data:`HOSTFILE`.
     """
     where = ["--master_addr", NAMES[0], "--master_port", str(port)]
     if launcher == "torchrun":

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Install pdsh, sshd and what makes namespaces from Debian's archive, as root, without starting sshd, now or at the next boot.
+# Install pdsh, sshd and namespace tools from Debian's archive, as root, without starting sshd now or at the next boot.
 set -eu
 
 PATH="$PATH:/usr/sbin:/sbin"

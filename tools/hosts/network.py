@@ -1,8 +1,8 @@
-"""Makes the two hosts, runs commands on them, cuts their link and switches them off; nothing of them stays.
+"""Create the two hosts, run commands on them, cut their link and switch them off, without leaving anything behind.
 
-A host is a process in namespaces of its own, first of its process namespace: when it ends, the kernel ends everything
-that runs there and removes the network. Both ends of the link are called eth0. Files are those of the machine, as on a
-shared disk, but for /etc/hosts, where the hosts find each other, and /run.
+A host is a process in separate namespaces, the first one in its PID namespace: when it exits, the kernel kills
+everything that runs there and removes the network. Both ends of the link are called eth0. The hosts share the
+machine's files, as on a shared disk, except for /etc/hosts, which has the addresses of both hosts, and /run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAMES = ("host-a", "host-b")
 LINK = "eth0"
 _NEW_MOUNTS, _BIND, _RECURSIVE, _PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000  # of unshare(2) and mount(2)
 _CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21
-# Arguments: name, folder with the files that take the place of the machine's.
+# Arguments: name, folder with the files that replace the machine's.
 _FIRST_PROCESS = """
 set -e
 hostname "$1"
@@ -38,12 +38,12 @@ mkdir /run/sshd
 ip link set lo up
 echo ready
 sleep infinity &
-wait  # and so reap what has lost its parent
+wait  # reaps orphaned processes
 """
 
 
 def missing() -> str | None:
-    """What this machine lacks for two hosts; None if nothing."""
+    """Return what this machine lacks for two hosts, or None."""
     lacking = [name for name in PROGRAMS if shutil.which(name) is None]
     if lacking:
         return f"{', '.join(lacking)} not installed (make hosts installs them)"
@@ -52,7 +52,7 @@ def missing() -> str | None:
     if os.geteuid() != 0 or not all(effective >> bit & 1 for bit in (_CAP_NET_ADMIN, _CAP_SYS_ADMIN)):
         return "network namespaces need root with CAP_NET_ADMIN and CAP_SYS_ADMIN"
     tried = subprocess.run(["unshare", "-n", "-m", "-u", "-p", "-f", "true"], capture_output=True, check=False)
-    return None if tried.returncode == 0 else f"no namespaces here: {tried.stderr.decode().strip()}"
+    return None if tried.returncode == 0 else f"namespaces cannot be created: {tried.stderr.decode().strip()}"
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Host:
     """One of the hosts.
 
     Attributes:
-        name, address: by which the other one knows it.
-        pid: of its first process, outside of it.
+        name, address: host name and IP address.
+        pid: process ID of its first process, as seen from outside.
     """
 
     name: str
@@ -69,15 +69,15 @@ class Host:
     pid: int
 
     def command(self, arguments: Sequence[str], folder: Path | None = None) -> list[str]:
-        """The command line that runs a command on this host, by default in the present folder."""
+        """Return the command line that runs a command on this host, by default in the current folder."""
         spaces = ["--net", "--mount", "--uts", "--ipc", "--pid", f"--wd={folder or os.getcwd()}"]
         return ["nsenter", f"--target={self.pid}", *spaces, "--", *arguments]
 
     def run(self, *arguments: str) -> str:
-        """Run a short command to its end and return what it prints.
+        """Run a short command and return its output.
 
         Raises:
-            CalledProcessError: it failed.
+            CalledProcessError: the command failed.
         """
         done = subprocess.run(self.command(arguments), capture_output=True, text=True, check=True, timeout=30)
         return done.stdout
@@ -85,7 +85,7 @@ class Host:
     def start(
         self, arguments: Sequence[str], log: IO[str], env: Mapping[str, str], folder: Path | None = None
     ) -> subprocess.Popen[str]:
-        """Start a command, by default in the present folder; what it prints goes to a file."""
+        """Start a command, by default in the current folder, with its output redirected to a file."""
         return subprocess.Popen(
             self.command(arguments, folder),
             stdin=subprocess.DEVNULL,
@@ -96,7 +96,7 @@ class Host:
         )
 
     def enter(self, hosts: Path) -> None:
-        """Move this process to its network and name, and have it find the hosts by a file; /proc stays as it is."""
+        """Move this process to the host's network, host name and hosts file. /proc is unchanged."""
         library = ctypes.CDLL(None, use_errno=True)
 
         def call(name: str, *arguments: object) -> None:
@@ -111,31 +111,31 @@ class Host:
         call("mount", os.fsencode(hosts), b"/etc/hosts", None, _BIND, None)
 
     def cut(self) -> None:
-        """Take the link down at this end: nothing arrives any more, and nobody is told."""
+        """Take the link down at this end, silently dropping all packets."""
         self.run("ip", "link", "set", LINK, "down")
 
     def mend(self) -> None:
-        """Bring the link up again."""
+        """Bring the link back up."""
         self.run("ip", "link", "set", LINK, "up")
 
     def processes(self) -> list[str]:
-        """The command lines of what runs there, but for its first process, daemons of ssh and what looks."""
+        """Return the command lines of the host's processes, except its first one, ssh daemons and this query."""
         listing = self.run("ps", "-e", "-o", "pid=,args=").splitlines()
         own = (" ps -e -o", " sshd: ", " sleep infinity")
         return [line.strip() for line in listing if line.split()[0] != "1" and not any(part in line for part in own)]
 
     def switch_off(self) -> None:
-        """End everything on it at once."""
+        """Kill everything on the host immediately."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
 def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
-    """Two hosts that reach each other, within this context.
+    """Provide two connected hosts within this context.
 
     Args:
-        folder: for their files; an ``ssh_config`` that is there takes the place of the machine's.
+        folder: folder for their files; if it contains an ``ssh_config``, that replaces the machine's.
     """
     addresses = [f"10.77.0.{number}" for number in (1, 2)]
     lines = ["127.0.0.1 localhost", *(f"{address} {name}" for address, name in zip(addresses, NAMES))]
@@ -164,11 +164,11 @@ def _host(name: str, address: str, folder: Path) -> Iterator[Host]:
     try:
         assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
-            raise RuntimeError(f"{name} did not start: unshare ended with status {process.wait()}")
+            raise RuntimeError(f"{name} did not start: unshare exited with status {process.wait()}")
         (first,) = psutil.Process(process.pid).children()
         yield Host(name, address, first.pid)
     finally:
-        process.kill()  # takes the first process of the host along, and the kernel the others
+        process.kill()  # kills the first process of the host, and the kernel kills the others
         process.wait()
         if process.stdout is not None:
             process.stdout.close()

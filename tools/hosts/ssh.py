@@ -1,4 +1,4 @@
-"""A private sshd on each of the two hosts, with keys of its own, for what `deepspeed` starts by pdsh."""
+"""A private sshd with its own keys on each of the two hosts, for `deepspeed` with pdsh."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 from tools.hosts.network import Host
 
 _PROGRAMS = ("pdsh", "ssh", "ssh-keygen")
-_SSHD = "/usr/sbin/sshd"  # starts itself anew for each connection, and needs its path for that
+_SSHD = "/usr/sbin/sshd"  # it re-executes itself for each connection, which requires its full path
 _LIMIT_S = 10.0
 
 
 def missing() -> str | None:
-    """What this machine lacks; None if nothing."""
+    """Return what this machine lacks, or None."""
     lacking = [name for name in _PROGRAMS if shutil.which(name) is None]
     if not Path(_SSHD).exists():
         lacking.append("sshd")
@@ -25,7 +25,7 @@ def missing() -> str | None:
 
 
 def prepare(folder: Path) -> None:
-    """Write keys and settings, before the hosts are made: they take the place of the machine's."""
+    """Write keys and settings, which replace the machine's, before the hosts are created."""
     for name in ("host_key", "user_key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
     (folder / "user_key.pub").rename(folder / "authorized_keys")
@@ -44,7 +44,7 @@ def prepare(folder: Path) -> None:
 
 @contextlib.contextmanager
 def serving(hosts: Sequence[Host], folder: Path) -> Iterator[None]:
-    """Within this context each host can be reached by ssh; what :func:`prepare` wrote is in ``folder``."""
+    """Run sshd on each host within this context, with the files that :func:`prepare` wrote to ``folder``."""
     with contextlib.ExitStack() as stack:
         log = stack.enter_context((folder / "sshd.log").open("w", encoding="utf-8"))
         for host in hosts:
@@ -65,5 +65,5 @@ def _wait_for(host: Host, folder: Path) -> None:
         except subprocess.CalledProcessError as error:
             if time.monotonic() > end:
                 log = (folder / "sshd.log").read_text(encoding="utf-8")
-                raise RuntimeError(f"{host.name} cannot be reached by ssh: {error.stderr}{log}") from error
+                raise RuntimeError(f"{host.name} is not reachable via ssh: {error.stderr}{log}") from error
             time.sleep(0.1)

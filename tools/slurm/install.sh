@@ -1,5 +1,5 @@
 #!/bin/sh
-# Install SLURM and munge from Debian's archive, as root, without starting their daemons, now or at the next boot.
+# Install SLURM and munge from Debian's archive, as root, without starting their daemons now or at the next boot.
 set -eu
 
 PATH="$PATH:/usr/sbin:/sbin"

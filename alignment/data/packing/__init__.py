@@ -1,1 +1,1 @@
-"""Several rows in the place of one: which of them go together, and what batches are made of."""
+"""Packing: combine several rows into one sequence, and read the packs as rows."""

@@ -1,4 +1,4 @@
-"""Which sequences go into which pack."""
+"""Assign sequences to packs."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import numpy as np
 
 
 def best_fit(lengths: Sequence[int] | np.ndarray, room: int) -> list[list[int]]:
-    """Best-fit decreasing: the longest sequence first, each into the pack that it leaves the least room in.
+    """Best-fit decreasing: add sequences, longest first, to the pack in which they leave the least space.
 
-    Of sequences of one length the earlier one comes first, and of packs with the same room the one that has had it for
-    longest, so that the result is a function of the lengths alone. With L different rooms at a time and S sequences,
-    it takes O(S log S + S log L) comparisons. Source: https://arxiv.org/abs/2404.10830.
+    Ties are broken by the order of the sequences, and by the time for which packs have had the same space left, so the
+    result is a function of the lengths alone. With S sequences and L distinct amounts of remaining space, it takes
+    O(S log S + S log L) comparisons. Source: https://arxiv.org/abs/2404.10830.
 
     Args:
-        lengths: (S,) each of at most ``room`` tokens, and of one at least.
-        room: tokens of a pack.
+        lengths: (S,) lengths between 1 and ``room`` tokens.
+        room: capacity of a pack in tokens.
 
     Returns:
-        For each pack the numbers of its sequences, in the order in which they were put there.
+        The indices of the sequences of each pack, in the order in which they were added.
     """
     packs: list[list[int]] = []
-    waiting: dict[int, deque[list[int]]] = defaultdict(deque)  # packs by the room that they have left
-    rooms: list[int] = []  # those of them, rising
+    waiting: dict[int, deque[list[int]]] = defaultdict(deque)  # packs by remaining space
+    rooms: list[int] = []  # the keys of ``waiting``, ascending
     sizes = np.asarray(lengths, dtype=np.int64)
     for number in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[number])

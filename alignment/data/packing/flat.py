@@ -1,4 +1,4 @@
-"""Tokenised rows of prompt and completion as one run of tokens, with what is learned of them."""
+"""Concatenate tokenized rows of prompt and completion, with their loss masks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ COLUMNS = ("prompt_ids", "completion_ids", "scored", "first")
 
 @dataclass(frozen=True)
 class Flat:
-    """The tokens of some rows, one row after another.
+    """The concatenated tokens of rows.
 
     Attributes:
-        lengths: (R,) tokens of each row.
-        learned: (T,) bool; that of a row's first token is read only where another row's tokens stand before it.
-        ids: (T,) int64 token ids; empty where they were not asked for.
+        lengths: (R,) number of tokens of each row.
+        learned: (T,) bool loss mask; the value for a row's first token is only used if another row precedes it.
+        ids: (T,) int64 token IDs; empty unless requested.
     """
 
     lengths: Rows
@@ -30,16 +30,16 @@ class Flat:
 
     @property
     def ends(self) -> Rows:
-        """(R,) where each row's tokens end."""
+        """(R,) end offset of each row."""
         return np.cumsum(self.lengths)
 
 
 def flat(table: pa.Table, *, ids: bool) -> Flat:
-    """Put the rows of ``table``, with the columns :data:`COLUMNS`, one after another.
+    """Concatenate the rows of ``table``.
 
     Args:
-        table: R tokenised rows.
-        ids: whether the tokens themselves are wanted.
+        table: R tokenized rows with the columns :data:`COLUMNS`.
+        ids: whether to return the token IDs.
     """
     prompt, completion = (_lengths(table[name]) for name in ("prompt_ids", "completion_ids"))
     lengths = prompt + completion

@@ -1,6 +1,6 @@
-"""Packs: stretches of the tokens of a dataset that take the place of its rows.
+"""Packs: spans of the tokens of a dataset that replace its rows.
 
-They are a function of the rows' lengths and of what is learned of them, so that every rank computes the same ones.
+They are a function of the rows' lengths and loss masks, so that every rank computes the same packs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from alignment.data.packing.flat import COLUMNS, flat
 from alignment.data.windows import Rows, RowTable
 
 STRATEGIES = ("bfd", "bfd_split", "wrapped")
-TOGETHER = 1000  # rows that are packed with one another: what TRL's map() hands over at a time
+TOGETHER = 1000  # number of rows that are packed together: the batch size of TRL's map()
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Packing:
     """How rows are packed.
 
     Attributes:
-        strategy: ``bfd`` puts whole sequences into packs, ``bfd_split`` cuts longer ones into several before,
-            ``wrapped`` cuts the tokens of all rows, one after another, wherever a pack is full.
-        length: tokens of a pack at most.
-        seed: of a permutation of the rows before they are packed; None for the order of the data.
+        strategy: ``bfd`` packs complete sequences, ``bfd_split`` first splits long sequences, ``wrapped`` concatenates
+            all rows and splits the tokens wherever a pack is full.
+        length: maximum number of tokens of a pack.
+        seed: seed for shuffling the rows before packing; None to keep the order of the data.
     """
 
     strategy: str
@@ -38,23 +38,23 @@ class Packing:
 
     @property
     def whole_rows(self) -> bool:
-        """Whether it takes rows of any length, so that they must not be cut before."""
+        """Whether the strategy supports rows of any length, so that they are not truncated before packing."""
         return self.strategy != "bfd"
 
 
 @dataclass(frozen=True)
 class Packs:
-    """N packs of S sequences, each a stretch of the tokens of all rows, put one after another.
+    """N packs of S sequences, each a span of the concatenated tokens of all rows.
 
     Attributes:
-        packing: how they were made.
-        order: (R,) the rows in the order in which their tokens stand.
-        ends: (R,) where the tokens of each of them end.
-        begins: (S,) where each sequence begins.
-        stops: (S,) where it ends.
-        scored: (S,) how many of its tokens are learned: never its first one, which nothing predicts.
-        offsets: (N + 1,) the first sequence of each pack, and S.
-        left_out: stretches of which nothing is learned.
+        packing: how the rows were packed.
+        order: (R,) the order of the rows in the concatenation.
+        ends: (R,) end offset of each row, in this order.
+        begins: (S,) start offset of each sequence.
+        stops: (S,) end offset of each sequence.
+        scored: (S,) number of its tokens in the loss; never includes the first one, which cannot be predicted.
+        offsets: (N + 1,) index of the first sequence of each pack, followed by S.
+        left_out: number of omitted spans without loss tokens.
     """
 
     packing: Packing
@@ -71,32 +71,32 @@ class Packs:
 
     @property
     def tokens(self) -> Rows:
-        """(N,) tokens of each pack."""
+        """(N,) number of tokens of each pack."""
         return np.add.reduceat(self.stops - self.begins, self.offsets[:-1])
 
     @property
     def table(self) -> RowTable:
-        """What planning needs to know of packs: tokens that are learned, and as ``prompt`` all others."""
+        """The table for planning: ``completions`` counts the tokens in the loss, ``prompt`` all others."""
         scored = np.add.reduceat(self.scored, self.offsets[:-1])
         return RowTable(prompt=self.tokens - scored, completions=scored[:, None], max_length=self.packing.length)
 
     def rows(self, pack: int) -> list[int]:
-        """The rows that the tokens of a pack are of, each once."""
+        """Return the rows that contribute tokens to a pack, without duplicates."""
         first, last = self.span(np.arange(self.offsets[pack], self.offsets[pack + 1]))
         return sorted({int(row) for begin, end in zip(first, last) for row in self.order[begin : end + 1]})
 
     def span(self, sequences: Rows) -> tuple[Rows, Rows]:
-        """The places in :attr:`order` of the first and of the last row of each sequence."""
+        """Return the positions in :attr:`order` of the first and the last row of each sequence."""
         begins, stops = self.begins[sequences], self.stops[sequences]
         return np.searchsorted(self.ends, begins, side="right"), np.searchsorted(self.ends, stops, side="left")
 
 
 def pack_rows(dataset: Dataset, packing: Packing) -> Packs:
-    """Pack tokenised rows of prompt and completion.
+    """Pack tokenized rows of prompt and completion.
 
     Args:
-        dataset: the rows; for ``bfd`` of at most ``packing.length`` tokens each.
-        packing: how.
+        dataset: the rows; at most ``packing.length`` tokens each for ``bfd``.
+        packing: how to pack them.
     """
     count = len(dataset)
     order = np.arange(count) if packing.seed is None else np.random.default_rng(packing.seed).permutation(count)
@@ -137,21 +137,21 @@ def _pieces(dataset: Dataset, order: Rows | None) -> Iterator[pa.Table]:
 
 
 def _stretches(lengths: Rows, packing: Packing) -> tuple[Rows, Rows]:
-    """Where sequences begin and end in the tokens of some rows, put one after another."""
+    """Return the start and end offsets of sequences in the concatenated tokens of rows."""
     ends = np.cumsum(lengths)
     if packing.strategy == "wrapped":
         begins = np.arange(0, int(lengths.sum()), packing.length)
         return begins, np.minimum(begins + packing.length, int(lengths.sum()))
     parts = -(-lengths // packing.length)
     if packing.strategy == "bfd":
-        assert parts.max(initial=1) == 1, "rows are cut to the length of a pack before"
+        assert parts.max(initial=1) == 1, "rows must be truncated to the length of a pack"
     number = np.arange(int(parts.sum())) - np.repeat(np.cumsum(parts) - parts, parts)
     begins = np.repeat(ends - lengths, parts) + number * packing.length
     return begins, np.minimum(begins + packing.length, np.repeat(ends, parts))
 
 
 def _scored(learned: npt.NDArray[np.bool_], begins: Rows, stops: Rows) -> Rows:
-    """(S,) how many tokens of each stretch are learned, its first one aside."""
+    """Return the (S,) number of loss tokens of each span, excluding its first token."""
     counts = np.concatenate(([0], np.cumsum(learned)))
     return counts[stops] - counts[begins + 1]
 

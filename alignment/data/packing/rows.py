@@ -1,4 +1,4 @@
-"""Packs as batches and scripts look at them, read from the tokenised rows when they are asked for."""
+"""Read packs from tokenized rows on access, for batches and for scripts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from alignment.data.targets.tokenised import IGNORED
 
 
 class Stretch(NamedTuple):
-    """A sequence of a pack: (T,) token ids, and (T,) which of them are learned."""
+    """A sequence of a pack: (T,) token IDs and (T,) loss mask."""
 
     pack: int
     ids: list[int]
@@ -23,11 +23,11 @@ class Stretch(NamedTuple):
 
 
 class PackedRows:
-    """The packs of a dataset in the place of its rows.
+    """The packs of a dataset, with the interface of its rows.
 
     Args:
-        dataset: tokenised rows of prompt and completion.
-        packs: which of their tokens belong together.
+        dataset: tokenized rows of prompt and completion.
+        packs: the packs.
     """
 
     def __init__(self, dataset: Dataset, packs: Packs) -> None:
@@ -38,7 +38,7 @@ class PackedRows:
         return len(self.packs)
 
     def __getitem__(self, numbers: Sequence[int]) -> dict[str, list[Any]]:
-        """The sequences of some packs, one entry each: ``prompt_ids``, ``completion_ids``, ``scored``; ``pack``."""
+        """Return ``prompt_ids``, ``completion_ids``, ``scored`` and ``pack`` for each sequence of the packs."""
         found: dict[str, list[Any]] = {name: [] for name in ("prompt_ids", "completion_ids", "scored", "pack")}
         for sequence in self.sequences(numbers):
             parts = divided(sequence.ids, sequence.learned)
@@ -47,7 +47,7 @@ class PackedRows:
         return found
 
     def sequences(self, numbers: Sequence[int]) -> Iterator[Stretch]:
-        """The sequences of some packs, one pack after another."""
+        """Yield the sequences of the packs, pack by pack."""
         packs = self.packs
         owners = [pack for pack in numbers for _ in range(packs.offsets[pack], packs.offsets[pack + 1])]
         chosen = np.array([s for p in numbers for s in range(packs.offsets[p], packs.offsets[p + 1])], dtype=np.int64)
@@ -56,19 +56,19 @@ class PackedRows:
         firsts, lasts = packs.span(chosen)
         places = np.unique(np.concatenate([np.arange(a, b + 1) for a, b in zip(firsts, lasts)]))
         rows = flat(self._rows[packs.order[places].tolist()], ids=True)
-        own = rows.ends - rows.lengths  # where the rows that were read begin in what was read
-        there = packs.ends[places] - rows.lengths  # and in the tokens of all rows
+        own = rows.ends - rows.lengths  # start offsets of the rows among the rows read
+        there = packs.ends[places] - rows.lengths  # and among all rows
         at = dict(zip(places.tolist(), range(len(places))))
         for owner, number, first in zip(owners, chosen, firsts):
-            # The rows of a sequence follow one another in both: one stretch here is one there.
+            # The rows of a sequence are contiguous in both, so a span is a span in both.
             begin = int(packs.begins[number] - there[at[int(first)]] + own[at[int(first)]])
             stop = begin + int(packs.stops[number] - packs.begins[number])
             yield Stretch(owner, rows.ids[begin:stop].tolist(), rows.learned[begin:stop].tolist())
 
     def shown(self, numbers: Sequence[int]) -> dict[str, list[Any]]:
-        """Some packs by TRL's names: ``input_ids``, ``labels`` that are -100 on what is not learned, ``seq_lengths``.
+        """Return packs with TRL's names: ``input_ids``, ``labels`` (-100 for tokens not in the loss), ``seq_lengths``.
 
-        ``seq_lengths`` has the tokens of each sequence; it is not there for ``wrapped``, whose packs are one each.
+        ``seq_lengths`` has the length of each sequence; it is omitted for ``wrapped``, where a pack is one sequence.
         """
         found: dict[str, list[Any]] = {name: [[] for _ in numbers] for name in ("input_ids", "labels", "seq_lengths")}
         place = {int(pack): position for position, pack in enumerate(numbers)}

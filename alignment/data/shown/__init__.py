@@ -1,1 +1,1 @@
-"""Tokenised rows as scripts that were written for TRL look at them."""
+"""Tokenized rows in the form that scripts written for TRL expect."""

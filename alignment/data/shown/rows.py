@@ -1,6 +1,6 @@
-"""Tokenised rows by the names that TRL's documentation shows, and batches of them as scripts look at them.
+"""Tokenized rows with the names in TRL's documentation, and batches of them, for scripts that inspect data.
 
-Training does not go through these: its batches are planned over the whole window and scored without padding.
+Training does not use them: its batches are planned over the whole window and scored without padding.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Columns = Mapping[str, list[Any]]
 
 
 def as_stored(rows: Columns, bookkeeping: Sequence[str] = _BOOKKEEPING) -> dict[str, list[Any]]:
-    """The columns by the names that they are stored by, such as ``prompt_ids`` and ``completion_ids``."""
+    """Return the columns with their stored names, such as ``prompt_ids`` and ``completion_ids``."""
     return {name: values for name, values in rows.items() if name not in bookkeeping}
 
 
 def as_language_modelling(rows: Columns) -> dict[str, list[Any]]:
-    """Prompt and completion in one: ``input_ids``, ``completion_mask``, ``labels`` that are -100 off the mask.
+    """Join prompt and completion: ``input_ids``, ``completion_mask``, and ``labels`` that are -100 outside the mask.
 
-    Where every token of a row is learned, so is the first one by its label, though nothing predicts it.
+    If all tokens of a row are in the loss, the first token also has a label, although it cannot be predicted.
     """
     ids, masks = [], []
     count = len(rows["prompt_ids"])
@@ -50,7 +50,7 @@ def as_language_modelling(rows: Columns) -> dict[str, list[Any]]:
 
 
 def as_scored_pairs(rows: Columns) -> dict[str, list[Any]]:
-    """Each prompt with its answers: ``chosen_ids``, ``rejected_ids``; and the ``margin``, 0 where a row has none."""
+    """Join each prompt with its completions: ``chosen_ids``, ``rejected_ids``, and ``margin`` (0 if unset)."""
     sides = {
         name: [[*prompt, *answer] for prompt, answer in zip(rows["prompt_ids"], rows[name], strict=True)]
         for name in ("chosen_ids", "rejected_ids")
@@ -59,7 +59,7 @@ def as_scored_pairs(rows: Columns) -> dict[str, list[Any]]:
 
 
 def as_labelled_pairs(rows: Columns) -> dict[str, list[Any]]:
-    """Prompts, and each prompt with its answers: ``_input_ids``, ``_attention_mask`` and ``_labels`` of each side."""
+    """Return ``_input_ids``, ``_attention_mask`` and ``_labels`` of prompts and of both completions with prompts."""
     shown = _masked("prompt", rows["prompt_ids"])
     for side in ("chosen", "rejected"):
         pairs = list(zip(rows["prompt_ids"], rows[f"{side}_ids"], strict=True))
@@ -73,15 +73,16 @@ def _masked(side: str, ids: list[Any]) -> dict[str, list[Any]]:
 
 
 class Collator:
-    """Makes tensors of rows of ``trainer.train_dataset``: padded on the right, prompts to be answered on the left.
+    """Collates rows of ``trainer.train_dataset`` into tensors, padded on the right (prompts for generation: left).
 
     Args:
-        pad_token_id: what ``input_ids`` are padded with.
+        pad_token_id: the padding value of ``input_ids``.
 
-    Its result has ``input_ids`` and ``attention_mask`` (B, T) int64. Pairs are one batch, the chosen answers first.
-    ``completion_mask`` (B, T) is 1 on tokens of answers, ``labels`` (B, T) -100 elsewhere. Rows of KTO that have
-    ``KL_completion_ids`` give ``KL_input_ids`` and its masks too. Numbers and truth values become (B,) tensors. Packs
-    with ``seq_lengths`` get ``position_ids`` (B, T) that begin at 0 with each sequence, where the label is -100.
+    The result has ``input_ids`` and ``attention_mask`` (B, T) int64. Pairs form one batch, the chosen completions
+    first. ``completion_mask`` (B, T) is 1 for completion tokens, ``labels`` (B, T) is -100 for other tokens. KTO rows
+    with ``KL_completion_ids`` also give ``KL_input_ids`` and its masks. Numbers and booleans become (B,) tensors.
+    Packs with ``seq_lengths`` get ``position_ids`` (B, T), which restart at 0 for each sequence, where the label is
+    -100.
     """
 
     def __init__(self, pad_token_id: int) -> None:
@@ -143,7 +144,7 @@ def _answers(there: set[str]) -> tuple[str, ...]:
 
 
 def _pad(rows: Sequence[Sequence[int]], fill: int, *, left: bool = False) -> Tensor:
-    """(B, T) int64 of rows of unequal lengths."""
+    """Pad rows of different lengths to a (B, T) int64 tensor."""
     width = max(map(len, rows), default=0)
     padded = torch.full((len(rows), width), fill, dtype=torch.long)
     for number, row in enumerate(rows):
@@ -152,15 +153,15 @@ def _pad(rows: Sequence[Sequence[int]], fill: int, *, left: bool = False) -> Ten
 
 
 class PlannedBatches:
-    """This rank's batches of some windows, in their order, as :class:`Collator` makes them.
+    """This rank's batches of a sequence of windows, collated by :class:`Collator`.
 
     Args:
-        rows: as they are shown; called once there is something to collate.
-        plans: the windows, one after another.
-        rank: this one.
-        collator: makes the batches.
+        rows: returns the rows; called when the first batch is collated.
+        plans: yields the windows in order.
+        rank: this rank.
+        collator: collates the batches.
         table: lengths of the rows.
-        batch_size: rows of one batch; fewer where they are cut by tokens, or are the last ones.
+        batch_size: maximum number of rows of a batch.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class PlannedBatches:
                     if partner >= 0:
                         kept = self._table.mismatched_completion(np.array([row]), np.array([partner]))[0]
                         feature["KL_completion_ids"] = rows[partner]["completion_ids"][:kept]
-                # A row without a partner has no mismatched answer; the others' are then left out as well.
+                # A row without a partner has no mismatched completion; those of the other rows are then omitted too.
                 if not all("KL_completion_ids" in feature for feature in features):
                     features = [{n: v for n, v in one.items() if n != "KL_completion_ids"} for one in features]
                 yield self.collate_fn(features)

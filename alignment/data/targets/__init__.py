@@ -1,1 +1,1 @@
-"""Which tokens of a row are learned: by the options of supervised fine-tuning, or by columns of tokenised rows."""
+"""Select the tokens of a row that contribute to the loss, by SFT options or by columns of tokenized rows."""

@@ -1,4 +1,4 @@
-"""Rows made by a user's function, from whatever columns the data has to one text."""
+"""Convert rows to text with a user-defined formatting function."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ Format = Callable[[Mapping[str, Any]], str]
 def formatted(
     data: Dataset | IterableDataset, function: Format, where: str, column: str = "text"
 ) -> Dataset | IterableDataset:
-    """The same rows, each as the text that ``function`` makes of it.
+    """Apply ``function`` to each row to get its text.
 
     Args:
-        data: of any columns but token ids.
-        function: takes a row.
-        where: names the data in messages.
-        column: the name of the text.
+        data: the rows, with any columns except token IDs.
+        function: maps a row to its text.
+        where: name of the data in messages.
+        column: name of the text column.
 
     Raises:
-        OptionError: the rows are tokenised already, or the function is none.
-        DataError: the function raised, or returned anything but a text; of a stream, when it is read.
+        OptionError: the rows are already tokenized, or ``function`` is not callable.
+        DataError: the function raised an error or did not return a string; for a stream, raised when it is read.
     """
     if not callable(function):
-        raise OptionError(f"formatting_func={show(function)}: pass a function from a row to its text")
+        raise OptionError(f"formatting_func={show(function)}: expected a function that maps a row to a string")
     if token_columns("prompt_completion", data.column_names or ()):
-        raise OptionError(f"formatting_func: the rows of {where} are tokenised already; leave one of the two out")
+        raise OptionError(
+            f"formatting_func: the rows of {where} are already tokenized; remove formatting_func, or pass text"
+        )
 
     def made(row: Mapping[str, Any], number: int) -> dict[str, str]:
         return {column: _text(row, number, function, where)}
 
     if isinstance(data, IterableDataset):
         return data.map(made, with_indices=True).select_columns([column])
-    # In memory: a function has no name for a file on disk that would change with all that it depends on.
+    # In memory, because no fingerprint covers everything that the function depends on.
     return data.map(
         made,
         with_indices=True,
@@ -57,10 +59,8 @@ def _text(row: Mapping[str, Any], number: int, function: Format, where: str) -> 
         text = function(row)
     except FAILURES as error:
         raise DataError(
-            f"{where} row {number + 1}: formatting_func raised {raised(error)}; correct it, or leave the row out"
+            f"{where} row {number + 1}: formatting_func raised {raised(error)}; fix the function, or remove the row"
         ) from error
     if not isinstance(text, str):
-        raise DataError(
-            f"{where} row {number + 1}: formatting_func returned {show(text)}; return one text for each row"
-        )
+        raise DataError(f"{where} row {number + 1}: formatting_func returned {show(text)}; expected a string")
     return text

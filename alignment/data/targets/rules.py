@@ -1,4 +1,4 @@
-"""What options say of the tokens to learn, and how a sequence with a mask becomes prompt and completion."""
+"""Options that select the tokens in the loss, and the conversion of a masked sequence to prompt and completion."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RowRules:
-    """How rows of ``prompt_completion`` are read; the defaults leave other kinds as they are.
+    """How rows of ``prompt_completion`` are read. Other kinds use the defaults.
 
     Attributes:
-        completion_only: learn the answer alone (True) or every token of the row (False). None: the answer of rows
-            with prompt and completion, every token of a conversation or a text.
-        assistant_only: of these, learn what the assistant says in any of its turns.
-        text_field: the column that holds a text.
-        tokenised: rows have to be token ids already.
+        completion_only: whether the loss covers the completion only (True) or all tokens (False). None: the completion
+            of rows with prompt and completion, all tokens of a conversation or a text.
+        assistant_only: restrict the loss further, to the assistant's messages.
+        text_field: name of the text column.
+        tokenised: whether rows must already be tokenized.
     """
 
     completion_only: bool | None = None
@@ -29,13 +29,13 @@ USUAL = RowRules()
 
 @dataclass(frozen=True)
 class Learned:
-    """A sequence cut before its first token that is learned.
+    """A sequence split before its first token in the loss.
 
     Attributes:
-        prompt: the tokens before it; one at least, from which the first one is predicted.
-        completion: all others; empty where there is nothing to learn.
-        scored: for each of the completion's tokens whether it is learned; None where all are.
-        first: whether the very first token was to be learned as well, which nothing predicts; for who looks at rows.
+        prompt: the tokens before the split, at least one.
+        completion: the remaining tokens; empty if no token is in the loss.
+        scored: loss mask of the completion; None if all its tokens are in the loss.
+        first: whether the sequence's first token has a label, although it cannot be predicted; only for display.
     """
 
     prompt: list[int]
@@ -45,11 +45,11 @@ class Learned:
 
 
 def divided(ids: Sequence[int], learned: Sequence[bool]) -> Learned:
-    """A whole sequence as prompt and completion; its first token is context, as nothing stands before it.
+    """Split a sequence into prompt and completion. Its first token is always context.
 
     Args:
-        ids: (T,) token ids.
-        learned: (T,) which of them are to be learned.
+        ids: (T,) token IDs.
+        learned: (T,) loss mask.
     """
     border = next((place for place in range(1, len(ids)) if learned[place]), len(ids))
     scored = [bool(value) for value in learned[border:]]

@@ -1,6 +1,6 @@
-"""Rows that hold token ids already, by the names that TRL's releases gave to their columns.
+"""Rows that are already tokenized, with the column names of the TRL releases.
 
-They are taken as they are: no token is put before, between or after them.
+They are used unchanged; no tokens are added.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from alignment.config.errors import DataError, listing, show
 from alignment.data.formats import Kind
 from alignment.data.targets.rules import Learned, RowRules, divided
 
-IGNORED = -100  # the label of a token that is not learned
+IGNORED = -100  # the label of a token that is not in the loss
 _MASKS = ("completion_mask", "assistant_masks")
-# The columns of each kind, one spelling after another; in the order of the values that rows are made of.
+# The columns of each kind, in all spellings, in the order in which rows use them.
 _SPELLINGS: dict[Kind, tuple[tuple[str, ...], ...]] = {
     "prompt_completion": (("input_ids",),),
     "preference_margin": (
@@ -41,12 +41,12 @@ _BESIDE: dict[Kind, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class TokenColumns:
-    """Which columns hold token ids, in the order of the values of a row.
+    """The token ID columns of a dataset, in the order in which rows use them.
 
     Attributes:
         ids: their names.
-        masks: the attention mask of each, None where there is none.
-        beside: further columns that rows are made of.
+        masks: the attention mask column of each; None if it has none.
+        beside: further columns that are used.
     """
 
     ids: tuple[str, ...]
@@ -55,12 +55,12 @@ class TokenColumns:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All columns that rows are made of."""
+        """All columns that are used."""
         return (*self.ids, *(name for name in self.masks if name), *self.beside)
 
 
 def token_columns(kind: Kind, there: Collection[str]) -> TokenColumns | None:
-    """The columns of tokenised rows of a kind, or None where the data has not all of one spelling."""
+    """Return the columns of tokenized rows of a kind, or None if the data does not have all columns of a spelling."""
     for spelling in _SPELLINGS.get(kind, ()):
         if all(name in there for name in spelling):
             ids = tuple(name for name in spelling if name != "label")
@@ -71,52 +71,52 @@ def token_columns(kind: Kind, there: Collection[str]) -> TokenColumns | None:
 
 
 def check_tokenised(columns: TokenColumns | None, where: str, there: Iterable[str]) -> None:
-    """Check that rows need no preparation, as ``skip_prepare_dataset`` says, and that nothing of them is left aside.
+    """Check that rows need no preparation, as ``skip_prepare_dataset`` requires, and that no mask is ignored.
 
     Args:
-        columns: those of token ids that were found.
-        where: names the data in messages.
+        columns: the token ID columns that were found.
+        where: name of the data in messages.
         there: all columns, for messages.
 
     Raises:
-        DataError: there are no token ids; or masks that would have to be made into labels.
+        DataError: there are no token IDs, or there are masks that would have to be converted to labels.
     """
     if columns is None:
         raise DataError(
-            f"{where}: skip_prepare_dataset needs rows of token ids (input_ids, and labels if not all are learned); "
-            f"columns: {listing(there)}"
+            f"{where}: skip_prepare_dataset requires tokenized rows (input_ids, and labels unless all tokens are in "
+            f"the loss); columns: {listing(there)}"
         )
     if "labels" not in columns.beside and (masks := [name for name in _MASKS if name in columns.beside]):
         raise DataError(
-            f"{where}: skip_prepare_dataset leaves {listing(masks)} unread, so that every token would be learned. Add "
-            f"a 'labels' column with {IGNORED} for tokens that are not, or leave skip_prepare_dataset out"
+            f"{where}: skip_prepare_dataset ignores {listing(masks)}, so the loss would cover all tokens. Add a "
+            f"'labels' column with {IGNORED} for the other tokens, or remove skip_prepare_dataset"
         )
 
 
 def all_token_columns(kind: Kind) -> set[str]:
-    """Every column that tokenised rows of a kind may be made of, in any spelling."""
+    """Return all columns that tokenized rows of a kind may use, in any spelling."""
     ids = {name for spelling in _SPELLINGS.get(kind, ()) for name in spelling}
     return ids | {mask for name in ids for mask in _mask_names(name)} | {*_BESIDE.get(kind, ())}
 
 
 def _mask_names(column: str) -> tuple[str, ...]:
-    """What the attention mask of a column of ids may be called."""
+    """Return the possible names of the attention mask of a token ID column."""
     if "input_ids" in column:
         return (column.replace("input_ids", "attention_mask"),)
     return (column.removesuffix("_ids") + "_attention_mask", column.removesuffix("_ids") + "_mask")
 
 
 def read_ids(row: Mapping[str, Any], columns: TokenColumns, where: str, vocabulary: int) -> list[list[int]]:
-    """The token ids of a row's columns, without those that an attention mask hides.
+    """Return the token IDs of a row's columns, without those masked by an attention mask.
 
     Args:
         row: one row.
-        columns: which of its values are ids.
-        where: names the row in messages.
-        vocabulary: ids are below it.
+        columns: its token ID columns.
+        where: name of the row in messages.
+        vocabulary: number of tokens of the tokenizer.
 
     Raises:
-        DataError: a value that is no list of ids of the tokenizer, or a mask of another length.
+        DataError: a value is not a list of valid token IDs, or a mask has another length.
     """
     return [_ids(row, name, mask, where, vocabulary) for name, mask in zip(columns.ids, columns.masks)]
 
@@ -124,32 +124,34 @@ def read_ids(row: Mapping[str, Any], columns: TokenColumns, where: str, vocabula
 def _ids(row: Mapping[str, Any], name: str, mask: str | None, where: str, vocabulary: int) -> list[int]:
     ids = row.get(name)
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-        raise DataError(f"{where}: {name} is {show(ids)}; give a list of token ids")
+        raise DataError(f"{where}: {name} is {show(ids)}; expected a list of token IDs")
     wrong = next((token for token in ids if not 0 <= token < vocabulary), None)
     if wrong is not None:
         raise DataError(
-            f"{where}: {name} has the id {wrong}, and the tokenizer has {vocabulary} tokens; tokenise the rows with "
-            "the model's own tokenizer"
+            f"{where}: {name} contains token ID {wrong}, but the tokenizer has {vocabulary} tokens; tokenize the rows "
+            "with the model's own tokenizer"
         )
     kept = None if mask is None else _beside(row, mask, name, len(ids), where)
     return ids if kept is None else [token for token, seen in zip(ids, kept) if seen]
 
 
 def _beside(row: Mapping[str, Any], name: str, ids: str, length: int, where: str) -> list[Any] | None:
-    """The value of a column with one entry per token; None where it is null."""
+    """Return the value of a column with one entry per token, or None if it is null."""
     values = row.get(name)
     if values is not None and (not isinstance(values, list) or len(values) != length):
-        raise DataError(f"{where}: {name} is {show(values)}; give one value for each of the {length} tokens of {ids}")
+        raise DataError(
+            f"{where}: {name} is {show(values)}; expected one value for each of the {length} tokens of {ids}"
+        )
     return values
 
 
 def learned_row(
     row: Mapping[str, Any], columns: TokenColumns, rules: RowRules, where: str, vocabulary: int
 ) -> Learned:
-    """A tokenised row of ``prompt_completion``: which tokens are learned is said by its labels, or else its masks.
+    """Read a tokenized row of ``prompt_completion``. Its labels, or else its masks, select the tokens in the loss.
 
     Raises:
-        DataError: as :func:`read_ids`, or labels that are other tokens than those of the row.
+        DataError: see :func:`read_ids`; or labels differ from the row's tokens.
     """
     (name,), (mask,) = columns.ids, columns.masks
     (ids,) = read_ids(row, TokenColumns(columns.ids, (None,), ()), where, vocabulary)
@@ -166,8 +168,8 @@ def _learned(row: Mapping[str, Any], ids: Sequence[int], name: str, rules: RowRu
         for place, (label, token) in enumerate(zip(labels, ids)):
             if label not in (IGNORED, token):
                 raise DataError(
-                    f"{where}: labels[{place}] is {show(label)}, and {name}[{place}] is {token}; labels are the ids "
-                    f"themselves, or {IGNORED} for a token that is not learned"
+                    f"{where}: labels[{place}] is {show(label)}, but {name}[{place}] is {token}; expected the same "
+                    f"token ID, or {IGNORED} to exclude the token from the loss"
                 )
         return [label != IGNORED for label in labels]
     masks = [_beside(row, mask, name, len(ids), where) for mask in _MASKS]
@@ -175,17 +177,16 @@ def _learned(row: Mapping[str, Any], ids: Sequence[int], name: str, rules: RowRu
         masks[0] = None
     if rules.completion_only and masks[0] is None:
         raise DataError(
-            f"{where}: completion_only_loss needs to know the completion; add completion_mask or labels beside {name}"
+            f"{where}: completion_only_loss requires completion_mask or labels for tokenized rows; add one to {name}"
         )
     if rules.assistant_only and masks[1] is None:
         raise DataError(
-            f"{where}: assistant_only_loss needs to know the assistant's tokens; add assistant_masks or labels "
-            f"beside {name}"
+            f"{where}: assistant_only_loss requires assistant_masks or labels for tokenized rows; add one to {name}"
         )
     return [all(bits) for bits in zip(*[mask or [True] * len(ids) for mask in masks])]
 
 
 def completion_of(row: Mapping[str, Any], completion: list[int], where: str) -> list[int]:
-    """A completion's own ids, where the column holds prompt and completion: ``completion_labels`` says which are."""
+    """Return a completion's IDs from a column with prompt and completion, as marked by ``completion_labels``."""
     labels = _beside(row, "completion_labels", "completion_input_ids", len(completion), where)
     return completion if labels is None else [t for t, label in zip(completion, labels) if label != IGNORED]

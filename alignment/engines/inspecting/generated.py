@@ -40,7 +40,8 @@ def completion_groups(path: Path) -> list[CompletionGroup]:
     groups = []
     for name in dict.fromkeys(str(row.get("dataset") or "") for _, row in pairs):
         own = [pair for pair in pairs if str(pair[1].get("dataset") or "") == name]
-        title = f"Step {steps[0]} and step {steps[-1]}" + (f", {name}" if name else "")
+        which = name.removeprefix("eval").removeprefix("_")
+        title = f"Before and after: steps {steps[0]} and {steps[-1]}" + (f", {which}" if which else "")
         groups.append(CompletionGroup(title, [_compared(*pair) for pair in own[:_MOST]], len(own)))
     return groups
 

@@ -193,8 +193,8 @@ def _changed(options: Mapping[str, Any], method: str) -> list[ChangedOption]:
         default = defaults.get(name)
         default = default.value if isinstance(default, Enum) else default
         if name not in ignored and not is_secret(name) and value is not None and value != default:
-            shown = _text(default) if name in defaults and default is not None else None
-            found.append(ChangedOption(name, _text(value), shown if shown is None else shown[:_LONGEST_VALUE]))
+            shown = "" if name not in defaults else "unset" if default is None else _text(default)
+            found.append(ChangedOption(name, _text(value), shown))
     return found
 
 

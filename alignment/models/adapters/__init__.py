@@ -1,1 +1,1 @@
-"""Adapters (PEFT): planned before weights are loaded, put into models, read from folders, merged into their base."""
+"""PEFT adapters: plan them before weights are loaded, inject them, read them from folders, merge them."""

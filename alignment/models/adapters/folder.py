@@ -1,7 +1,7 @@
-"""A PEFT adapter on disk, looked at before anything is loaded: what it is, what it was trained on, what it holds.
+"""Inspect a PEFT adapter on disk without loading it: its type, the base model that it was trained on, its tensors.
 
-PEFT does not record how the base was quantised or what an adapter without a ``task_type`` is for. The trainer writes
-that into ``training_base.json`` beside the adapter; folders of other writers lack the file.
+PEFT does not record how the base model was quantized, or the task of an adapter without a ``task_type``. The trainer
+writes both to ``training_base.json`` in the adapter's folder; adapters saved by other programs do not have this file.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ _CONFIG, _WEIGHTS, _PREFIX = "adapter_config.json", "adapter_model.safetensors",
 _WRAPPED = re.compile(r"\.(original_module|modules_to_save)\.")
 _TASKS: dict[str, Task] = {"causal_lm": CAUSAL_LM, "classifier": REWARD_MODEL}
 _PEFT_TASKS: dict[Any, Task] = {TaskType.CAUSAL_LM: CAUSAL_LM, TaskType.SEQ_CLS: REWARD_MODEL}
-# Options of LoRA that change more than weights: what they say about the model -> why it cannot be merged.
+# LoRA options that change more than weights -> why such an adapter cannot be merged.
 _UNMERGEABLE = {
-    "layer_replication": "it repeats layers of the base",
-    "alora_invocation_tokens": "it acts only behind its invocation tokens",
-    "arrow_config": "it chooses among several adapters token by token",
+    "layer_replication": "it duplicates layers of the base model",
+    "alora_invocation_tokens": "it is only active after its invocation tokens",
+    "arrow_config": "it selects among several adapters for each token",
 }
 
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """What an adapter folder says about itself.
+    """The contents of an adapter folder.
 
     Attributes:
         path: the folder.
-        config: PEFT's configuration, as it is on disk.
+        config: PEFT's configuration, as stored on disk.
         base: folder or hub name of the base model.
-        revision: of the base model; None for the newest.
-        quantization: ``BitsAndBytesConfig.to_dict()`` of the weights that it was trained on; None where they were not
-            quantised, or nobody says so.
-        dtype: torch's name of the dtype that it was trained in; None where nobody says so.
-        task: what the base is loaded as.
-        shapes: of every tensor, by its name in the file without PEFT's prefix.
+        revision: revision of the base model; None for the latest.
+        quantization: ``BitsAndBytesConfig.to_dict()`` of the base model during training; None if it was not quantized
+            or this was not recorded.
+        dtype: torch's name of the dtype during training; None if it was not recorded.
+        task: what the base model is loaded as.
+        shapes: shapes of the tensors, by name in the file without PEFT's prefix.
     """
 
     path: Path
@@ -60,12 +60,12 @@ class AdapterFolder:
 
     @property
     def weights(self) -> Path:
-        """The file with the tensors."""
+        """The path of the weights file."""
         return self.path / _WEIGHTS
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether a tokenizer was saved beside the adapter."""
+        """Whether the folder also contains a tokenizer."""
         return (self.path / "tokenizer_config.json").is_file()
 
 
@@ -79,15 +79,15 @@ def write_training_base(
     merged: bool = False,
     dtype: str | None = None,
 ) -> None:
-    """Record beside an adapter what it was trained on; :func:`read_adapter` reads it.
+    """Record in an adapter's folder what it was trained on, for :func:`read_adapter`.
 
     Args:
-        folder: of the adapter.
-        base_model: folder or hub name.
-        revision: of the base model.
-        quantization: ``BitsAndBytesConfig.to_dict()``, or None for weights that are not quantised.
-        task: what the base was loaded as.
-        merged: whether other adapters were merged into the base before training.
+        folder: the adapter's folder.
+        base_model: folder or hub name of the base model.
+        revision: revision of the base model.
+        quantization: ``BitsAndBytesConfig.to_dict()``, or None if the base model is not quantized.
+        task: what the base model was loaded as.
+        merged: whether other adapters were merged into the base model before training.
         dtype: torch's name of the compute dtype, such as ``bfloat16``.
     """
     content: dict[str, Any] = {
@@ -103,27 +103,27 @@ def write_training_base(
 
 
 def read_adapter(path: Path, base: str | None = None, revision: str | None = None) -> AdapterFolder:
-    """Look at an adapter folder. ``base`` and ``revision`` replace what it says about its base.
+    """Read an adapter folder without loading its weights. ``base`` and ``revision`` override its base model.
 
     Raises:
-        ModelError: it is no adapter folder, its weights are missing or torn, or it cannot be merged.
+        ModelError: it is not an adapter folder, its weights are missing or truncated, or it cannot be merged.
     """
     _check_is_adapter(path)
     try:
         config = PeftConfig.from_pretrained(str(path))
-    except Exception as error:  # a broken JSON, or keys of a newer PEFT
+    except Exception as error:  # invalid JSON, or keys of a newer PEFT
         raise ModelError(f"{path / _CONFIG} cannot be read: {first_line(error)}") from error
     _check_type(path, config)
     shapes = _shapes(path / _WEIGHTS)
     recorded = _recorded(path)
     if recorded.get("merged") and base is None:
         raise ModelError(
-            f"{path}: it was trained on {recorded.get('base_model')} with other adapters merged into it; save that "
-            "merged model and give its folder with --base"
+            f"{path}: it was trained on {recorded.get('base_model')} with other adapters merged into it; save the "
+            "merged model and pass its folder with --base"
         )
     named = base or recorded.get("base_model") or config.base_model_name_or_path
     if not named:
-        raise ModelError(f"{path / _CONFIG} names no base model; give its folder or hub name with --base")
+        raise ModelError(f"{path / _CONFIG} does not name a base model; pass its folder or hub name with --base")
     own_revision = None if base else recorded.get("revision") or config.revision
     task = _TASKS.get(recorded.get("task", "")) or _task(path, config, shapes)
     return AdapterFolder(
@@ -145,35 +145,35 @@ def task_name(task: Task) -> str:
 
 def _check_is_adapter(path: Path) -> None:
     if not path.exists():
-        raise ModelError(f"{path}: no such folder; give the folder of a PEFT adapter")
+        raise ModelError(f"folder {path} does not exist; pass the folder of a PEFT adapter")
     if not path.is_dir():
-        raise ModelError(f"{path} is a file; give the folder of a PEFT adapter, which holds {_CONFIG}")
+        raise ModelError(f"{path} is a file; pass the folder of a PEFT adapter, which contains {_CONFIG}")
     if not (path / _CONFIG).is_file():
         if (path / "config.json").is_file():
-            raise ModelError(f"{path} holds a full model (config.json, no {_CONFIG}) and no adapter")
+            raise ModelError(f"{path} contains a full model (config.json, no {_CONFIG}), not an adapter")
         inner = sorted(file.parent.name for file in path.glob(f"*/{_CONFIG}"))
         hint = f"; it has adapters in: {listing(inner)}" if inner else ""
-        raise ModelError(f"{path} is no PEFT adapter: it has no {_CONFIG}{hint}")
+        raise ModelError(f"{path} is not a PEFT adapter: it has no {_CONFIG}{hint}")
 
 
 def _check_type(path: Path, config: PeftConfig) -> None:
-    """Refuse what cannot be expressed as weights of the base."""
+    """Reject adapters that cannot be expressed as weights of the base model."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     names = ", ".join(one.value for one in MERGEABLE)
     if config.is_prompt_learning or config.is_adaption_prompt:
         raise ModelError(
-            f"{path}: {kind} is prompt learning, which adds inputs and changes no weight: nothing can be merged; "
-            f"types that can be merged: {names}"
+            f"{path}: {kind} is a prompt learning method, which adds inputs and changes no weights, so it cannot be "
+            f"merged; mergeable types: {names}"
         )
     if config.peft_type not in MERGEABLE:
-        raise ModelError(f"{path}: adapters of type {kind} cannot be exported; types that can: {names}")
+        raise ModelError(f"{path}: adapters of type {kind} cannot be exported; exportable types: {names}")
     for name, reason in _UNMERGEABLE.items():
         if getattr(config, name, None) is not None:
             raise ModelError(f"{path}: an adapter with {name} cannot be merged, because {reason}; load it with PEFT")
 
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by name, from the header alone; its length is compared with the file's."""
+    """Read the shapes by name from the header, which also checks the length of the file."""
     if not file.is_file():
         if file.with_name("adapter_model.bin").is_file():
             raise ModelError(f"{file.parent}: its weights are a pickle (adapter_model.bin); save them as {file.name}")
@@ -182,14 +182,15 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(file, framework="pt") as opened:
             shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is torn ({first_line(error)}); copy or download the file again") from error
+        raise ModelError(f"{file} is truncated or corrupt ({first_line(error)}); copy or download it again") from error
     empty = next((name for name, shape in shapes.items() if 0 in shape), None)
     if empty or not shapes:
-        what = f"{empty} is empty in it" if empty else "it holds no tensors"
+        what = f"{empty} is empty" if empty else "it contains no tensors"
         raise ModelError(
-            f"{file}: {what}, as PEFT writes it from weights that ZeRO-3 has divided; save the adapter again"
+            f"{file}: {what}; it was probably saved from weights partitioned by ZeRO-3 without gathering them; save "
+            "the adapter again"
         )
-    # With a new vocabulary PEFT writes a saved embedding once more as its wrapper holds it, beside the base's.
+    # If the vocabulary was resized, PEFT writes a saved embedding twice: once as the base's and once as its wrapper's.
     return {name.removeprefix(_PREFIX): shape for name, shape in shapes.items() if not _WRAPPED.search(name)}
 
 
@@ -202,14 +203,14 @@ def _recorded(path: Path) -> dict[str, Any]:
         if not isinstance(recorded, dict) or recorded.get("task", "causal_lm") not in _TASKS:
             raise ValueError(f"expected an object with task one of {', '.join(_TASKS)}")
     except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read: {first_line(error)}; mend or remove it") from error
+        raise ModelError(f"{file} cannot be read: {first_line(error)}; fix or remove it") from error
     return recorded
 
 
 def _task(path: Path, config: PeftConfig, shapes: dict[str, tuple[int, ...]]) -> Task:
-    """By PEFT's own record, or else by whether the adapter holds the head of a classifier."""
+    """Return the task recorded by PEFT, or determine it by whether the adapter contains a classifier's head."""
     if config.task_type is None:
         return REWARD_MODEL if "score.weight" in shapes else CAUSAL_LM
     if config.task_type not in _PEFT_TASKS:
-        raise ModelError(f"{path}: task_type {config.task_type} is not supported; only CAUSAL_LM and SEQ_CLS are")
+        raise ModelError(f"{path}: task_type {config.task_type} is not supported; expected CAUSAL_LM or SEQ_CLS")
     return _PEFT_TASKS[config.task_type]

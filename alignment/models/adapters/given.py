@@ -1,7 +1,8 @@
-"""The policy as it was given, computed with the weights of the policy that trains.
+"""Compute the initial policy with the weights of the policy being trained.
 
-Without its adapters, where these change nothing yet: that is measured when they are injected, layer by layer, because
-under ZeRO-3 no more than a layer is ever whole. Otherwise with a frozen copy of them.
+If new adapters have no effect yet, the initial policy is the model with its adapters disabled. This is verified layer
+by layer when they are injected, because ZeRO-3 gathers only one layer at a time. Otherwise a frozen copy of the
+adapters is stored.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from alignment.models.adapters.injection import inject, keep_given
 from alignment.models.adapters.record import Adapters, adapter_tensors
 
 _PROBE_ROWS = 3
-# Relative to the largest output: what rounding alone does to one layer, such as DoRA's division by the norm it has.
+# Rounding error of one layer relative to its largest output, such as from DoRA's division by the norm of the weights.
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 class Given(NamedTuple):
-    """How the policy as it was given is computed with the policy's own weights.
+    """How the initial policy is computed with the policy's weights.
 
     Attributes:
-        adapter: the name of the adapter to compute with; None: without any.
+        adapter: name of the adapter to use; None: disable all adapters.
     """
 
     adapter: str | None
@@ -43,23 +44,24 @@ def equip(
     seed: int,
     keep: bool,
 ) -> Given | None:
-    """Put adapters into a model that has its scorer's head, and let nothing else train.
+    """Inject adapters into a model whose head has been replaced by its scorer, and freeze everything else.
 
     Args:
-        model: loaded for an engine with ``ds_config``.
-        adapters: which.
-        ds_config: of the engine.
-        dtype: of the adapters' weights, and of modules that are trained whole.
-        seed: of their initial weights: the same on every rank, at every ZeRO stage.
-        keep: whether the policy as given has to be computable ever after.
+        model: a model loaded for an engine with ``ds_config``.
+        adapters: the adapters to inject.
+        ds_config: configuration of the engine.
+        dtype: dtype of the adapters' weights and of fully trained modules.
+        seed: seed of their initial weights, which are the same on every rank and at every ZeRO stage.
+        keep: whether the initial policy must remain computable.
 
     Returns:
-        How it is, or None where it was not asked for: without adapters where they change nothing yet and new ones have
-        left the base as it was, which is measured layer by layer; otherwise with a frozen copy of them.
+        How to compute the initial policy, or None if ``keep`` is False. If new adapters have no effect and injecting
+        them has not changed the base model, which is verified layer by layer, it is computed without adapters;
+        otherwise with a frozen copy of them.
 
     Raises:
-        OptionError: weights are trained that would not be saved; or weights of the base are trained with the adapters,
-            so that both ways would follow the training.
+        OptionError: weights would be trained but not saved, or weights of the base model are trained as well, so that
+            the initial policy could not be restored.
     """
     there = dict(model.named_modules())
     measured = tuple(name for name in adapters.layers if name in there) if keep and adapters.are_new else ()
@@ -82,8 +84,8 @@ def _check_saved(model: PreTrainedModel, adapters: Adapters) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and name not in own:
             raise OptionError(
-                f"model: {name} requires a gradient and is no part of the adapters, so that it would be trained and "
-                "not saved; freeze it, or name its module in modules_to_save"
+                f"model: {name} requires a gradient but does not belong to the adapters, so it would be trained but "
+                "not saved; freeze it, or add its module to modules_to_save"
             )
 
 
@@ -92,13 +94,13 @@ def _check_base_frozen(model: PreTrainedModel, adapters: Adapters) -> None:
         if parameter.requires_grad and f".{adapters.name}." not in f"{name}.":
             shown, bias = name.replace(".base_layer", ""), getattr(adapters.config, "bias", None)
             raise OptionError(
-                f"ref_placement: adapter: {shown} of the base is trained as well (bias={bias!r}), so that the policy "
-                "without its adapters is not the policy as given; set ref_placement to offload, sharded or replica"
+                f"ref_placement: adapter: {shown} of the base model is also trained (bias={bias!r}), so the policy "
+                "without its adapters is not the initial policy; set ref_placement to offload, sharded or replica"
             )
 
 
 def _answers(model: nn.Module, names: tuple[str, ...], dtype: torch.dtype) -> dict[str, Tensor]:
-    """What layers that take one tensor make of a few fixed rows; weights are gathered for one layer at a time."""
+    """Return the outputs of layers for a few fixed rows, gathering the weights of one layer at a time."""
     found = {}
     training = model.training
     model.eval()
@@ -116,7 +118,7 @@ def _answers(model: nn.Module, names: tuple[str, ...], dtype: torch.dtype) -> di
 
 
 def _rows_for(layer: Any, dtype: torch.dtype) -> Tensor | None:
-    """Rows that a layer can take; None where it takes something else."""
+    """Return input rows for a layer, or None if its input is not known."""
     where = next(layer.parameters()).device
     base = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
     if isinstance(base, nn.Embedding):
@@ -131,9 +133,9 @@ def _rows_for(layer: Any, dtype: torch.dtype) -> Tensor | None:
 def _changes_nothing(
     model: PreTrainedModel, adapters: Adapters, before: dict[str, Tensor], rounding: float, dtype: torch.dtype
 ) -> bool:
-    """Whether every layer answers the same with its adapter as without it, and without it as ``before``.
+    """Return whether each layer's outputs with and without its adapter are equal, and the latter equal ``before``.
 
-    Every rank makes all comparisons, for they gather weights, and all ranks agree.
+    Collective: every rank makes all comparisons, because they gather weights, and all ranks return the same result.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -152,7 +154,7 @@ def _changes_nothing(
 
 
 def _is_copy(module: Any, name: str) -> bool:
-    """Whether a module that is trained whole is as the base's; true of any other module."""
+    """Return whether a fully trained module still equals the base model's; True for all other modules."""
     copies = getattr(module, "modules_to_save", None)
     if not isinstance(copies, nn.ModuleDict) or name not in copies:
         return True

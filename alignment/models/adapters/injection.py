@@ -1,7 +1,7 @@
-"""Putting adapters into a model: new ones, those of a folder, and a frozen copy of them.
+"""Inject adapters into a model: new ones, ones from a folder, and a frozen copy of them.
 
-They are injected into the transformers model itself, after its scorer has installed its head, so that the copies that
-PEFT makes of a head (``modules_to_save``) are copies of ours.
+Adapters are injected into the transformers model itself after its scorer has replaced the head, so that PEFT's copies
+of a head (``modules_to_save``) are copies of the replaced head.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from alignment.models.classifier import HEAD_TENSORS
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-REFERENCE = "policy_as_given"  # the frozen copy of adapters that training began with
+REFERENCE = "policy_as_given"  # the frozen copy of the initial adapters
 
 
 def inject(
     model: PreTrainedModel, adapters: Adapters, *, ds_config: dict[str, Any], dtype: torch.dtype, seed: int
 ) -> None:
-    """As :func:`equip`, without a thought for a reference; a model that has the adapters already keeps theirs."""
+    """Inject adapters as :func:`equip` does, without a reference. Adapters already in the model are kept."""
     if adapters.name not in getattr(model, "peft_config", {}):
         with _initial(ds_config, seed):
             model.add_adapter(copy.deepcopy(adapters.config), adapters.name)
@@ -45,7 +45,7 @@ def inject(
 
 @contextlib.contextmanager
 def _initial(ds_config: dict[str, Any] | None, seed: int) -> Iterator[None]:
-    """Random numbers of their own, and transformers' DeepSpeed flag, by which PEFT gathers what it reads (DoRA)."""
+    """Seed the initial weights separately, and set the DeepSpeed flag with which PEFT gathers weights (for DoRA)."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with loading(ds_config), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
@@ -53,7 +53,7 @@ def _initial(ds_config: dict[str, Any] | None, seed: int) -> Iterator[None]:
 
 
 def _load(model: PreTrainedModel, adapters: Adapters) -> None:
-    """Fill injected adapters from their folder."""
+    """Load the weights of injected adapters from their folder."""
     from peft import set_peft_model_state_dict
 
     assert adapters.path is not None
@@ -66,13 +66,13 @@ def _load(model: PreTrainedModel, adapters: Adapters) -> None:
 
 
 def _fill(parameter: nn.Parameter, value: Tensor) -> None:
-    """Set a parameter of the base, which may be divided."""
+    """Set a parameter of the base model, which may be partitioned."""
     with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=is_partitioned(parameter)):
         parameter.data.copy_(value)
 
 
 def _settle(model: PreTrainedModel, name: str, dtype: torch.dtype) -> None:
-    """Adapters in their dtype; gradients for those called ``name``, and for biases that PEFT trains, alone."""
+    """Cast the adapter called ``name``, and all other trainable parameters, to ``dtype``."""
     for parameter_name, parameter in model.named_parameters():
         if f".{name}." not in f"{parameter_name}." and not parameter.requires_grad:
             continue
@@ -81,7 +81,7 @@ def _settle(model: PreTrainedModel, name: str, dtype: torch.dtype) -> None:
 
 
 def plain_start(config: PeftConfig) -> PeftConfig:
-    """The same, starting without a change of the base weights, which other starts read or rewrite."""
+    """Return a copy with an initialization that neither reads nor changes the base weights."""
     config = copy.deepcopy(config)
     for field in ("init_lora_weights", "init_ia3_weights", "init_weights"):
         if hasattr(config, field):
@@ -90,10 +90,10 @@ def plain_start(config: PeftConfig) -> PeftConfig:
 
 
 def keep_given(model: PreTrainedModel, adapters: Adapters, *, ds_config: dict[str, Any], dtype: torch.dtype) -> str:
-    """Add a frozen copy of the adapters as they are now; return the name to compute with for the policy as given."""
+    """Add a frozen copy of the current adapters, and return its name, with which the initial policy is computed."""
     if REFERENCE not in model.peft_config:
         with _initial(ds_config, 0), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # there are two adapters now, and that is meant
+            warnings.simplefilter("ignore", UserWarning)  # PEFT warns of a second adapter, which is intended
             model.add_adapter(plain_start(adapters.config), REFERENCE)
     train_adapter(model, adapters.name)
     for module in model.modules():
@@ -107,7 +107,7 @@ def keep_given(model: PreTrainedModel, adapters: Adapters, *, ds_config: dict[st
 
 
 def _copy(source: Any, target: Any) -> None:
-    """Fill a parameter, or all those of a module, from another; either may be divided from an earlier run."""
+    """Copy a parameter, or all parameters of a module. Either may still be partitioned from an earlier run."""
     parameters = [list(one.parameters()) if isinstance(one, nn.Module) else [one] for one in (source, target)]
     for given, copied in zip(*parameters, strict=True):
         divided = [parameter for parameter in (given, copied) if is_partitioned(parameter)]

@@ -1,4 +1,4 @@
-"""The base of a merge: checked against the adapter without weights, then loaded on the host, as it was trained on."""
+"""The base model of a merge: check it against the adapter without weights, then load it on the CPU as in training."""
 
 from __future__ import annotations
 
@@ -25,35 +25,37 @@ _NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def base_config(adapter: AdapterFolder, trust_remote_code: bool) -> PretrainedConfig:
-    """The configuration of the adapter's base, with the weights of a local folder checked for completeness.
+    """Read the configuration of the adapter's base model, and check that a local folder's weights are complete.
 
     Raises:
-        ModelError: there is no such model, it is torn, it cannot be the adapter's base by its task, or its weights
-            are quantised in a way that cannot be undone.
+        ModelError: the model does not exist, is truncated, does not fit the adapter's task, or is quantized by a
+            method that cannot be reverted.
     """
     arguments = {"revision": adapter.revision} if adapter.revision else {}
     config = read_config(adapter.base, key="base", trust_remote_code=trust_remote_code, init_kwargs=arguments)
     method = _quantised_by(config)
     if method not in (None, "bitsandbytes"):
         raise ModelError(
-            f"base: {adapter.base!r} is quantised by {method}, and adapters can be merged into plain weights or "
-            "bitsandbytes' only; give the model that it was made from with --base"
+            f"base: {adapter.base!r} is quantized with {method}, but adapters can only be merged into unquantized or "
+            "bitsandbytes weights; pass the unquantized model with --base"
         )
     if (method or adapter.quantization) and find_spec("bitsandbytes") is None:
-        raise ModelError("bitsandbytes is not installed, and the base is quantised with it; pip install bitsandbytes")
+        raise ModelError(
+            "base: its weights are quantized with bitsandbytes, which is not installed; run pip install bitsandbytes"
+        )
     return config
 
 
 def check_match(adapter: AdapterFolder, config: PretrainedConfig, trust_remote_code: bool) -> set[str]:
-    """Compare names and shapes of the adapter with the base's, before any weight is read.
+    """Compare names and shapes of the adapter's tensors with the base model's, before any weights are read.
 
-    ``config`` gets the vocabulary of the embeddings that the adapter holds, if it holds any.
+    If the adapter contains embeddings, their vocabulary size is written to ``config``.
 
     Returns:
-        the tensors of the adapter that stand in the place of one of the base's, by their names in the base.
+        The tensors of the base model that the adapter replaces, by their names in the base model.
 
     Raises:
-        ModelError: naming the first tensor that does not match.
+        ModelError: a tensor does not match; the message names the first one.
     """
     model = _without_weights(adapter, config, trust_remote_code)
     embeddings = {f"{name}.weight" for name, module in model.named_modules() if module in _embeddings(model)}
@@ -68,31 +70,31 @@ def check_match(adapter: AdapterFolder, config: PretrainedConfig, trust_remote_c
     expected = _adapter_shapes(adapter, model) | {key: own[name] for key, name in replaced.items()}
     for key, shape in adapter.shapes.items():
         if shape != expected.get(key, shape):
-            raise _mismatch(adapter, f"{key} has shape {list(shape)}, and {list(expected[key])} fits")
+            raise _mismatch(adapter, f"{key} has shape {list(shape)}; expected {list(expected[key])}")
     missing, unknown = expected.keys() - adapter.shapes.keys(), adapter.shapes.keys() - expected.keys()
     if (missing or unknown) and not _is_converted(adapter, config, trust_remote_code):
         one = min(missing or unknown)
-        raise _mismatch(adapter, f"the {'adapter lacks' if missing else 'base has no place for the tensor'} {one}")
+        raise _mismatch(adapter, f"the adapter has {'no' if missing else 'the unexpected'} tensor {one}")
     return set(replaced.values())
 
 
 def load_base(
     adapter: AdapterFolder, config: PretrainedConfig, target: torch.dtype, replaced: set[str], trust_remote_code: bool
 ) -> tuple[PreTrainedModel, set[str]]:
-    """The base on the host, in its checkpoint's dtype; quantised weights as dequantised ones.
+    """Load the base model on the CPU in its checkpoint's dtype; quantized weights are dequantized.
 
     Args:
-        adapter: whose base it is.
-        config: as :func:`check_match` left it.
-        target: the dtype of the export. Dequantised weights are kept as wide as it.
-        replaced: the tensors that the adapter brings, which the checkpoint may lack.
+        adapter: the adapter to be merged.
+        config: the configuration after :func:`check_match`.
+        target: dtype of the export; dequantized weights are at least as wide.
+        replaced: the tensors that the adapter provides, which may be missing from the checkpoint.
         trust_remote_code: run code that comes with the model.
 
     Returns:
-        the model in evaluation mode, and the names of the parameters that transformers keeps in fp32.
+        The model in evaluation mode, and the names of the parameters that transformers keeps in fp32.
 
     Raises:
-        ModelError: it cannot be loaded, or weights are missing.
+        ModelError: the model cannot be loaded, or weights are missing.
     """
     arguments: dict[str, Any] = {"trust_remote_code": trust_remote_code, **_task_arguments(adapter)}
     if adapter.revision:
@@ -100,7 +102,7 @@ def load_base(
     dtype: torch.dtype | str = "auto"
     quantised = adapter.quantization is not None or _quantised_by(config) is not None
     if quantised:
-        # On the host a GPU must not quantise: where it rounds otherwise, so would the export.
+        # Quantize on the CPU even if a GPU is available: it may round differently, and the export would depend on it.
         arguments["device_map"] = {"": "cpu"}
     if adapter.quantization is not None and _quantised_by(config) is None:
         arguments["quantization_config"] = BitsAndBytesConfig.from_dict(dict(adapter.quantization))
@@ -114,12 +116,15 @@ def load_base(
         raise ModelError(f"base: {adapter.base!r} could not be loaded: {first_line(error)}") from error
     missing = sorted(name for name in report["missing_keys"] if name not in replaced)
     if missing:
-        raise ModelError(f"base: {adapter.base!r}: neither its weights nor the adapter's hold {missing[0]}")
+        raise ModelError(
+            f"base: {adapter.base!r} has no weights for {missing[0]}, and neither has the adapter; copy or download "
+            "the base model again"
+        )
     narrow = model.config.dtype in (torch.bfloat16, torch.float16)
     kept = {name for name, one in model.named_parameters() if narrow and one.dtype == torch.float32}
     if quantised:
         kept = {name for name in kept if not _is_quantised(model, name)}
-        # No 4-bit layer ever runs here: a forward pass could repack its weights (CPUs with AVX512-BF16).
+        # Do not run 4-bit layers before this: on CPUs with AVX512-BF16, a forward pass may repack their weights.
         model = model.dequantize(dtype=torch.promote_types(model.config.dtype, target))
     rows = config.get_text_config().vocab_size
     if model.config.get_text_config().vocab_size != rows:
@@ -129,21 +134,21 @@ def load_base(
 
 
 def trained_dtype(adapter: AdapterFolder) -> torch.dtype | None:
-    """The dtype that the adapter was trained in, as far as it is recorded."""
+    """Return the dtype in which the adapter was trained, or None if it was not recorded."""
     quantization = adapter.quantization or {}
     computed = quantization.get("bnb_4bit_compute_dtype") if quantization.get("load_in_4bit") else None
     return _NAMES.get(str(adapter.dtype or computed).removeprefix("torch."))
 
 
 def plain(key: str) -> str:
-    """The name in the base of a tensor of the adapter, which may be that of the layer under an adapter's."""
+    """Return the base model's name of one of the adapter's tensors, which may be the tensor of an adapted layer."""
     return key.replace(".base_layer.", ".")
 
 
 def without_saved_modules(config: PeftConfig) -> PeftConfig:
-    """A copy of a configuration for the tuner layers alone: modules that were saved whole are put into the base."""
+    """Return a copy of a configuration for the adapted layers only; fully saved modules go into the base model."""
     twin = copy.deepcopy(config)
-    twin.task_type = None  # PEFT adds the head of a classifier by it
+    twin.task_type = None  # with it, PEFT would add a classifier's head
     twin.inference_mode = True
     if getattr(twin, "modules_to_save", None):
         twin.modules_to_save = None
@@ -151,7 +156,7 @@ def without_saved_modules(config: PeftConfig) -> PeftConfig:
 
 
 def _quantised_by(config: PretrainedConfig) -> str | None:
-    """How the weights of a checkpoint are quantised, by transformers' name; None where they are not."""
+    """Return transformers' name of a checkpoint's quantization method, or None if it is not quantized."""
     given = getattr(config, "quantization_config", None)
     if given is None:
         return None
@@ -160,7 +165,7 @@ def _quantised_by(config: PretrainedConfig) -> str | None:
 
 
 def _is_quantised(model: nn.Module, name: str) -> bool:
-    """Whether a parameter is a packed weight, whose storage may be called fp32."""
+    """Return whether a parameter is a packed weight, even if its storage dtype is fp32."""
     module = model.get_submodule(name.rpartition(".")[0])
     return name.endswith(".weight") and type(module).__name__ in ("Linear4bit", "Linear8bitLt")
 
@@ -174,7 +179,7 @@ def _embeddings(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _without_weights(adapter: AdapterFolder, config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
-    """The base as a model on the meta device."""
+    """Create the base model on the meta device."""
     config = copy.deepcopy(config)
     for name, value in _task_arguments(adapter).items():
         setattr(config, name, value)
@@ -189,11 +194,11 @@ def _without_weights(adapter: AdapterFolder, config: PretrainedConfig, trust_rem
 
 
 def _injected(adapter: AdapterFolder, model: PreTrainedModel) -> PeftModel:
-    """A model on the meta device with the adapter's layers, also on the meta device."""
+    """Inject the adapter's layers into a model on the meta device."""
     config = without_saved_modules(adapter.config)
     for name in ("init_lora_weights", "init_weights"):
         if hasattr(config, name):
-            setattr(config, name, False)  # PiSSA and its like compute it from the base
+            setattr(config, name, False)  # PiSSA and similar methods compute them from the base weights
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -203,13 +208,13 @@ def _injected(adapter: AdapterFolder, model: PreTrainedModel) -> PeftModel:
 
 
 def _adapter_shapes(adapter: AdapterFolder, model: PreTrainedModel) -> dict[str, Shape]:
-    """Shapes of the adapter's own tensors on this base, by their names in a file without PEFT's prefix."""
+    """Return the expected shapes of the adapter's tensors for this base model, by name without PEFT's prefix."""
     state = get_peft_model_state_dict(_injected(adapter, model), save_embedding_layers=False)
     return {name.removeprefix("base_model.model."): tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def _is_converted(adapter: AdapterFolder, config: PretrainedConfig, trust_remote_code: bool) -> bool:
-    """Whether PEFT knows how to bring an adapter of an older transformers to today's names of the base."""
+    """Return whether PEFT can convert the names of an adapter that was saved with an older transformers release."""
     injected = _injected(adapter, _without_weights(adapter, config, trust_remote_code))
     try:
         with warnings.catch_warnings():
@@ -223,11 +228,13 @@ def _is_converted(adapter: AdapterFolder, config: PretrainedConfig, trust_remote
 
 
 def _mismatch(adapter: AdapterFolder, what: str) -> ModelError:
-    return ModelError(f"{adapter.path} does not fit its base {adapter.base!r}: {what}; give the right one with --base")
+    return ModelError(
+        f"{adapter.path} does not fit its base model {adapter.base!r}: {what}; pass the right model with --base"
+    )
 
 
 def tuner_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Every adapted layer with its name, an outer one before those inside it."""
+    """Yield the name and module of every adapted layer, outer layers before the layers inside them."""
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer):
             yield name, module

@@ -1,8 +1,8 @@
-"""Merging an adapter into its base: in fp32, one tensor at a time, each rounded once to the dtype of the export.
+"""Merge an adapter into its base model in fp32, one tensor at a time, rounding each once to the dtype of the export.
 
-PEFT does the arithmetic, layer by layer. What is done here is what its ``merge_and_unload`` leaves to chance: the sum
-is not formed in the base's 16 bits, saved modules are taken as the file has them, and a tied embedding is untied
-where one of its two ends was trained.
+PEFT does the arithmetic, layer by layer. This module adds what ``merge_and_unload`` does not do: the sum is not
+computed in the base model's 16 bits, saved modules are taken exactly from the file, and a tied embedding is untied if
+the embedding or the head was trained.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from alignment.reporting.activity import ACTIVITY
 
 @dataclass
 class Rounding:
-    """To what each tensor is rounded, and what that leaves of its update.
+    """Rounds tensors to the dtype of the export and measures how much of each update survives.
 
     Attributes:
         target: dtype of the export.
-        kept: names of parameters that transformers keeps in fp32 whatever the dtype of the model.
+        kept: names of the parameters that transformers always keeps in fp32.
         meter: measures every tensor that changes.
     """
 
@@ -40,27 +40,30 @@ class Rounding:
     meter: SurvivalMeter
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of one tensor in the export."""
+        """Return the dtype of a tensor in the export."""
         return torch.float32 if name in self.kept else self.target
 
     def apply(self, name: str, before: Tensor, after: Tensor) -> Tensor:
-        """``after`` (fp32) in the dtype of the export; measured as a change of ``before``.
+        """Round ``after`` (fp32) to the dtype of the export, and measure the change from ``before``.
 
         Raises:
-            ModelError: it is not finite, or too large for the dtype.
+            ModelError: a value is not finite, or too large for the dtype.
         """
         self.meter.add(name, before, after, self.dtype(name))
         rounded = after.to(self.dtype(name))
         if not bool(torch.isfinite(rounded).all()):
-            reason = "is not finite: the adapter is broken" if not bool(torch.isfinite(after).all()) else ""
-            raise ModelError(f"{name} after the merge {reason or f'does not fit {self.target}; export in bfloat16'}")
+            if bool(torch.isfinite(after).all()):
+                reason = f"overflows {str(self.target).removeprefix('torch.')}; export in bfloat16"
+            else:
+                reason = "contains NaN or infinite values: the adapter is corrupt; use another checkpoint"
+            raise ModelError(f"{name} after the merge {reason}")
         return rounded
 
 
 def put_saved_tensors(model: PreTrainedModel, adapter: AdapterFolder, replaced: set[str], rounding: Rounding) -> None:
-    """Replace the base's tensors by those that the adapter holds whole: saved modules, biases, embeddings.
+    """Replace the base model's tensors with those that the adapter contains in full: modules, biases, embeddings.
 
-    They stay in fp32 until :func:`finish`, because an adapter may come on top of one.
+    They stay in fp32 until :func:`finish`, because adapters may be merged into them.
     """
     if not replaced:
         return
@@ -78,10 +81,10 @@ def put_saved_tensors(model: PreTrainedModel, adapter: AdapterFolder, replaced: 
 
 
 def inject(model: PreTrainedModel, adapter: AdapterFolder) -> PeftModel:
-    """Put the adapter, with fp32 weights, into ``model``, in place; it is active afterwards.
+    """Inject the adapter with fp32 weights into ``model``, in place, and activate it.
 
     Raises:
-        ModelError: PEFT cannot do so.
+        ModelError: PEFT cannot load the adapter.
     """
     own = {id(parameter) for parameter in model.parameters()}
     try:
@@ -91,7 +94,9 @@ def inject(model: PreTrainedModel, adapter: AdapterFolder) -> PeftModel:
                 model, str(adapter.path), config=without_saved_modules(adapter.config), torch_device="cpu"
             )
     except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
-        raise ModelError(f"{adapter.path} cannot be put on {adapter.base!r}: {first_line(error)}") from error
+        raise ModelError(
+            f"{adapter.path} cannot be loaded into its base model {adapter.base!r}: {first_line(error)}"
+        ) from error
     for parameter in injected.parameters():
         if id(parameter) not in own and parameter.is_floating_point():
             parameter.data = parameter.data.float()
@@ -100,21 +105,21 @@ def inject(model: PreTrainedModel, adapter: AdapterFolder) -> PeftModel:
 
 
 def merge(injected: PeftModel, rounding: Rounding, tell: Callable[[int, int], None] = lambda *_: None) -> None:
-    """Merge every adapted layer in place. Peak memory is the model and a few copies in fp32 of its largest tensor.
+    """Merge every adapted layer in place. Peak memory is the model plus a few fp32 copies of its largest tensor.
 
     Args:
-        injected: of :func:`inject`.
-        rounding: to what.
-        tell: is called with the number of layers merged and of all.
+        injected: the result of :func:`inject`.
+        rounding: rounds the merged tensors.
+        tell: called with the number of merged layers and the total number of layers.
 
     Raises:
-        ModelError: PEFT has no way to merge this adapter, or a merged tensor is not finite.
+        ModelError: PEFT cannot merge this adapter, or a merged tensor is not finite.
     """
     layers = list(tuner_layers(injected.get_base_model()))
     for number, (name, layer) in enumerate(layers, 1):
         ACTIVITY.progress()
         base = layer.get_base_layer()
-        only = getattr(layer, "parameter_name", None)  # of an adapter on one parameter of a module
+        only = getattr(layer, "parameter_name", None)  # if the adapter is on a single parameter
         before: dict[str, Tensor] = {}
         for inner, parameter in base.named_parameters():
             if only in (None, inner):
@@ -137,12 +142,12 @@ def merge(injected: PeftModel, rounding: Rounding, tell: Callable[[int, int], No
 
 
 def finish(injected: PeftModel, rounding: Rounding) -> PreTrainedModel:
-    """The plain model with every weight in the dtype of the export; call it after :func:`merge`.
+    """Return the model without adapters, in the dtype of the export. Call this after :func:`merge`.
 
-    A tied embedding that was untied and whose ends are equal is tied again; otherwise the configuration says that
-    they are not tied.
+    If a tied embedding was untied but still equals the head, they are tied again; otherwise the configuration is
+    changed to untied.
     """
-    was_tied = injected.get_base_model().config.get_text_config().tie_word_embeddings  # unloading may change it
+    was_tied = injected.get_base_model().config.get_text_config().tie_word_embeddings  # merge_and_unload may change it
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model: PreTrainedModel = injected.merge_and_unload()
@@ -161,14 +166,14 @@ def _replace(model: nn.Module, name: str, new: Tensor, rounding: Rounding) -> No
 
 
 def _ends(model: PreTrainedModel) -> list[str]:
-    """The names of the weights of the input embedding and of the head, where there are both."""
+    """Return the names of the weights of the input embedding and of the head."""
     modules = [model.get_input_embeddings(), model.get_output_embeddings()]
     names = {id(module): name for name, module in model.named_modules()}
     return [f"{names[id(module)]}.weight" for module in modules if module is not None and id(module) in names]
 
 
 def _untie(model: PreTrainedModel, trained: set[str]) -> bool:
-    """Give the head a copy of the embedding's weights, if both are one and ``trained`` has either."""
+    """Give the head its own copy of tied weights if ``trained`` contains the embedding or the head."""
     ends = _ends(model)
     if len(ends) < 2 or not trained.intersection(ends):
         return False
@@ -176,7 +181,7 @@ def _untie(model: PreTrainedModel, trained: set[str]) -> bool:
 
 
 def _untie_adapted(model: PreTrainedModel) -> None:
-    """The same where either has an adapter, whose merge would change both."""
+    """Untie the embedding and the head if either has an adapter, because merging it would change both."""
     layers = {id(layer) for _, layer in tuner_layers(model)}
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     if any(id(end) in layers for end in ends):

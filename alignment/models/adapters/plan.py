@@ -1,4 +1,4 @@
-"""The adapters that a run asks for, in whichever way: what cannot work is named before weights are loaded."""
+"""Plan the adapters of a run from options, ``peft_config``, a folder or a live model, before weights are loaded."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def plan_adapters(
     quantization: Quantization | None = None,
     stage: int = 0,
 ) -> Adapters | None:
-    """What is trained beside a frozen base; None where the whole model is.
+    """Return the adapters to train on a frozen base model, or None if the full model is trained.
 
     Args:
-        options: the run's.
+        options: the run's options.
         source: the policy's model.
-        peft_config: PEFT's configuration, in place of the options.
-        live: the user's model, if it has adapters already.
-        quantization: of the base weights.
+        peft_config: a PEFT configuration that replaces the options.
+        live: the user's model if it already has adapters.
+        quantization: quantization of the base weights.
         stage: ZeRO stage of the policy's engine.
 
     Raises:
-        OptionError: settings that contradict each other, or that do not suit the model.
-        ModelError: adapters that cannot be read, or that are not this model's.
+        OptionError: settings contradict each other or do not fit the model.
+        ModelError: the adapters cannot be read or do not fit the model.
     """
     path = options.adapter_name_or_path
     ways = {
@@ -52,20 +52,20 @@ def plan_adapters(
     }
     given = [name for name, there in ways.items() if there]
     if len(given) > 1 and given != ["peft_config", "use_peft"]:  # TRL's scripts set both
-        raise OptionError(f"{given[1]}: {given[0]} was given as well, and both say what to train; leave one out")
+        raise OptionError(f"{given[1]}: conflicts with {given[0]}: both define the adapters to train; remove one")
     if live is None:
         _refuse_names(options)
         _refuse_injected(source)
     if not given:
         if quantization is not None:
             raise OptionError(
-                f"{source.name}: {quantization.bits}-bit weights cannot be trained themselves; set use_peft: true to "
-                "train adapters on them, or leave the quantisation out"
+                f"{source.name}: {quantization.bits}-bit weights cannot be trained directly; set use_peft: true to "
+                "train adapters on them, or load the model without quantization"
             )
         if options.merged_output_dir is not None:
             raise OptionError(
-                f"{setting('merged_output_dir', options.merged_output_dir)}: there are no adapters to merge; leave it "
-                "out, the whole model is saved in output_dir"
+                f"{setting('merged_output_dir', options.merged_output_dir)}: the run trains the full model, so there "
+                "are no adapters to merge; remove it (the model is saved in output_dir)"
             )
         return None
     _check_folders(options, source)
@@ -75,7 +75,7 @@ def plan_adapters(
         config = _read(path)
     elif peft_config is not None:
         if not is_adapter_config(peft_config):
-            raise OptionError(f"peft_config: {type(peft_config).__name__} is not a configuration of PEFT")
+            raise OptionError(f"peft_config: {type(peft_config).__name__} is not a PEFT configuration")
         changed = changed_lora(options)
         if changed is not None:
             raise OptionError(
@@ -88,49 +88,51 @@ def plan_adapters(
     check_variant(config, quantization, stage)
     in_python = path is None and peft_config is not None
     adapters = tried(config, path, source, quantization, options.trust_remote_code, given=in_python)
-    check_variant(adapters.config, quantization, stage)  # PEFT may have found other targets in the model
+    check_variant(adapters.config, quantization, stage)  # PEFT may have replaced the targets
     return adapters
 
 
 def _check_folders(options: AlignmentConfig, source: ModelSource) -> None:
-    """Adapters replace no base, and what they are merged into is another folder than theirs."""
+    """Check that adapters do not overwrite the base model, and that the merged model has its own folder."""
     out, base = Path(options.output_dir or "").resolve(), source.name
     if Path(base).is_dir() and Path(base).resolve() == out:
         raise OptionError(
-            f"{setting('output_dir', options.output_dir)}: it holds the base, which adapters need and would replace; "
-            "choose another folder"
+            f"{setting('output_dir', options.output_dir)}: this folder contains the base model, which the adapters "
+            "need and would overwrite; choose another folder"
         )
     if options.merged_output_dir is None:
         return
     merged, named = Path(options.merged_output_dir).resolve(), setting("merged_output_dir", options.merged_output_dir)
     if source.path is None:
         raise OptionError(
-            f"{named}: the base is a live model, whose weights may be in no folder; pass its path, or call "
-            "merge_and_unload() of the PeftModel"
+            f"{named}: the base model is a live object, whose weights may not be on disk; pass its path, or call "
+            "merge_and_unload() on the PeftModel"
         )
     if merged == out or merged in out.parents:
-        raise OptionError(f"{named}: the adapters go to {options.output_dir}; choose a folder of its own")
+        raise OptionError(f"{named}: the adapters are saved in {options.output_dir}; choose a separate folder")
     further = sorted(set(source.init_kwargs) & {"subfolder", "cache_dir", "token"})
     if further:
-        raise OptionError(f"{named}: the base is loaded with {further[0]}, which merging does not know; leave one out")
+        raise OptionError(
+            f"{named}: merging does not support {further[0]} in model_init_kwargs; remove one of the two"
+        )
 
 
 def _refuse_names(options: AlignmentConfig) -> None:
     for name in ("model_adapter_name", "ref_adapter_name"):
         if getattr(options, name) is not None:
             raise OptionError(
-                f"{setting(name, getattr(options, name))}: names an adapter of a live PeftModel with several; pass "
-                "such a model, or leave it out"
+                f"{setting(name, getattr(options, name))}: it selects an adapter of a live PeftModel; pass one as "
+                "model, or remove it"
             )
 
 
 def _refuse_injected(source: ModelSource) -> None:
-    """A transformers model that has adapters inside, and comes without the ``PeftModel`` that tells about them."""
+    """Reject a transformers model with injected adapters that was passed without its ``PeftModel``."""
     there = list(getattr(source.live, "peft_config", None) or ())
     if there:
         raise OptionError(
-            f"model: it has adapters inside already ({', '.join(there)}), from an earlier run or from transformers; "
-            "pass it as a PeftModel to train them further, or load the base anew"
+            f"model: it already contains adapters ({', '.join(there)}) from an earlier run or from transformers; pass "
+            "a PeftModel to continue training them, or reload the base model"
         )
 
 
@@ -139,7 +141,7 @@ def _lora(options: AlignmentConfig) -> LoraConfig:
 
     targets = options.lora_target_modules
     if isinstance(targets, str) and targets.isidentifier():
-        targets = [targets]  # one name; PEFT would take it for a regular expression of the whole path
+        targets = [targets]  # PEFT would match a single name against full paths as a regular expression
     return LoraConfig(
         r=options.lora_r,
         lora_alpha=options.lora_alpha,
@@ -157,35 +159,38 @@ def _read(path: str) -> PeftConfig:
 
     try:
         return PeftConfig.from_pretrained(path)
-    except Exception as error:  # each library has its own classes for one broken file
+    except Exception as error:  # every library raises its own classes for a corrupt file
         raise ModelError(
-            f"adapter_name_or_path: {path!r} has no usable adapter_config.json: {first_line(error)}"
+            f"adapter_name_or_path: adapter_config.json of {path!r} could not be loaded: {first_line(error)}"
         ) from error
 
 
 def _of_live(options: AlignmentConfig, live: PeftModel, source: ModelSource) -> Adapters:
-    """The adapters that a live model has."""
+    """Plan the adapters of a live model."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     known = list(live.peft_config)
     for key in ("model_adapter_name", "ref_adapter_name"):
         wanted = getattr(options, key)
         if wanted is not None and wanted not in known:
-            raise OptionError(f"{setting(key, wanted)}: the model has no such adapter; it has {', '.join(known)}")
+            raise OptionError(
+                f"{setting(key, wanted)}: the model has no adapter of this name; available: {', '.join(known)}"
+            )
     active = list(live.active_adapters)
     name = options.model_adapter_name or active[0]
     if options.model_adapter_name is None and len(active) > 1:
         raise OptionError(
-            f"model: its adapters {', '.join(active)} are all active, and one can be trained; set model_adapter_name"
+            f"model: several adapters are active ({', '.join(active)}), but only one can be trained; set "
+            "model_adapter_name"
         )
     if name == options.ref_adapter_name:
         raise OptionError(
-            f"{setting('ref_adapter_name', name)}: it is the adapter that is trained; leave it out for the policy as "
-            "given"
+            f"{setting('ref_adapter_name', name)}: this adapter is being trained; remove the option to use the "
+            "initial policy as the reference"
         )
     for module in live.modules():
         if isinstance(module, BaseTunerLayer) and module.merged:
-            raise OptionError("model: its adapters are merged into the base; call unmerge_adapter() before")
+            raise OptionError("model: its adapters are merged into the base; call unmerge_adapter() before training")
     config = copy.deepcopy(live.peft_config[name])
     check_kind(config, "model")
     head = plan_live(config, source) if classifies(source) else HeadPlan()

@@ -1,4 +1,4 @@
-"""The adapters of a run, and their tensors by PEFT's names. peft is imported only where a run has adapters."""
+"""The adapters of a run, and their tensors by PEFT's names. peft is imported only if a run has adapters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from alignment.config.errors import ModelError
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
-TRAINING_BASE = "training_base.json"  # beside saved adapters: what they were trained on, of which PEFT records a part
+TRAINING_BASE = "training_base.json"  # what saved adapters were trained on; PEFT records only part of it
 
 
 @dataclass(frozen=True)
@@ -21,16 +21,16 @@ class Adapters:
     """The adapters of a run.
 
     Attributes:
-        config: PEFT's, complete: the modules to adapt are named.
-        name: what PEFT knows them by.
-        path: folder or hub name of those to go on with; None for new or live ones.
-        live: the user's model that has them already; None for any other.
-        reference: the adapter of a live model that is the reference; None: the policy as given.
-        layers: names of the modules that get one.
-        trained, total: parameters that require a gradient, and all of them, embeddings included.
-        notes: sentences for the user.
-        embeddings: the model knows more tokens than its base, so its embeddings are saved as well.
-        head: the head of a reward model is in no checkpoint and not trained whole, so it is saved as it is.
+        config: the complete PEFT configuration, in which the modules to adapt are named.
+        name: the adapter's name in PEFT.
+        path: folder or hub name of adapters to continue training; None for new or live adapters.
+        live: the user's model that already has the adapters, if any.
+        reference: the adapter of a live model that serves as the reference; None: the initial policy.
+        layers: names of the adapted modules.
+        trained, total: number of trainable parameters and of all parameters, including embeddings.
+        notes: messages for the user.
+        embeddings: whether the embeddings are saved as well, because tokens were added to the base model.
+        head: whether the reward model's head is saved unchanged, because it is neither in a checkpoint nor trained.
     """
 
     config: PeftConfig
@@ -47,56 +47,56 @@ class Adapters:
 
     @property
     def kind(self) -> str:
-        """PEFT's name of their type, such as ``LORA``."""
+        """PEFT's name of the adapter type, such as ``LORA``."""
         return str(self.config.peft_type.value)
 
     @property
     def are_new(self) -> bool:
-        """Whether they begin with this run."""
+        """Whether the adapters are newly initialized."""
         return self.path is None and self.live is None
 
     def describe(self) -> str:
-        """What trains, and how much of the whole that is."""
+        """Describe the adapters, with the number of trainable parameters."""
         kind = self.kind
         rank = f" r={self.config.r}" if getattr(self.config, "r", None) else ""
         source = f" from {self.path}" if self.path else ""
-        return f"{kind}{rank} adapters{source}: {self.trained:,} of {self.total:,} parameters train"
+        return f"{kind}{rank} adapters{source}: {self.trained:,} of {self.total:,} parameters are trainable"
 
 
 def is_adapter_config(value: Any) -> bool:
-    """Whether a value is a configuration of PEFT."""
+    """Return whether a value is a PEFT configuration."""
     return hasattr(value, "peft_type") and hasattr(value, "to_dict")
 
 
 def unwrapped(model: Any) -> tuple[Any, PeftModel | None]:
-    """A live ``PeftModel`` as the transformers model inside it and itself; anything else as it is and None."""
+    """Return (inner transformers model, ``PeftModel``) for a live ``PeftModel``, else (``model``, None)."""
     if isinstance(model, (str, PreTrainedModel)) or not hasattr(model, "get_base_model"):
         return model, None
     return model.get_base_model(), model
 
 
 def adapter_weights(path: str) -> dict[str, Tensor]:
-    """The weights of an adapter's folder or hub name, on the CPU.
+    """Load the weights of an adapter's folder or hub name on the CPU.
 
     Raises:
-        ModelError: there are none, or they cannot be read.
+        ModelError: the weights are missing or cannot be read.
     """
     from peft import load_peft_weights
 
     try:
         state: dict[str, Tensor] = load_peft_weights(path, device="cpu")
-    except Exception as error:  # each library has its own classes for one broken file
+    except Exception as error:  # every library raises its own classes for a corrupt file
         raise ModelError(f"adapter {path!r}: its weights cannot be read: {error}") from error
     return state
 
 
 def adapter_shapes(model: PreTrainedModel, name: str) -> dict[str, tuple[int, ...]]:
-    """The tensors of an adapter, as a saved one names them, and their shapes."""
+    """Return the shapes of an adapter's tensors, by their names in a saved adapter."""
     return {key: tuple(value.shape) for key, value in adapter_tensors(model, name, dict(model.state_dict())).items()}
 
 
 def adapter_tensors(model: PreTrainedModel, name: str, state: dict[str, Tensor], *, embeddings: bool = False) -> Any:
-    """Those of ``state``, by the names of the model's parameters, that belong to an adapter, by PEFT's names."""
+    """Select an adapter's tensors from ``state`` (by the model's parameter names) and return them by PEFT's names."""
     from peft import get_peft_model_state_dict
 
     return get_peft_model_state_dict(model, state, name, save_embedding_layers=embeddings)

@@ -1,11 +1,11 @@
-"""The head of a reward model beside adapters: whether they train it, and whether a checkpoint holds it.
+"""The head of a reward model with adapters: whether it is trained, and whether a checkpoint contains it.
 
-The choice is PEFT's wherever a user has made one in Python: a head that the configuration names is trained whole
-(``modules_to_save``, or ``task_type="SEQ_CLS"``) or gets an adapter (``target_modules``), and one that it does not
-name stays as it is. Two things differ, because nobody asks for them: a head that a run draws at random is trained
-although a new configuration does not name it, and a head that is in no checkpoint is saved with adapters that do not
-hold it, for without it they mean nothing. A live ``PeftModel`` over a new head is taken as it was built, with a line
-that says so: the layers below learn to answer along a fixed direction, which works, so it is no certain mistake.
+For configurations made in Python, PEFT's rules apply: a head named in the configuration is trained in full
+(``modules_to_save``, or ``task_type="SEQ_CLS"``) or gets an adapter (``target_modules``), and any other head is
+frozen. There are two exceptions. A newly initialized head is trained even if the configuration does not name it. A
+head that is in no checkpoint is saved with adapters that do not contain it, because they are useless without it. A
+live ``PeftModel`` with a new head is used as it was built, with a message: the other layers can learn to produce
+rewards along a fixed random direction, so this is not necessarily a mistake.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from alignment.models.tasks import is_classifier
 
 _WEIGHTS = "model.safetensors"
 _ALL = "all-linear"
-_FIX = f"to train it, name it in the configuration: modules_to_save=[{HEAD!r}], or task_type='SEQ_CLS'"
+_FIX = f"to train it, add it to the configuration: modules_to_save=[{HEAD!r}], or task_type='SEQ_CLS'"
 
 
 class HeadPlan(NamedTuple):
-    """What becomes of the head.
+    """How the head is trained and saved.
 
     Attributes:
-        whole: it has to be added to ``modules_to_save``.
-        kept: it is saved as it is, beside adapters that do not hold it.
-        note: a sentence for the user; empty where the configuration says it.
+        whole: whether it must be added to ``modules_to_save``.
+        kept: whether it is saved with adapters that do not contain it.
+        note: a message for the user; empty if the configuration names the head.
     """
 
     whole: bool = False
@@ -47,43 +47,43 @@ class HeadPlan(NamedTuple):
 
 
 def plan_new(config: Any, source: ModelSource) -> HeadPlan:
-    """The head beside adapters that begin with the run, by a configuration that was given in Python."""
+    """Plan the head for new adapters with a configuration made in Python."""
     named = str(getattr(config.task_type, "value", config.task_type)) == "SEQ_CLS"
     if named or is_whole(config):
         return HeadPlan(whole=True)
     held = in_checkpoint(source)
     if is_target(config) and (held or config.target_modules != _ALL):
-        note = f"{HEAD}, the head, is in no checkpoint and gets an adapter: it is saved with the adapters"
+        note = f"{HEAD}, the head, is not in a checkpoint and gets an adapter; it is saved with the adapters"
         return HeadPlan(kept=not in_checkpoint(source, certain=True), note="" if held else note)
     if held:
-        note = f"{HEAD}, the head, is that of {source.name}, and stays as it is: {_FIX}"
+        note = f"{HEAD}, the head, comes from {source.name} and is frozen; {_FIX}"
         return HeadPlan(kept=not in_checkpoint(source, certain=True), note=note)
-    return HeadPlan(whole=True, note=f"{HEAD}, the head, is in no checkpoint, so it is trained with the adapters")
+    return HeadPlan(whole=True, note=f"{HEAD}, the head, is not in a checkpoint; it is trained with the adapters")
 
 
 def plan_live(config: Any, source: ModelSource) -> HeadPlan:
-    """The head of a live model that has adapters already."""
+    """Plan the head of a live model that already has adapters."""
     if is_whole(config):
         return HeadPlan()
     if in_checkpoint(source):
-        note = f"{HEAD}, the head, is that of {source.name}, and the adapters leave it out: it stays as it is; {_FIX}"
+        note = f"{HEAD}, the head, comes from {source.name}; the adapters do not include it, so it is frozen; {_FIX}"
         return HeadPlan(note="" if is_target(config) else note)
     if is_target(config):
-        return HeadPlan(kept=True, note=f"{HEAD}, the head, is in no checkpoint: it is saved with the adapters")
+        return HeadPlan(kept=True, note=f"{HEAD}, the head, is not in a checkpoint; it is saved with the adapters")
     return HeadPlan(
         kept=True,
         note=(
-            f"{HEAD}, the head, is in no checkpoint, and the adapters leave it out: it stays at its random "
-            f"values, and is saved with the adapters; {_FIX}"
+            f"{HEAD}, the head, is not in a checkpoint, and the adapters do not include it; it keeps its random "
+            f"initial values and is saved with the adapters; {_FIX}"
         ),
     )
 
 
 def plan_saved(config: Any, source: ModelSource, path: str, tensors: dict[str, Tensor]) -> HeadPlan:
-    """The head beside adapters of a folder.
+    """Plan the head for adapters loaded from a folder.
 
     Raises:
-        ModelError: they were made for a head that is nowhere.
+        ModelError: the head for which the adapters were trained is missing.
     """
     if is_whole(config):
         return HeadPlan()
@@ -91,22 +91,22 @@ def plan_saved(config: Any, source: ModelSource, path: str, tensors: dict[str, T
         return HeadPlan(kept=True)
     if not in_checkpoint(source):
         raise ModelError(
-            f"adapter_name_or_path: the adapters of {path!r} leave out {HEAD}, the head of a reward model, and "
-            f"{source.name} has none, so it would be another one than they were made for; begin with new ones, or "
-            f"make them with modules_to_save: [{HEAD!r}]"
+            f"adapter_name_or_path: neither the adapters of {path!r} nor {source.name} contain {HEAD}, the head of a "
+            f"reward model for which the adapters were trained; train new adapters, or recreate them with "
+            f"modules_to_save: [{HEAD!r}]"
         )
     return HeadPlan(
-        note=f"{HEAD}, the head, is that of {source.name}, and the adapters leave it out: it stays as it is"
+        note=f"{HEAD}, the head, comes from {source.name}; the adapters do not include it, so it is frozen"
     )
 
 
 def is_whole(config: Any) -> bool:
-    """Whether the head is trained whole."""
+    """Return whether the head is trained in full."""
     return HEAD in (getattr(config, "modules_to_save", None) or ())
 
 
 def is_target(config: Any) -> bool:
-    """Whether the head gets an adapter. PEFT counts it among all linear layers, unless the task is to classify."""
+    """Return whether the head gets an adapter. PEFT's ``all-linear`` includes it unless the task is classification."""
     targets = getattr(config, "target_modules", None) or ()
     if isinstance(targets, str):
         return targets == _ALL or re.fullmatch(targets, HEAD) is not None
@@ -114,17 +114,20 @@ def is_target(config: Any) -> bool:
 
 
 def task_type(config: Any, source: ModelSource) -> str | None:
-    """PEFT's name of the task. Of a classifier whose head is not trained whole it has none: with one it would be."""
+    """Return PEFT's task type.
+
+    It is None for a frozen or adapted head, because ``SEQ_CLS`` trains the head in full.
+    """
     if not classifies(source):
         return "CAUSAL_LM"
     return "SEQ_CLS" if is_whole(config) else None
 
 
 def in_checkpoint(source: ModelSource, certain: bool = False) -> bool:
-    """Whether the head that training begins with is the one of the checkpoint that the model comes from.
+    """Return whether the initial head is the one in the checkpoint that the model comes from.
 
-    Nothing is downloaded for the answer. Of a hub name whose weights are not here yet its configuration tells, which
-    is not ``certain``; a live model's head has to equal the one of its checkpoint, in a folder or in the hub's cache.
+    Nothing is downloaded. For a hub name whose weights are not cached, the configuration decides, unless the result
+    has to be ``certain``. A live model's head must equal the one in its checkpoint, in a folder or in the hub cache.
     """
     known, weight = _stored(source)
     if source.live is None:
@@ -141,7 +144,7 @@ def _equal(head: nn.Linear, stored: Tensor) -> bool:
 
 
 def _stored(source: ModelSource) -> tuple[bool, Tensor | None]:
-    """Whether the names in a checkpoint can be known here, and the weight of its head, if it has one."""
+    """Return whether the checkpoint's files are available locally, and the weight of its head, if any."""
     name = HEAD_TENSORS[0]
     try:
         index = _local(source, f"{_WEIGHTS}.index.json")
@@ -153,12 +156,12 @@ def _stored(source: ModelSource) -> tuple[bool, Tensor | None]:
             return False, None
         with safe_open(file, framework="pt") as opened:
             return True, opened.get_tensor(name) if name in opened.keys() else None
-    except (OSError, ValueError, LookupError, SafetensorError):  # loading says what is wrong with it
+    except (OSError, ValueError, LookupError, SafetensorError):  # loading reports the problem
         return False, None
 
 
 def _local(source: ModelSource, file: str) -> Path | None:
-    """A file of the checkpoint, if it is on this machine."""
+    """Return the path of a file of the checkpoint if it is available locally."""
     name = source.path or source.config.name_or_path
     kwargs = source.init_kwargs if source.path else {}
     inner = Path(kwargs.get("subfolder", "")) / file

@@ -1,4 +1,4 @@
-"""A configuration of adapters completed, checked and tried on the model without memory for weights."""
+"""Complete and check an adapter configuration by injecting it into the model on the meta device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ROUTERS = ("gate", "router", "shared_expert_gate", "wg")
 
 
 def skeleton(source: ModelSource, trust_remote_code: bool) -> PreTrainedModel:
-    """The model with its modules and shapes, without memory for weights."""
+    """Create the model on the meta device, with its modules and shapes but without weights."""
     config = copy.deepcopy(source.config)
     config.__dict__.pop("quantization_config", None)
     with torch.device("meta"):
@@ -55,17 +55,17 @@ def tried(
     """Complete a configuration and inject it into a model without weights.
 
     Args:
-        config: PEFT's, which is changed.
-        path: the folder that it is from; None for new adapters.
+        config: the PEFT configuration, which is modified.
+        path: the folder that it was read from; None for new adapters.
         source: the policy's model.
-        quantization: of the base weights.
-        trust_remote_code: build a model whose code comes with it.
-        given: a user made the configuration in Python: what it names, and the model has not, is left aside with a
-            sentence, as PEFT does, as long as something is left to adapt. By the options it is an error.
+        quantization: quantization of the base weights.
+        trust_remote_code: run code that comes with the model.
+        given: whether the user made the configuration in Python. Names that the model does not have are then ignored
+            with a message, as PEFT does, if at least one is left; in options they are errors.
 
     Raises:
-        OptionError: it does not suit the model.
-        ModelError: the weights in the folder do not.
+        OptionError: the configuration does not fit the model.
+        ModelError: the weights in the folder do not fit the model.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -104,14 +104,15 @@ def tried(
     notes += _notes(config, model, experts, quantization)
     if new_rows:
         notes.append(
-            f"chat_template_path: {' and '.join(new_rows)}: trained whole beside the adapters and saved, for "
-            "rows of new tokens would otherwise stay as they begin; a .jinja file writes such tokens as text"
+            f"chat_template_path: {' and '.join(new_rows)} are trained in full and saved with the adapters, because "
+            "the embeddings of new tokens would otherwise keep their initial values; use a .jinja file to write such "
+            "tokens as text instead"
         )
     return replace(adapters, notes=tuple(notes))
 
 
 def _plan_head(config: Any, path: str | None, source: ModelSource, given: bool) -> HeadPlan:
-    """What becomes of the head of a reward model, which the configuration is told."""
+    """Plan the head of a reward model, and update the configuration."""
     if path is not None:
         return plan_saved(config, source, path, adapter_weights(path))
     head = plan_new(config, source) if given else HeadPlan(whole=True)
@@ -123,7 +124,7 @@ def _plan_head(config: Any, path: str | None, source: ModelSource, given: bool) 
 def _inject(config: Any, model: PreTrainedModel, key: str, linear: dict[str, str]) -> None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of weights on the meta device that nobody fills
+            warnings.simplefilter("ignore")  # weights on the meta device are not initialized
             model.add_adapter(plain_start(config), "default")
     except (ValueError, TypeError, NotImplementedError) as error:
         raise OptionError(
@@ -133,9 +134,10 @@ def _inject(config: Any, model: PreTrainedModel, key: str, linear: dict[str, str
 
 
 def _train_new_rows(config: Any, model: PreTrainedModel, source: ModelSource) -> tuple[str, ...]:
-    """Let embeddings and head be trained whole where tokens are new to the model; return the names of what is.
+    """If tokens are added to the model, train the embeddings and the head in full, and return their names.
 
-    Nothing where the configuration says itself which tokens it trains. What has an adapter is trained by that.
+    Modules that have adapters are not included. Nothing is changed if the configuration has
+    ``trainable_token_indices``.
     """
     if not source.vocabulary.new or getattr(config, "trainable_token_indices", None):
         return ()
@@ -149,7 +151,7 @@ def _train_new_rows(config: Any, model: PreTrainedModel, source: ModelSource) ->
 
 
 def _complete(config: Any, linear: dict[str, str], model: nn.Module, head: str | None) -> None:
-    """Name the modules to adapt where none are named."""
+    """Fill in ``target_modules`` if the configuration does not name any."""
     targets = getattr(config, "target_modules", None)
     if targets is None or targets == "all-linear":
         others = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)
@@ -164,7 +166,7 @@ def _complete(config: Any, linear: dict[str, str], model: nn.Module, head: str |
 
 
 class _Names(NamedTuple):
-    """What a model has that a configuration may name."""
+    """Names of modules and parameters to which a configuration may refer."""
 
     modules: list[str]
     parameters: list[str]
@@ -174,7 +176,7 @@ class _Names(NamedTuple):
         return cls([name for name, _ in model.named_modules()], [name for name, _ in model.named_parameters()])
 
     def missing(self, config: Any) -> Iterator[tuple[str, list[str]]]:
-        """Fields of a configuration, and the names in them that nothing has."""
+        """Yield the fields of a configuration and the names in them that the model does not have."""
         fields = {
             "target_modules": self.modules,
             "target_parameters": self.parameters,
@@ -191,10 +193,10 @@ def _ends(one: str, name: str) -> bool:
 
 
 def _check_options(config: Any, linear: dict[str, str], known: _Names, head: str | None) -> None:
-    """Whether the model has what the options name.
+    """Check that the model has the modules and parameters named in the options.
 
     Raises:
-        OptionError: naming the first that it has not.
+        OptionError: the model has no module or parameter of a name.
     """
     shown = {
         "target_modules": linear.values(),
@@ -205,15 +207,15 @@ def _check_options(config: Any, linear: dict[str, str], known: _Names, head: str
         if missing:
             ends = sorted(set(shown[field]))
             raise OptionError(
-                f"lora_{field}: the model has no {missing[0]!r}{did_you_mean(missing[0], ends)}; it has "
+                f"lora_{field}: the model has no {missing[0]!r}{did_you_mean(missing[0], ends)}; available: "
                 f"{', '.join(ends)}"
             )
 
 
 def _take_converted(config: Any, model: Any) -> Iterator[str]:
-    """Put into a configuration what PEFT made of targets that older releases of transformers had as modules.
+    """Copy into a configuration the targets that PEFT converted from module names of older transformers releases.
 
-    Experts are parameters of one module now; saved are the names that adapters have.
+    Experts are now parameters of one module. The saved configuration must have the names used by the adapters.
     """
     found = model.peft_config["default"]
     before = set(getattr(config, "target_parameters", None) or ())
@@ -223,18 +225,18 @@ def _take_converted(config: Any, model: Any) -> Iterator[str]:
     old = sorted(set(config.target_modules) - set(found.target_modules))
     config.target_modules, config.target_parameters = sorted(found.target_modules), sorted(before | set(new))
     config.rank_pattern, config.alpha_pattern = found.rank_pattern, found.alpha_pattern
-    yield f"peft_config: {', '.join(old)} of the experts are {', '.join(new)} in this release of transformers"
+    yield f"peft_config: {', '.join(old)} of the experts are called {', '.join(new)} in this transformers release"
 
 
 def _leave_aside(config: Any, linear: dict[str, str], known: _Names) -> Iterator[str]:
-    """Take names out of a configuration that the model does not have, as PEFT does; what they are."""
+    """Remove names that the model does not have from a configuration, as PEFT does, and yield a message for each."""
     for field, missing in known.missing(config):
         if missing:
             left = sorted(set(getattr(config, field)) - set(missing))
             setattr(config, field, left or None)
             yield (
-                f"peft_config: {field} names {', '.join(missing)}, which the model does not have, and nothing becomes "
-                f"of it; its linear layers are {', '.join(sorted(set(linear.values())))}"
+                f"peft_config: {field} contains {', '.join(missing)}, which the model does not have; ignored. Its "
+                f"linear layers are {', '.join(sorted(set(linear.values())))}"
             )
 
 
@@ -244,7 +246,7 @@ def _head_name(model: PreTrainedModel, classifier: bool) -> str | None:
 
 
 def _linear_layers(model: nn.Module, head: str | None) -> Iterator[tuple[str, str]]:
-    """Names of the linear layers, whole and their last parts, without head and routers."""
+    """Yield the full name and the last component of each linear layer, except the head and routers."""
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
         if isinstance(module, (nn.Linear, Conv1D)) and name != head and last not in _ROUTERS:
@@ -252,10 +254,10 @@ def _linear_layers(model: nn.Module, head: str | None) -> Iterator[tuple[str, st
 
 
 def _check_shapes(path: str, shapes: dict[str, tuple[int, ...]], source: ModelSource) -> None:
-    """Whether an adapter's weights are those of this model.
+    """Check that an adapter's weights fit this model.
 
     Raises:
-        ModelError: naming the first tensor that is not.
+        ModelError: a tensor does not fit; the message names the first one.
     """
     state = {name.removeprefix("base_model.model."): value for name, value in adapter_weights(path).items()}
     state = {name: value for name, value in state.items() if name not in HEAD_TENSORS or name in shapes}
@@ -263,39 +265,39 @@ def _check_shapes(path: str, shapes: dict[str, tuple[int, ...]], source: ModelSo
         expected = shapes.get(name)
         if expected is not None and expected != tuple(value.shape):
             raise ModelError(
-                f"adapter_name_or_path: {path!r} was not made for {source.name}: its {name} is "
-                f"{tuple(value.shape)}, and this model's would be {expected}; set model_name_or_path to its own base"
+                f"adapter_name_or_path: {path!r} does not fit {source.name}: {name} has shape {tuple(value.shape)}; "
+                f"expected {expected}; set model_name_or_path to the adapter's base model"
             )
     embeddings = sorted(name for name in set(state) - set(shapes) if "embed" in name)
     if embeddings:
         raise ModelError(
-            f"adapter_name_or_path: {path!r} has {embeddings[0]} of its own, of {state[embeddings[0]].shape[0]} "
-            "tokens: merge it into its base (deepspeed-alignment export) and start from that"
+            f"adapter_name_or_path: {path!r} contains its own {embeddings[0]} with {state[embeddings[0]].shape[0]} "
+            "rows; merge it into its base model (deepspeed-alignment export) and train the merged model"
         )
     if any("experts" in name for name in state):
-        return  # PEFT renames those of an older release's experts while it reads them
-    for what, names in (("has no", set(shapes) - set(state)), ("has, beyond this model,", set(state) - set(shapes))):
+        return  # PEFT converts experts saved by older releases while loading
+    for what, names in (("has no", set(shapes) - set(state)), ("has the unexpected", set(state) - set(shapes))):
         if names:
             raise ModelError(
-                f"adapter_name_or_path: {path!r} was not made for {source.name}: it {what} {min(names)}; set "
-                "model_name_or_path to its own base"
+                f"adapter_name_or_path: {path!r} does not fit {source.name}: it {what} tensor {min(names)}; set "
+                "model_name_or_path to the adapter's base model"
             )
 
 
 def _notes(
     config: Any, model: PreTrainedModel, experts: Iterable[str], quantization: Quantization | None
 ) -> Iterator[str]:
-    """What a user may not expect of these adapters on this model."""
+    """Yield messages about effects of these adapters that the user may not expect."""
     left = sorted({name.rpartition(".")[2] for name in experts if not _is_adapted(name, config)})
     if left:
-        kept = "" if quantization is None else ", and are kept whole: they are not linear layers"
+        kept = "" if quantization is None else " and are not quantized, because they are not linear layers"
         names = ", ".join(left)
-        yield f"the experts ({names}) get no adapter{kept}; name them in lora_target_parameters to train them"
+        yield f"the experts ({names}) get no adapters{kept}; add them to lora_target_parameters to train them"
     touched = {name.rpartition(".")[2] for name in (config.modules_to_save or ())} & {"lm_head", "embed_tokens"}
     if touched and model.config.get_text_config().tie_word_embeddings:
         yield (
-            f"{' and '.join(sorted(touched))}: head and embeddings of this model are one tensor; trained is a copy of "
-            "its own, so that they differ afterwards"
+            f"{' and '.join(sorted(touched))}: the head and the embeddings of this model are tied; a separate copy is "
+            "trained, so they are untied after training"
         )
 
 
@@ -304,7 +306,7 @@ def _is_adapted(name: str, config: Any) -> bool:
 
 
 def has_grown(source: ModelSource) -> bool:
-    """Whether a live model has embeddings of another size than the checkpoint that it came from."""
+    """Return whether a live model's vocabulary size differs from that of its checkpoint."""
     try:
         before = AutoConfig.from_pretrained(source.config.name_or_path, local_files_only=True)
     except (OSError, ValueError):

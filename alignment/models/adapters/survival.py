@@ -1,7 +1,8 @@
-"""How much of an update is left after the sum of weight and update has been rounded to a number format.
+"""Measure how much of an update survives when the sum of weight and update is rounded to a floating-point format.
 
-With update ``u`` and rounding ``r``, what a model gets is ``v = r(W + u) - r(W)``. In bf16 neighbouring numbers are
-2**-8 to 2**-7 of their size apart: of a smaller update most elements round to no change and a few to a whole step.
+With update ``u`` and rounding ``r``, the effective update is ``v = r(W + u) - r(W)``. In bf16 the relative distance
+between adjacent numbers is 2**-8 to 2**-7: most elements of a smaller update are lost, and a few are rounded up to a
+full step.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-_CHUNK = 2**20  # elements at once: a product of as many is exact enough in fp32, and its operands stay in the cache
+_CHUNK = 2**20  # elements per dot product: few enough for fp32 precision and for the cache
 
 
 @dataclass(frozen=True)
 class Survival:
-    """Of one tensor, or of all of them together.
+    """How much of the update of one tensor, or of all tensors together, survives rounding.
 
     Attributes:
-        name: of the tensor; empty for all.
-        cosine: between ``u`` and ``v``; 0 where nothing is left, 1 where there was no update.
-        norm_ratio: norm of ``v`` over norm of ``u``; 1 where there was no update.
-        update: norm of ``u`` over norm of ``W``; infinite where the base's weights are all zero.
+        name: name of the tensor; empty for all.
+        cosine: cosine similarity of ``u`` and ``v``; 0 if nothing is left, 1 if there was no update.
+        norm_ratio: norm of ``v`` divided by the norm of ``u``; 1 if there was no update.
+        update: norm of ``u`` divided by the norm of ``W``; infinite if the base weights are all zero.
     """
 
     name: str
@@ -55,7 +56,7 @@ class _Sums:
 
 @dataclass
 class SurvivalMeter:
-    """Collects the tensors of a merge one at a time."""
+    """Accumulates the tensors of a merge one at a time."""
 
     tensors: int = 0
     _sums: _Sums = field(default_factory=_Sums)
@@ -65,10 +66,10 @@ class SurvivalMeter:
         """Measure one tensor.
 
         Args:
-            name: of the tensor.
-            before: the base's weights, any shape and dtype.
-            after: fp32, the same shape: the merged weights before they are rounded.
-            target: the dtype that they are rounded to.
+            name: name of the tensor.
+            before: the base weights, any shape and dtype.
+            after: the merged weights before rounding, fp32, same shape.
+            target: the dtype to which they are rounded.
         """
         own = _Sums()
         for old, new in zip(before.reshape(-1).split(_CHUNK), after.reshape(-1).split(_CHUNK)):
@@ -83,10 +84,10 @@ class SurvivalMeter:
 
     @property
     def total(self) -> Survival:
-        """All tensors as one vector."""
+        """The result for all tensors as one vector."""
         return self._sums.survival("")
 
     @property
     def worst(self) -> Survival | None:
-        """The tensor with the smallest cosine; None where nothing was updated."""
+        """The result for the tensor with the smallest cosine, or None if no tensor was updated."""
         return self._worst

@@ -1,5 +1,5 @@
-"""One tile of logits at a time: log-probs, statistics and gradient coefficients, by torch or by Triton kernels.
+"""Compute log-probs, statistics and gradient coefficients for one tile of logits, with torch or Triton kernels.
 
-``plain`` runs everywhere and is the reference of ``fused``, the host side of ``kernels``; ``choice`` decides between
-the two. None of them knows autograd: that is ``models.logprobs``.
+``plain`` runs everywhere and is the reference implementation for ``fused``, the host code of ``kernels``; ``choice``
+selects one of the two. Autograd is handled in ``models.logprobs``.
 """

@@ -1,10 +1,10 @@
-"""How a tile is computed: by Triton kernels on a GPU where they work, by torch's operations everywhere else.
+"""Choose how tiles are computed: with Triton kernels on GPUs that support them, with torch operations otherwise.
 
-All ranks do the same. Before anything is trained, each compiles the kernels and compares them with torch's operations
-on a small tile; they are used only if this succeeded on every rank. Until then, torch's operations are used.
+All ranks make the same choice. Before training starts, each rank compiles the kernels and compares their results with
+those of torch operations on a small tile. The kernels are used only if this succeeds on every rank.
 
-The environment variable ``ALIGNMENT_HEAD_TILES`` is for comparisons and tests: ``torch`` turns the kernels off;
-``triton`` uses them without that trial, also on CPU tensors under Triton's interpreter (``TRITON_INTERPRET=1``).
+The environment variable ``ALIGNMENT_HEAD_TILES`` is for comparisons and tests: ``torch`` disables the kernels;
+``triton`` uses them without the comparison, even for CPU tensors with Triton's interpreter (``TRITON_INTERPRET=1``).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from alignment.models.tiles.transform import LogitTransform
 
 VARIABLE = "ALIGNMENT_HEAD_TILES"
 _WAYS = ("auto", "torch", "triton")
-_OLDEST_TRITON = (3, 4)  # that of torch 2.8
-_ROWS, _WIDTH, _VOCABULARY = 16, 32, 5000  # of the tile for the trial: two blocks, the second one not full
+_OLDEST_TRITON = (3, 4)  # the version for torch 2.8
+_ROWS, _WIDTH, _VOCABULARY = 16, 32, 5000  # size of the test tile: two blocks, the second one partially filled
 _OUTPUTS = (
     *("log-probs", "log-sum-exps", "jacobian", "entropies", "mean logits", "hits"),
     *("coefficients", "gradient of the bias"),
@@ -32,14 +32,14 @@ _TOLERANCE = 2e-2  # relative to the largest entry; coefficients are rounded to 
 
 
 class Tiles(NamedTuple):
-    """A way to compute tiles: the functions of ``plain`` or of ``fused``."""
+    """An implementation of tile computations: the functions of ``plain`` or of ``fused``."""
 
     score_tile: Callable[..., plain.TileScores]
     head_coefficients: Callable[..., tuple[Tensor, Tensor | None]]
 
 
 PLAIN = Tiles(plain.score_tile, plain.head_coefficients)
-_settled: dict[str, bool] = {}  # by type of device
+_settled: dict[str, bool] = {}  # by device type
 
 
 def _asked() -> str:
@@ -50,10 +50,10 @@ def _asked() -> str:
 
 
 def fused_tiles() -> Tiles:
-    """The kernels, imported when they are first needed.
+    """Import the kernels on first use.
 
     Raises:
-        ImportError: there is no Triton, or it is too old.
+        ImportError: Triton is not installed, or too old.
     """
     import triton
 
@@ -70,10 +70,10 @@ def _interpreting() -> bool:
 
 
 def tiles_for(hidden: Tensor) -> Tiles:
-    """How the tiles of these hidden states are computed.
+    """Return the implementation for the tiles of these hidden states.
 
     Raises:
-        OptionError: ``ALIGNMENT_HEAD_TILES=triton``, and Triton cannot be used.
+        OptionError: ``ALIGNMENT_HEAD_TILES=triton``, but Triton cannot be used.
     """
     way = _asked()
     if way == "torch" or torch.promote_types(hidden.dtype, torch.float32) != torch.float32:
@@ -81,7 +81,9 @@ def tiles_for(hidden: Tensor) -> Tiles:
     if way == "auto":
         return fused_tiles() if _settled.get(hidden.device.type, False) else PLAIN
     if not hidden.is_cuda and not _interpreting():
-        raise OptionError(f"{VARIABLE}=triton: on a {hidden.device.type} it needs TRITON_INTERPRET=1; unset it")
+        raise OptionError(
+            f"{VARIABLE}=triton: {hidden.device.type} tensors require TRITON_INTERPRET=1; set it, or unset {VARIABLE}"
+        )
     try:
         return fused_tiles()
     except ImportError as error:
@@ -89,16 +91,19 @@ def tiles_for(hidden: Tensor) -> Tiles:
 
 
 def settle(device: torch.device) -> None:
-    """Find out, once, whether all ranks compute tiles on their GPUs by the kernels; every rank calls it.
+    """Determine once whether all ranks can use the kernels on their GPUs; collective.
 
-    The first rank prints one line where they do not. On a CPU there is nothing to find out.
+    If not, rank 0 prints a line with the reason. On a CPU, nothing is done.
     """
     if device.type != "cuda" or device.type in _settled:
         return
     reason = _reason_against(device)
     _settled[device.type] = _on_every_rank(reason is None, device)
     if not _settled[device.type] and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
-        print(f"log-probs: torch's operations, not the Triton kernels: {reason or 'another rank cannot'}", flush=True)
+        print(
+            f"log-probs: using torch operations instead of Triton kernels: {reason or 'they failed on another rank'}",
+            flush=True,
+        )
 
 
 def _on_every_rank(mine: bool, device: torch.device) -> bool:
@@ -110,19 +115,19 @@ def _on_every_rank(mine: bool, device: torch.device) -> bool:
 
 
 def _reason_against(device: torch.device) -> str | None:
-    """Why this rank cannot use the kernels, in one line; None if it can."""
+    """Return why this rank cannot use the kernels, in one line, or None if it can."""
     if _asked() == "torch":
         return f"{VARIABLE}=torch"
     if _interpreting():
         return "TRITON_INTERPRET is set"
     try:
         return trial(fused_tiles(), device)
-    except Exception as error:  # whatever a compiler, a driver or a card without support has to say
+    except Exception as error:  # errors of the compiler, the driver or an unsupported GPU
         return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
 def trial(tiles: Tiles, device: torch.device, dtype: torch.dtype = torch.float16) -> str | None:
-    """Compare a way to compute tiles with ``plain`` on a small tile, all of whose features are used.
+    """Compare an implementation with ``plain`` on a small tile that uses every feature.
 
     Returns:
         What differs, or None.

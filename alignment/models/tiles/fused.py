@@ -1,7 +1,7 @@
-"""A tile of logits by the Triton kernels: read once for its statistics, read and written once for its coefficients.
+"""Compute a tile with the Triton kernels: one read for its statistics, one read and write for its coefficients.
 
-The functions are those of ``plain``. Coefficients that a product takes in 16 bits are written over the logits, so no
-second tile exists. A target outside the vocabulary has the log-prob nan; torch's operations raise an error.
+The functions are those of ``plain``. 16-bit coefficients are written over the logits, so no second tile is allocated.
+A target outside the vocabulary has a log-prob of NaN, whereas torch operations raise an error.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from alignment.models.tiles.plain import TileScores
 from alignment.models.tiles.products import coefficient_dtype, wide_product
 from alignment.models.tiles.transform import LogitTransform
 
-_BLOCK = 4096  # logits of a row at a time: 16 for each of the 256 threads
+_BLOCK = 4096  # logits of a row per iteration: 16 for each of the 256 threads
 WARPS = 8
 
 
 class Measured(NamedTuple):
-    """(C,) fp32 each: what one read of the logits gives. Without statistics the last three are undefined."""
+    """Results of one read of the logits, (C,) fp32 each. Without statistics, the last three are undefined."""
 
     logps: Tensor
     lse: Tensor
@@ -33,18 +33,18 @@ class Measured(NamedTuple):
 
 
 def block_of(columns: int) -> int:
-    """How many logits of a row a program takes at a time: a power of two."""
+    """Return the number of logits of a row that a program processes per iteration, a power of two."""
     return min(_BLOCK, max(16, 1 << (columns - 1).bit_length()))
 
 
 def _transform_arguments(transform: LogitTransform) -> tuple[tuple[float, float], dict[str, bool]]:
-    """The numbers of a transform, and which of them count."""
+    """Return the parameters of a transform as kernel arguments, and flags for those in use."""
     capped = transform.softcap is not None
     return (transform.scale, transform.softcap or 1.0), {"SCALED": transform.scale != 1.0, "CAPPED": capped}
 
 
 def measure(logits: Tensor, bias: Tensor | None, targets: Tensor, transform: LogitTransform, stats: bool) -> Measured:
-    """Statistics of (C, V) fp32 raw logits, whose rows may lie apart; one read of them."""
+    """Compute statistics of (C, V) fp32 raw logits, whose rows may be strided, in one read."""
     out = logits.new_empty((kernels.OUTPUTS, logits.shape[0]))
     if logits.shape[0]:
         numbers, flags = _transform_arguments(transform)
@@ -80,17 +80,17 @@ def differentiate(
     """Turn (C, V) fp32 raw logits into coefficients of ``dtype`` (fp32 or 16 bits) in the same memory.
 
     Args:
-        logits: overwritten; rows may lie apart.
+        logits: overwritten; rows may be strided.
         bias: (V,) or None.
-        targets: (C,) int64; one outside [0, V) has no entry in its row.
-        shift: (C,), of which ``exp(logit - shift) / total`` is the probability.
+        targets: (C,) int64; a target outside [0, V) has no entry in its row.
+        shift: (C,); ``exp(logit - shift) / total`` is the probability.
         transform: scale and soft cap.
-        dtype: of the coefficients.
+        dtype: dtype of the coefficients.
         total: (C,); None: 1.
         grad: (C,) factors of the rows; None: 1.
 
     Returns:
-        (C, V) in ``dtype``: a view whose rows are as far apart in memory as those of the logits.
+        (C, V) in ``dtype``: a view with the row stride in bytes of the logits.
     """
     columns = logits.shape[1]
     coefficients = logits if dtype == logits.dtype else logits.view(dtype)[:, :columns]
@@ -128,7 +128,7 @@ def score_tile(
     jacobian: bool,
     stats: bool,
 ) -> TileScores:
-    """(C, H) hidden, (V, H) weight, (V,) bias or None, (C,) targets -> log-probs and what else is asked for."""
+    """(C, H) hidden, (V, H) weight, (V,) bias or None, (C,) targets -> log-probs and the other requested results."""
     logits = wide_product(hidden, weight.t(), torch.float32)
     found = measure(logits, bias, targets, transform, stats)
     rows = None
@@ -149,6 +149,6 @@ def head_coefficients(
     transform: LogitTransform,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
-    """As in ``plain``; the gradient of a bias sums coefficients as rounded as those that the weight's multiplies."""
+    """See ``plain``. The gradient of a bias sums coefficients that are already rounded to ``dtype``."""
     coefficients = differentiate(logits, bias, targets, lse, transform, dtype, grad=grad.contiguous())
     return coefficients, None if bias is None else coefficients.sum(0, dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""Triton kernels over a tile of fp32 logits: one that reads it once, one that turns it into coefficients in place.
+"""Triton kernels for a tile of fp32 logits: one computes statistics, one replaces logits with coefficients in place.
 
-Imported only where they run (``choice``). One program takes one row, from left to right. Offsets of rows are 64-bit: a
-slice of the head's gradient may have more than 2^31 entries.
+They are only imported if they are used (``choice``). Each program processes one row, from left to right. Row offsets
+are 64-bit because a slice of the head's gradient may have more than 2^31 entries.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-OUTPUTS = 7  # rows of what `measure` writes, in the order of `fused.Measured`
+OUTPUTS = 7  # rows of the output of `measure`, in the order of `fused.Measured`
 
 
 @triton.jit
 def _tanh(x):  # type: ignore[no-untyped-def]
-    """Below 0.2 by its series, for ``1 - exp`` would lose digits there; nan stays nan."""
+    """Use the Taylor series below 0.2, where ``1 - exp`` would lose precision. NaN stays NaN."""
     square = x * x
     near = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0))))
     decay = tl.exp(-2.0 * tl.abs(x))
@@ -24,7 +24,7 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _transformed(logits, scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The model's logits, and the tanh in them (0 where there is none)."""
+    """Return the model's logits and the tanh of the soft cap (0 without a soft cap)."""
     if SCALED:
         logits = logits * scale
     bent = logits * 0.0
@@ -51,10 +51,10 @@ def measure(  # type: ignore[no-untyped-def]
     STATS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Maximum, sum, log-prob and statistics of a row, in one read of it.
+    """Compute maximum, sum, log-prob and statistics of a row in one read.
 
-    The sum and the expected logit are kept relative to the largest logit so far. A row whose logits are all -inf, or
-    with +inf or nan among them, has no log-probs: nan, as by torch's operations.
+    The sum and the expected logit are relative to the largest logit so far. If all logits of a row are -inf, or one is
+    +inf or NaN, its log-probs are NaN, as with torch operations.
     """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
@@ -73,11 +73,11 @@ def measure(  # type: ignore[no-untyped-def]
             plain_sum += tl.sum(tl.where(there, logits, 0.0), axis=0)
         logits = tl.where(there, logits, float("-inf"))
         so_far = tl.maximum(largest, tl.max(logits, axis=0))
-        shift = tl.where(so_far == float("-inf"), 0.0, so_far)  # -inf - -inf is nan
+        shift = tl.where(so_far == float("-inf"), 0.0, so_far)  # -inf - -inf is NaN
         parts = tl.exp(logits - shift)
         fall = tl.exp(largest - shift)
         if STATS:
-            # A probability of 0 times its logit -inf counts as 0, the limit.
+            # A probability of 0 times a logit of -inf is defined as 0, the limit.
             moved = expected + tl.where(total > 0.0, largest - shift, 0.0) * total
             expected = fall * moved + tl.sum(parts * tl.where(parts > 0.0, logits - shift, 0.0), axis=0)
         total = total * fall + tl.sum(parts, axis=0)
@@ -97,7 +97,7 @@ def measure(  # type: ignore[no-untyped-def]
     if STATS:
         tl.store(out + 4 * out_stride, tl.log(total) - expected / total)
         tl.store(out + 5 * out_stride, plain_sum / columns)
-        number = (total == total) | (largest == float("inf"))  # maxima of rows with nan may be that of the others
+        number = (total == total) | (largest == float("inf"))  # the maximum of a row with NaN may ignore the NaN
         tl.store(out + 6 * out_stride, tl.where(number & (chosen >= largest), 1.0, 0.0))
 
 
@@ -122,10 +122,10 @@ def differentiate(  # type: ignore[no-untyped-def]
     HAS_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``(onehot - exp(z - shift) / total) * slope * grad`` of a row, in one read and one write.
+    """Compute ``(onehot - exp(z - shift) / total) * slope * grad`` of a row in one read and one write.
 
     ``out_ptr`` may be the same memory with 16-bit entries. Entry j then overwrites half of logit j / 2, so a program
-    has to have read every logit of a block before it writes the block's coefficients.
+    must read all logits of a block before it writes the block's coefficients.
     """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride

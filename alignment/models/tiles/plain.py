@@ -1,7 +1,7 @@
-"""A tile of logits by torch's own operations: everywhere, in any dtype, and the oracle of the kernels.
+"""Compute a tile with torch operations: on any device and in any dtype, and as the reference for the kernels.
 
-On a GPU the time of such a tile is that of its passes over memory, so each operation that reads or writes the tile has
-to be worth it: ``benchmarks/head.py`` counts them, and a test keeps the count.
+On a GPU these operations are bound by memory bandwidth, so the number of passes over the tile determines the time:
+``benchmarks/head.py`` counts them, and a test checks the count.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor
 from alignment.models.tiles.products import coefficient_dtype, wide_product
 from alignment.models.tiles.transform import LogitTransform
 
-_STATS_ROWS = 32  # rows of a tile whose probabilities are multiplied by their logarithms at once
+_STATS_ROWS = 32  # rows of a tile for which p * log(p) is computed at a time
 
 
 class TileScores(NamedTuple):
-    """What is left of a tile of C tokens, all in fp32 (fp64 for fp64 input) but the jacobian.
+    """The results for a tile of C tokens, in fp32 (fp64 for fp64 input) except the Jacobian.
 
     Attributes:
         logps: (C,) log-probs of the targets.
         lse: (C,) log-sum-exps.
-        jacobian: (C, H) d logp / d hidden in the dtype of the hidden states; None unless asked for.
-        stats: (3, C) entropy, mean logit, whether the target was the likeliest; None unless asked for.
+        jacobian: (C, H) d logp / d hidden in the dtype of the hidden states; None unless requested.
+        stats: (3, C) entropy, mean logit, whether the target was the most likely token; None unless requested.
     """
 
     logps: Tensor
@@ -34,7 +34,7 @@ class TileScores(NamedTuple):
 
 
 def _finished(logits: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
-    """The model's logits from those of the product, in place."""
+    """Turn the product's raw logits into the model's logits, in place."""
     if bias is not None:
         logits.add_(bias)
     return transform.apply_(logits)
@@ -49,18 +49,18 @@ def score_tile(
     jacobian: bool,
     stats: bool,
 ) -> TileScores:
-    """(C, H) hidden, (V, H) weight, (V,) bias or None, (C,) targets -> log-probs and what else is asked for."""
+    """(C, H) hidden, (V, H) weight, (V,) bias or None, (C,) targets -> log-probs and the other requested results."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     logits = _finished(wide_product(hidden, weight.t(), wide), bias, transform)
     chosen = logits.gather(1, targets[:, None])
     slope = transform.derivative(logits) if jacobian else 1.0
     largest = logits.amax(1, keepdim=True)
     mean = logits.mean(1) if stats else None
-    # exp in place: the tile becomes the unnormalised probabilities, and no second tile is allocated.
+    # exp in place: the tile becomes the unnormalized probabilities, and no second tile is allocated.
     total = logits.sub_(largest).exp_().sum(1, keepdim=True)
     lse = largest + total.log()
     logps = (chosen - lse)[:, 0]
-    # Of linear logits the expected one is h . E[W] = z[y] - h . J, so the entropy is nearly free where J is there.
+    # For linear logits, the expected logit is h . E[W] = z[y] - h . J, so the entropy is almost free if J is known.
     linear = jacobian and transform.softcap is None and bias is None
     entropy = _entropy(logits, total) if stats and not linear else logps
     rows = None
@@ -81,7 +81,7 @@ def _entropy(unnormalised: Tensor, total: Tensor) -> Tensor:
 
 
 def _place_for(tile: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where the last operation on a tile writes: the tile, or a narrower one, which spares the cast its passes."""
+    """Return the output of the last operation on a tile: the tile itself, or a narrower one, which saves a cast."""
     return tile if tile.dtype == dtype else torch.empty_like(tile, dtype=dtype)
 
 
@@ -90,7 +90,7 @@ def _coefficients(
 ) -> Tensor:
     """(C, V) ``(onehot - p) * slope`` in ``dtype``, from exp(z - max) (C, V), which is overwritten."""
     column = targets[:, None]
-    # The target's own coefficient is computed apart, so that the others need neither a sum nor a cast of their own.
+    # The target's coefficient is computed separately, so that the others need neither an addition nor a cast.
     at_target = unnormalised.gather(1, column).div_(-total).add_(1)
     if isinstance(slope, Tensor):
         at_target.mul_(slope.gather(1, column))
@@ -113,19 +113,19 @@ def head_coefficients(
     transform: LogitTransform,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
-    """What the gradient of the head multiplies the hidden states with, for a slice of S vocabulary entries.
+    """Compute the factors of the hidden states in the head's gradient, for a slice of S vocabulary entries.
 
     Args:
-        logits: (N, S) raw logits, of the product alone; overwritten.
+        logits: (N, S) raw logits without bias; overwritten.
         bias: (S,) or None.
-        targets: (N,) int64, counted from the slice's first entry; those outside [0, S) are of other slices.
+        targets: (N,) int64, relative to the slice's first entry; those outside [0, S) belong to other slices.
         lse: (N,) log-sum-exps over the whole vocabulary.
         grad: (N,) gradients of the log-probs.
         transform: scale and soft cap.
-        dtype: of the coefficients.
+        dtype: dtype of the coefficients.
 
     Returns:
-        (N, S) ``grad * d logp / d raw logit``; and their (S,) sums, the gradient of the bias, or None without one.
+        (N, S) ``grad * d logp / d raw logit``, and their (S,) sums, the gradient of the bias; None without a bias.
     """
     logits = _finished(logits, bias, transform)
     slope = transform.derivative(logits)
@@ -140,7 +140,7 @@ def head_coefficients(
         at_column.mul_(slope)
         probabilities.mul_(slope)
     at_column.mul_(grad[:, None])
-    # A bias sums what is not rounded yet.
+    # Sum for the bias before rounding.
     place = _place_for(probabilities, dtype if bias is None else probabilities.dtype)
     coefficients = torch.mul(probabilities, -grad[:, None], out=place)
     coefficients.scatter_(1, column, at_column.to(place.dtype))

@@ -1,4 +1,4 @@
-"""What a model does to its raw logits: a scale and a soft cap."""
+"""The transform that a model applies to its raw logits: a scale and a soft cap."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What a model does to its raw logits: ``cap * tanh(scale * z / cap)``; ``softcap`` None leaves out the tanh."""
+    """The transform of raw logits, ``cap * tanh(scale * z / cap)``; without the tanh if ``softcap`` is None."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     def apply(self, logits: Tensor) -> Tensor:
-        """The transformed logits, differentiable by autograd."""
+        """Return the transformed logits, differentiable by autograd."""
         logits = logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def apply_(self, logits: Tensor) -> Tensor:
-        """Transform a tile of logits in place, outside of autograd."""
+        """Transform a tile of logits in place, without autograd."""
         if self.scale != 1.0:
             logits.mul_(self.scale)
         if self.softcap is not None:
@@ -29,7 +29,7 @@ class LogitTransform:
         return logits
 
     def derivative(self, logits: Tensor) -> Tensor | float:
-        """d(transformed)/d(raw), from the *transformed* logits; a number where it is the same for all of them."""
+        """Return d(transformed)/d(raw), computed from the *transformed* logits; a number if it is constant."""
         if self.softcap is None:
             return self.scale
         slope = (logits / self.softcap).square_()

@@ -57,11 +57,11 @@ class CompletionGroup:
 
 @dataclass(frozen=True)
 class ChangedOption:
-    """An option with its value and default, as text; ``default`` is None if it has none that is known."""
+    """An option with its value and default, as text; ``default`` is empty if it is not known."""
 
     name: str
     value: str
-    default: str | None = None
+    default: str = ""
 
 
 @dataclass(frozen=True)

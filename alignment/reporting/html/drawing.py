@@ -35,12 +35,7 @@ def draw(chart: Chart, number: int) -> str:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    settings: Any = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": f"chart {number}",
-        "font.size": 8.5,
-        "path.simplify": True,
-    }
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": f"chart {number}", "font.size": 10}
     with rc_context(settings):
         figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
         axes = figure.add_subplot()
@@ -59,8 +54,8 @@ def draw(chart: Chart, number: int) -> str:
             )
         for step, _ in chart.marks:
             axes.axvline(step, color=_MARK, linewidth=1, linestyle=(0, (1, 2)), zorder=1)
-        axes.yaxis.set_major_locator(MaxNLocator(5))
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(5, min_n_ticks=4, steps=[1, 2, 2.5, 5, 10]))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
         axes.tick_params(length=0, colors=_TEXT, pad=5)
@@ -83,6 +78,8 @@ def tick(value: float) -> str:
     """A number on an axis, as short as it can be."""
     if value == 0:
         return "0"
+    if abs(value) >= 1e12:
+        return f"{value:.2g}".replace("e+", "e")
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if unit == 'k' else size):.4g}{unit}"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from alignment.reporting.html.content import RunContent
 from alignment.reporting.html.drawing import draw
@@ -31,6 +32,7 @@ _TILES = {
     "grad_norm": "Gradient norm",
 }  # fmt: skip
 _MOST_TILES = 6
+_NOT_SHOWN = ("_sum", "runtime", "_per_second")
 
 
 def render(content: RunContent) -> str:
@@ -117,11 +119,11 @@ def _drawn(found: Sequence[Chart]) -> list[dict[str, Any]]:
 
 
 def _shown(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Metrics as text; sums and counts, from which means can be reproduced, are left to the log."""
+    """Metrics as text; sums, counts and speeds are left to the log."""
     return {
         name: _number(value)
         for name, each in metrics.items()
-        if (value := number(each)) is not None and not name.endswith("_sum") and not name.startswith("count/")
+        if (value := number(each)) is not None and not (name.endswith(_NOT_SHOWN) or name.startswith("count/"))
     }
 
 
@@ -136,6 +138,11 @@ def _number(value: float) -> str:
 
 def _compact(value: float) -> str:
     return f"{value:.3g}".replace("-", "−")
+
+
+def _breakable(name: str) -> Markup:
+    """A name, escaped, that may be broken after underscores and slashes."""
+    return Markup(re.sub(r"([_/])", r"\1<wbr>", str(escape(name))))
 
 
 def _percent(value: float) -> str:
@@ -153,5 +160,6 @@ def _environment() -> Environment:
     )
     environment.filters["shown"] = _shown
     environment.filters["percent"] = _percent
+    environment.filters["breakable"] = _breakable
     environment.filters["count"] = lambda value: f"{value:,}"
     return environment

@@ -31,12 +31,12 @@ def begin_again(context: RunContext, engines: RunEngines, identity: Identity, st
     """
     if engines.models is None:
         raise OptionError(
-            "train: close() released the trained weights; call save_model before it, then create another trainer"
+            "train: close() released the trained weights; call save_model before it, then create a new trainer"
         )
     if resumes:
         raise OptionError(
             "train: this trainer has already trained, so its engines are not in their initial state; to resume from a "
-            "checkpoint, create another trainer"
+            "checkpoint, create a new trainer"
         )
     fresh = TrainerState()
     for field in dataclasses.fields(fresh):

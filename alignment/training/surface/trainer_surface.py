@@ -192,7 +192,7 @@ class TrainerSurface:
 
         return PlannedBatches(rows, plans, rank(), self.data_collator, data.table, size)
 
-    # State of a run ------------------------------------------------------------------------------------------------
+    # State of a run -------------------------------------------------------------------------------------------------
 
     def is_world_process_zero(self) -> bool:
         """Whether this is the first rank."""

@@ -1,0 +1,47 @@
+"""Pages of docs/reference/ say what the code does: the command line, and the names of metrics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from pages.blocks import ROOT
+from pages.metrics import documented, matches
+
+from alignment.config.registry import METHODS
+from alignment.online.ranking import RewardRanker
+from alignment.reporting.metrics import means
+from tools.documentation.__main__ import PAGES
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_generated_page_is_what_the_code_says(name: str) -> None:
+    committed = (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
+    assert committed == PAGES[name](), f"run `make tables`: {name} is not what the code says"
+
+
+def _declared() -> Iterator[str]:
+    """Every name that methods, the window pass and the loop add up, and what is derived from them."""
+    yield from ("loss", "aux_loss")
+    for entry in METHODS:
+        method = METHODS.trainer(METHODS[entry](output_dir="out")).method_class
+        names = dict.fromkeys(method.metrics, (1.0, 1.0))
+        yield from means(names, method.logs_sums)
+        yield method.reduced_windows
+    rewards = type("Rewards", (), {"names": ["NAME"], "sources": []})()
+    yield from RewardRanker(rewards).metrics
+    for path in ("training/loop.py", "training/interruptions/faults.py", "training/interruptions/overflows.py"):
+        text = (ROOT / "alignment" / path).read_text()
+        yield from re.findall(r'"(train_\w+|num_\w+|tokens_per_second|bad_steps|overflows)"', text)
+    yield "retries"
+
+
+def test_every_metric_that_the_code_declares_is_on_the_page() -> None:
+    assert sorted(name for name in set(_declared()) if not any(matches(name, one) for one in documented())) == []
+
+
+def test_every_metric_on_the_page_is_declared_by_the_code() -> None:
+    others = {"step", "epoch", "time", "learning_rate", "grad_norm", "reduced_windows", "rewards/NAME/mean"}
+    others |= {f"eval_{what}" for what in ("runtime", "samples_per_second", "steps_per_second")}
+    assert sorted(documented() - set(_declared()) - others) == []

@@ -1,0 +1,340 @@
+"""The HTML report: what it shows of a run's files, that it escapes all of it, and that it loads nothing."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_folders import NASTY, nasty_run, whole_run, write_completions, write_options
+from run_folders import at, entry, start, write_checkpoint, write_log, write_status
+
+from alignment.engines.inspecting.generated import completion_groups
+from alignment.engines.inspecting.report import read_content
+from alignment.reporting.html.content import ChangedOption, RunContent
+from alignment.reporting.html.drawing import draw, tick
+from alignment.reporting.html.page import distinct, render, render_comparison
+from alignment.reporting.html.series import Chart, Series, charts, compared, points
+from alignment.reporting.html.theme import declarations
+
+
+class Page(HTMLParser):
+    """The elements and the text of a page."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.open.append(tag)
+        self.texts.append("" if tag == "wbr" else " ")
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.open and self.open.pop() != tag:
+            pass
+        self.texts.append(" ")
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join("".join(self.texts).split())
+
+
+def test_what_it_shows(tmp_path: Path) -> None:
+    whole_run(tmp_path)
+    html = render(read_content(tmp_path))
+    text = Page(html).text
+    for said in (
+        "KTO a run finished",
+        "Model some/model Steps 100 of 100 Epochs 1 Time 50.0 s Tokens 1,000",
+        "Ranks 4",
+        "Policy some/model, ZeRO stage 2 Reference offload",
+        "Loss 0.01 from 0.05",
+        "warning Non-finite or outlying steps: 1 (step 30). See log.jsonl.",
+        "advice use more rows",
+        "Dotted lines: resumed (step 40), best checkpoint (step 100).",
+        "Training at step 100",
+        "phase share of the time time times tokens/s peak GPU memory train 75 %",
+        "rows count read 70 kept 64 dropped: empty completion 6 truncated prompts 3",
+        "tokens min p50 p90 p99 max prompt 2 12 20 31 1,031",
+        "option value default learning_rate 0.01 1e-06",
+        "1 2026-09-21 14:13 UTC scratch 2",
+        "2 2026-09-21 14:20 UTC checkpoint-40, step 40 4",
+        "checkpoint-100 100 0.0 MB complete best",
+        "torch 2.13.0",
+    ):
+        assert said in text, said
+    assert "hub_token" not in text and "hf_abc" not in html
+    assert html.count("<svg") == html.count("<figure") == 3
+    assert "Loss. training: from 0.05 at step 20 to 0.01 at step 100; evaluation: from 0.75" in html
+
+
+def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 5)
+    page = Page(render(read_content(tmp_path)))
+    for title in ("Curves", "Completions", "Final metrics", "Data", "Options", "Attempts", "Versions", "Warnings"):
+        assert title not in page.text
+    assert "checkpoint-5 5 0.0 MB complete" in page.text
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"state": "failed", "error": "the GPU is out of memory"}, "failed {} Error. the GPU is out of memory"),
+        ({"state": "preempted", "signal": "SIGUSR1"}, "preempted {} Preempted by SIGUSR1 after step 40."),
+        ({"state": "stopped", "signal": "STOP"}, "stopped {} Stopped by STOP after step 40."),
+        ({"state": "finished"}, "finished {} Steps"),
+    ],
+)
+def test_how_a_run_ended(tmp_path: Path, values: dict[str, Any], says: str) -> None:
+    write_status(tmp_path, **values)
+    write_log(tmp_path, [start(), entry(40, 40, 40)])
+    assert says.format(tmp_path) in Page(render(read_content(tmp_path))).text
+
+
+def test_a_state_that_is_not_written_yet(tmp_path: Path) -> None:
+    write_status(tmp_path, state="running")
+    write_log(tmp_path, [start(), entry(100, 40, 40)])
+    assert read_content(tmp_path, state="finished").state == "finished"
+
+
+def test_a_log_of_an_older_release(tmp_path: Path) -> None:
+    """Without data, versions or advice in its start event."""
+    write_log(tmp_path, [{**start(), "dropped": {"too long": 2}}, entry(40, 40, 40)])
+    text = Page(render(read_content(tmp_path))).text
+    assert "rows count kept 64 dropped: too long 2" in text
+
+
+def test_time_is_without_pauses(tmp_path: Path) -> None:
+    resume = {"event": "resume", "step": 40, "attempt": 2, "checkpoint": "checkpoint-40", "time": at(1000)}
+    write_log(tmp_path, [start(), entry(40, 40, 400), resume, entry(50, 1020, 500)])
+    assert dict(read_content(tmp_path).facts)["Time"] == "1 min 00 s"
+
+
+# Nothing in it is markup, and nothing is loaded ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_markup_in_a_run_is_text(tmp_path: Path, several: bool) -> None:
+    nasty_run(tmp_path)
+    content = read_content(tmp_path)
+    html = render_comparison([content, content]) if several else render(content)
+    page = Page(html)
+    assert html.count(NASTY) == 0 and "onerror=alert" not in html
+    assert not {tag for tag, _ in page.tags} & {"img", "script", "iframe", "object", "embed", "form", "base"}
+    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
+    assert page.text.count("<img src=x onerror=") >= (4 if several else 15)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_it_loads_nothing(tmp_path: Path, several: bool) -> None:
+    whole_run(tmp_path)
+    content = read_content(tmp_path)
+    html = render_comparison([content, content]) if several else render(content)
+    assert not re.findall(r"https?:|//[\w.]+/|@import|@font-face", html)
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", html))
+    page = Page(html)
+    addresses = [
+        (tag, a[name]) for tag, a in page.tags for name in ("href", "src", "srcset", "xlink:href") if name in a
+    ]
+    assert {address for _, address in addresses if not (address or "").startswith("#")} == {"data:,"}
+    policy = next(a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def test_identifiers_are_unique_and_found(tmp_path: Path) -> None:
+    whole_run(tmp_path)
+    html = render(read_content(tmp_path))
+    names = re.findall(r'\bid="([^"]*)"', html)
+    assert len(names) == len(set(names))
+    wanted = set(re.findall(r'href="#([^"]*)"', html)) | set(re.findall(r"url\(#([^)]*)\)", html))
+    assert wanted <= set(names)
+
+
+def test_tables_have_heads(tmp_path: Path) -> None:
+    whole_run(tmp_path)
+    tags = Page(render(read_content(tmp_path))).tags
+    assert {a.get("scope") for tag, a in tags if tag == "th"} == {"col", "row"}
+    assert all(a.get("aria-label") for tag, a in tags if a.get("role") in ("region", "group", "radiogroup"))
+    assert [tag for tag, _ in tags if tag == "h1"] == ["h1"]
+
+
+def luminance(color: str) -> float:
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_contrast(theme: str) -> None:
+    colors = dict(re.findall(r"--([\w-]+):(#\w+);", declarations()[theme]))
+    for surface in ("canvas", "surface", "raised"):
+        for text in ("text", "muted", "accent"):
+            assert contrast(colors[text], colors[surface]) >= 4.5, (text, surface)
+    for tone in ("good", "warn", "bad", "info"):
+        assert contrast(colors[tone], colors[f"{tone}-soft"]) >= 4.5, tone
+    for number in range(1, 9):
+        assert contrast(colors[f"series-{number}"], colors["surface"]) >= 3, number
+
+
+# Options -------------------------------------------------------------------------------------------------------------
+
+
+def test_options_without_defaults_and_secrets(tmp_path: Path) -> None:
+    write_log(tmp_path, [start()])
+    keywords = {"token": "hf_abcdefghijkl", "revision": "main"}
+    write_options(
+        tmp_path, beta=0.2, model_name_or_path="some/model", model_init_kwargs=keywords, hub_token="x" * 30,
+        reward_url="https://me:secret@host/v1", dry_run=True,
+    )  # fmt: skip
+    assert {one.name: (one.value, one.default) for one in read_content(tmp_path).options} == {
+        "beta": ("0.2", "0.1"),
+        "model_name_or_path": ("some/model", "unset"),
+        "model_init_kwargs": ('{"revision": "main"}', "unset"),
+        "reward_url": ("https://‹hidden›host/v1", ""),
+    }
+
+
+def test_damaged_files_only_make_it_shorter(tmp_path: Path) -> None:
+    whole_run(tmp_path)
+    for name in ("options.json", "trainer_state.json", "completions.jsonl"):
+        for content in ("{", "[1]", "[" * 9000, '{"step": "x"}'):
+            (tmp_path / name).write_text(content)
+            assert "Steps 100 of 100" in Page(render(read_content(tmp_path))).text
+
+
+# Curves --------------------------------------------------------------------------------------------------------------
+
+
+def test_training_and_evaluation_share_a_chart() -> None:
+    history = [
+        {"step": 1, "loss": 1.0, "rewards/chosen": 0.1, "rewards/rejected": 0.0},
+        {"step": 1, "eval_loss": 1.5, "eval_rewards/chosen": 0.2, "eval_rewards/rejected": 0.1},
+        {"step": 2, "loss": None},
+        {"step": 2, "eval_easy_loss": 1.25, "eval_easy_runtime": 1.0, "eval_easy_nll_loss": 3.0},
+        {"step": 2, "eval_hard_loss": 1.75, "eval_hard_runtime": 1.0},
+    ]
+    loss, rewards = charts(history)
+    assert [(one.label, one.color, one.evaluation, list(one.points)) for one in loss.series] == [
+        ("training", 1, False, [(1, 1.0)]),
+        ("evaluation", 2, True, [(1, 1.5)]),
+        ("evaluation (easy)", 3, True, [(2, 1.25)]),
+        ("evaluation (hard)", 4, True, [(2, 1.75)]),
+    ]
+    assert [(one.label, one.color) for one in rewards.series] == [
+        ("chosen", 1), ("chosen, evaluation", 1), ("rejected", 2), ("rejected, evaluation", 2),
+    ]  # fmt: skip
+
+
+def test_lengths_of_terminated_completions_are_drawn_where_they_differ() -> None:
+    names = ("completions/mean_length", "completions/mean_terminated_length")
+    same, other = ([dict(zip(("step", *names), (1, 5.0, length)))] for length in (5.0, 4.0))
+    assert [len(charts(history)[0].series) for history in (same, other)] == [1, 2]
+
+
+def test_curves_of_several_runs() -> None:
+    histories = {"a": [{"step": 1, "loss": 1.0}], "b": [{"step": 1, "loss": 2.0, "eval_loss": 1.0}]}
+    assert [(chart.title, [(one.label, one.color) for one in chart.series]) for chart in compared(histories)] == [
+        ("Loss", [("a", 1), ("b", 2)]),
+        ("Loss, evaluation", [("b", 2)]),
+    ]
+
+
+def test_long_curves_are_averaged() -> None:
+    found = points([{"step": step, "loss": step % 2} for step in range(1, 2001)], "loss")
+    assert len(found) == 500 and found[-1] == (2000, 0.5)
+
+
+def test_a_drawing() -> None:
+    chart = Chart("Loss", "", [Series("", [(1, 0.5), (2, 0.25)], 2)], [(1, "resumed")])
+    svg, other = draw(chart, 1), draw(chart, 2)
+    assert svg.startswith("<svg viewBox=") and svg.endswith("</svg>") and "<style" not in svg
+    assert "var(--series-2)" in svg and "var(--mark)" in svg and "#" not in re.sub(r"(url\(|href=\")#", "", svg)
+    assert ">step</text>" in svg and "font-family" not in svg
+    assert not set(re.findall(r'id="(\w+)"', svg)) & set(re.findall(r'id="(\w+)"', other))
+    assert svg == draw(chart, 1)
+    assert "<svg" in draw(Chart("KL", "", [Series("", [(1, 0.0), (2, 0.0)], 9)]), 1), "a flat line, of a ninth run"
+
+
+def test_numbers_on_axes() -> None:
+    numbers = (0.0, 0.5, -2.5, 1234.0, 25000.0, 3e6, 2e9, 5e-5, 1.5e-6, 7e27)
+    assert [tick(number) for number in numbers] == [
+        "0", "0.5", "−2.5", "1234", "25k", "3M", "2B", "5e−5", "1.5e−6", "7e27",
+    ]  # fmt: skip
+
+
+# Completions ---------------------------------------------------------------------------------------------------------
+
+
+def test_completions_before_and_after(tmp_path: Path) -> None:
+    rows = [
+        {"step": step, "dataset": "eval", "prompt": prompt, "policy": f"{prompt} {step}", "reference": "r"}
+        for step in (0, 5, 10)
+        for prompt in ("a", "b")
+    ]
+    write_completions(tmp_path, rows)
+    (group,) = completion_groups(tmp_path / "completions.jsonl")
+    assert group.title == "Before and after: steps 0 and 10"
+    assert [(row.prompt, dict(row.texts)) for row in group.rows] == [
+        (name, {"reference": "r", "policy, step 0": f"{name} 0", "policy, step 10": f"{name} 10"}) for name in "ab"
+    ]
+
+
+def test_completions_of_different_prompts(tmp_path: Path) -> None:
+    rows = [
+        {
+            "step": step,
+            "prompt": f"{step} {n}",
+            "chosen": "c" * 2000,
+            "rejected": "",
+            "chosen_score": 1.5,
+            "dropped": None,
+        }
+        for step in (5, 10, 15)
+        for n in range(8)
+    ]
+    write_completions(tmp_path, rows)
+    with (tmp_path / "completions.jsonl").open("a") as file:
+        file.write('{"step": 20, "pro')  # being written
+    first, last = completion_groups(tmp_path / "completions.jsonl")
+    assert (first.title, last.title, len(last.rows), last.total) == ("Step 5", "Step 15", 6, 8)
+    assert last.rows[0].prompt == "15 0" and last.rows[0].scores == {"chosen score": 1.5}
+    assert len(last.rows[0].texts["chosen"]) < 1600 and last.rows[0].texts["rejected"] == ""
+
+
+def test_a_large_file_of_completions(tmp_path: Path) -> None:
+    """Its first and last megabyte are read."""
+    write_completions(tmp_path, [{"step": n, "prompt": "p", "policy": "x" * 1000} for n in range(3000)])
+    (group,) = completion_groups(tmp_path / "completions.jsonl")
+    assert group.title == "Before and after: steps 0 and 2999"
+    assert completion_groups(tmp_path / "none.jsonl") == []
+
+
+# Comparisons ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_comparison_shows_what_differs() -> None:
+    same, beta = ChangedOption("seed", "7", "42"), ChangedOption("beta", "0.2", "0.1")
+    one = RunContent("one", "out/one", facts=[("Steps", "3")], train={"loss": 0.5, "loss_sum": 3.0}, options=[same])
+    two = RunContent("two", "out/two", facts=[("Steps", "4")], train={"loss": 0.25}, options=[same, beta])
+    text = Page(render_comparison([one, two])).text
+    assert "option one two beta 0.1 0.2" in text and "seed" not in text and "loss_sum" not in text
+    assert "metric one two loss 0.5 0.25" in text and "Steps 3 4" in text
+
+
+def test_runs_of_one_name_are_told_apart() -> None:
+    assert distinct(["a", "b", "a"], ["x/1", "x/2", "x/3"]) == ["x/1", "b", "x/3"]

@@ -1,0 +1,22 @@
+"""``python -m tools.documentation``: write the pages of docs/reference/ that are made from the code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tools.documentation.command_page import command_page
+
+FOLDER = Path(__file__).resolve().parent.parent.parent / "docs" / "reference"
+PAGES: dict[str, Callable[[], str]] = {"cli.md": command_page}
+
+
+def main(names: Sequence[str] = ()) -> None:
+    """Write these pages; all of them if none is named."""
+    for name in names or PAGES:
+        (FOLDER / name).write_text(PAGES[name](), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
