@@ -32,12 +32,12 @@ from alignment.training.interruptions import faults
 from alignment.training.trainer import AlignmentTrainer
 from alignment.training.window import WindowPass
 
-LEAST = 2  # losses before a spike can be told
+LEAST = 2  # losses before a spike can be detected
 SPIKE = 60.0
 
 
 class Spoiler:
-    """Spoils windows of training.
+    """Corrupts windows during training.
 
     ``gradient``: a hook on one parameter makes its gradient nan. ``loss``: the loss is nan. ``spike``: the loss is
     many times what it is.
@@ -50,7 +50,7 @@ class Spoiler:
         self.left = [{"times": 10**9, "rank": None, **fault} for fault in spoilt]
 
     def __call__(self, passed: WindowPass, plan: WindowPlan, *args: Any, train: bool, **kwargs: Any) -> Any:
-        """In the place of ``WindowPass.__call__``."""
+        """Replaces ``WindowPass.__call__``."""
         with contextlib.ExitStack() as spoilt:
             for fault in self.left:
                 if train and fault["window"] == [plan.epoch, plan.step] and fault["times"] > 0:
@@ -89,7 +89,7 @@ PLANNED = WindowSampler.plan
 
 
 def leaving_out(windows: list[list[int]]) -> Callable[..., WindowPlan]:
-    """In the place of ``WindowSampler.plan``: these windows have no rows."""
+    """Replaces ``WindowSampler.plan``: these windows have no rows."""
 
     def plan(sampler: WindowSampler, epoch: int, step: int) -> WindowPlan:
         made = PLANNED(sampler, epoch, step)
@@ -102,7 +102,7 @@ def leaving_out(windows: list[list[int]]) -> Callable[..., WindowPlan]:
 
 @contextlib.contextmanager
 def conditions(run: dict[str, Any]) -> Iterator[None]:
-    """Within this context windows go wrong, or are left out."""
+    """Corrupt or skip windows within this context."""
     spoiler = Spoiler(run.get("faults", []))
     with (
         mock.patch.object(WindowPass, "__call__", lambda *args, **kwargs: spoiler(*args, **kwargs)),
@@ -113,7 +113,7 @@ def conditions(run: dict[str, Any]) -> Iterator[None]:
 
 
 def vowels(completions: list[str]) -> list[float]:
-    """Scores that differ."""
+    """Scores that differ between completions."""
     return [sum(letter in "aeiou" for letter in text) + len(text) / 100 for text in completions]
 
 
@@ -129,7 +129,7 @@ def made(run: dict[str, Any], folder: Path, **more: Any) -> AlignmentTrainer:
 
 
 def train(run: dict[str, Any], folder: Path) -> None:
-    """Train to the end, which may be an error, and keep what there is then."""
+    """Train to the end, possibly an error, and save the final state."""
     place = folder / run["name"]
     checkpoint = None
     if "from" in run:
@@ -137,7 +137,7 @@ def train(run: dict[str, Any], folder: Path) -> None:
         checkpoint = f"checkpoint-{step}"
         on_first_rank(lambda: shutil.copytree(folder / before / "out", place / "out"))
     outcome: dict[str, Any] = {}
-    # Random draws that depend on how the process came here would show in the numbers.
+    # Random draws that depend on the process's history would affect the results.
     torch.manual_seed(sum(map(ord, run["name"])) + rank())
     with conditions(run), contextlib.closing(made(run, place)) as trainer:
         try:

@@ -18,22 +18,22 @@ from alignment.config.errors import DataError
 
 
 def collate(*args: Any) -> Any:
-    """In place of the collation of a batch."""
+    """Replaces the collation of a batch."""
     raise DataError("rows.jsonl row 3: the completion cannot be read; correct the row")
 
 
 def loss(*args: Any, **kwargs: Any) -> Any:
-    """In place of the loss."""
+    """Replaces the loss."""
     raise RuntimeError("the loss exploded")
 
 
 def disk(*args: Any, **kwargs: Any) -> Any:
-    """In place of writing the model."""
+    """Replaces writing the model."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.safetensors")
 
 
 def killed(*args: Any, **kwargs: Any) -> None:
-    """In place of making the first layer, while the other rank loads the model with this one."""
+    """Replaces creating the first layer, while the other rank loads the model together with this one."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -45,7 +45,7 @@ PLACES = {
 }
 
 if __name__ == "__main__":
-    # The deepspeed launcher puts --local_rank=N before everything else.
+    # The deepspeed launcher passes --local_rank=N first.
     what = next(argument for argument in sys.argv[1:] if argument in PLACES)
     arguments = [argument for argument in sys.argv[1:] if argument != what]
     if os.environ["RANK"] == "1":

@@ -42,14 +42,14 @@ TORN = '{"step": 99, "of a line that was cut'
 
 
 def counting(module: nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
-    """A hook: what a module says depends on how often it was asked in training, which a buffer counts."""
+    """A hook that makes a module's output depend on its number of calls in training, counted in a buffer."""
     if module.training:
         module.asked.add_(1)
     return output * (1 + 0.001 * module.asked)
 
 
 class Saves(TrainerCallback):
-    """Asks for a checkpoint at each step that a run goes on from, and at the one after it."""
+    """Requests a checkpoint at each step that a run resumes from, and at the next one."""
 
     def __init__(self, points: list[int]) -> None:
         self.steps = {step for point in points for step in (point, point + 1)}
@@ -93,7 +93,7 @@ def made(run: dict[str, Any], folder: Path) -> Any:
 
 
 def train(run: dict[str, Any], folder: Path, checkpoint: str | None = None) -> None:
-    """Train to the end, and save what there is then."""
+    """Train to the end, and save the final state."""
     trainer = made(run, folder)
     with contextlib.closing(trainer):
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -113,7 +113,7 @@ def left_behind(whole: Path, folder: Path, newest: int | None = None) -> None:
 
 
 def disturb(seed: int) -> None:
-    """Leave the process's random generators elsewhere."""
+    """Change the state of the process's random generators."""
     set_seed(seed)
     for _ in range(seed % 7):
         random.random(), np.random.rand(), torch.rand(1)
@@ -122,7 +122,7 @@ def disturb(seed: int) -> None:
 def main() -> None:
     """Run everything that the file lists."""
     mock.patch("alignment.training.run_page.draw_page").start()
-    # A CPU computes in fp16 more slowly than in bf16, which is all that its accelerator means by that.
+    # fp16 is slower than bf16 on a CPU, which is what its accelerator means by this.
     mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True).start()
     spec = Path(sys.argv[1])
     for run in json.loads(spec.read_text()):
@@ -130,7 +130,7 @@ def main() -> None:
         train(run, whole)
         for point in run["points"]:
             folder = spec.parent / run["name"] / f"after-{point}"
-            # The newest of those that there are, or an older one by its name.
+            # The newest one available, or an older one by name.
             asked, newest = ("latest", point) if point == POINTS["epoch"] else (f"checkpoint-{point}", None)
             on_first_rank(lambda: left_behind(whole, folder, newest))  # noqa: B023 - called at once
             disturb(1000 + 10 * point + rank())

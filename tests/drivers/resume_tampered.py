@@ -24,7 +24,7 @@ from alignment.engines.guard import guarded
 
 
 def noticed(run: dict[str, Any], folder: Path, piece: Piece | None) -> list[str]:
-    """What differs from the whole run where it goes on without a piece; or why it does not go on."""
+    """The differences from the uninterrupted run after resuming without a piece; or why it does not resume."""
     older, point = run["points"]
     whole, after = folder / "whole", folder / "after"
     left_behind(whole, after, point)
@@ -35,7 +35,7 @@ def noticed(run: dict[str, Any], folder: Path, piece: Piece | None) -> list[str]
     try:
         train(run, after, f"checkpoint-{point}")
         return differences(whole, after, point)
-    except Exception as error:  # whichever: nobody goes on with other numbers unawares
+    except Exception as error:  # any error: nobody continues with other values unknowingly
         return [f"{type(error).__name__}: {error}"]
     finally:
         shutil.rmtree(after)

@@ -65,7 +65,7 @@ def train(folder: Path, model: str, flaky: Flaky) -> None:
 
 
 def main() -> None:
-    """Both runs."""
+    """Run both."""
     RolloutEngine.generate = canned  # type: ignore[method-assign]
     mock.patch("alignment.training.run_page.draw_page").start()
     folder, model = Path(sys.argv[1]), sys.argv[2]

@@ -27,7 +27,7 @@ BLOCK_COST = batching._BLOCK_COST
 
 
 def canned(engine: RolloutEngine, request: RolloutRequest) -> list[list[Completion]]:
-    """In the place of ``RolloutEngine.generate``."""
+    """Replaces ``RolloutEngine.generate``."""
     numbers, results = range(request.num_generations), []
     for prompt in request.prompts:
         made = [completion(prompt, number, request.num_generations) for number in numbers]
@@ -54,7 +54,7 @@ def one_run(
     run: dict[str, Any], folder: Path, watched: Callable[[AlignmentTrainer], dict[str, Any]] = lambda trainer: {}
 ) -> None:
     """Train (and evaluate) once, and write what happened, with all that ``watched`` gives to be filled in."""
-    # Blocks of rows are cut where that saves padding; tiny rows do so only if a further pass is said to cost nothing.
+    # Blocks of rows are split if that saves padding; with tiny rows only if a pass is declared to be free.
     batching._BLOCK_COST = run.get("block_cost", BLOCK_COST)
     kind = run["trainer"]
     options = getattr(alignment, f"{kind}Config")(**run["args"])

@@ -78,7 +78,7 @@ def device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The device of one of four ranks."""
     accelerator = type(
         get_accelerator()
-    )  # undoing a change of the instance would leave a method that hides the class's
+    )  # undoing a change of the instance would leave a method that hides that of the class
     monkeypatch.setattr(accelerator, "device_name", lambda self, index=None: "cpu:0")
     monkeypatch.setattr(accelerator, "set_device", lambda self, index: None)
     monkeypatch.setattr(partition_parameters.dist, "broadcast", lambda *_, **__: None)
@@ -115,7 +115,7 @@ def test_a_device_holds_its_share_and_one_parameter(folder: Path, device: torch.
     with Filled() as filled:
         partition_whole(scorer, config(bf16=bf16), device)
     padding = 64 * len(sizes)
-    # The parameter itself, and what DeepSpeed flattens of it.
+    # The parameter itself, and DeepSpeed's flattened copy of it.
     assert 0 < filled.peak <= sum(sizes) / RANKS + 2 * max(sizes) + buffers + padding < sum(sizes)
     assert [*map(id, scorer.parameters())] == [*map(id, tied)], "tied parameters and their owners stay"
     assert [whole_bytes(p) for p in scorer.parameters()] == sizes and all(p.numel() == 0 for p in scorer.parameters())
@@ -123,10 +123,10 @@ def test_a_device_holds_its_share_and_one_parameter(folder: Path, device: torch.
 
 @pytest.mark.parametrize("stage", ["stage3", pytest.param("stage3-offload", marks=pytest.mark.ci)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_engine_is_given_a_divided_model_that_scores_the_same(
+def test_an_engine_receives_a_partitioned_model_with_the_same_scores(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, stage: str
 ) -> None:
-    """DeepSpeed moves what is whole to the device as it is; the scores are those of dividing it there, to the bit."""
+    """DeepSpeed moves an unsharded model to the device; the scores are bitwise those of partitioning it there."""
     moved: list[int] = []
     move = nn.Module.to
 
