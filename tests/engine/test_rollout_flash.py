@@ -46,7 +46,7 @@ def test_tokens_are_decoded_from_pages_that_the_kernel_supports(policy: Any, ver
 @pytest.mark.parametrize(("version", "page"), [(2, 256), (3, 32), (None, 32)])
 @pytest.mark.parametrize("longest", [20, 3000])
 def test_sizes_of_transformers_cache(policy: Any, version: int | None, page: int, longest: int) -> None:
-    """Block tables as long as the longest sequence, so that it is decoded from its pages, and space for all sequences."""
+    """Block tables as long as the longest sequence, so that its pages are used, and space for all sequences."""
     model, new = policy.scorer.model, 7
     parts = [[Work(0, [3] * longest, 2)], [Work(1, [3] * 5, 1), Work(2, [3], 4)]]
     generation = Generation(model, sampling(max_new_tokens=new), torch.device("cpu"))
