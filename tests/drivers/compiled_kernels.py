@@ -30,7 +30,7 @@ def signature(kernel: Any, dtype: str, constants: dict[str, Any]) -> dict[str, s
 
 
 def order(ptx: str) -> list[str]:
-    """Loads, barriers and stores in order; consecutive ones of a kind are merged."""
+    """Loads, barriers and stores in their order; neighbors of a kind are one."""
     found: list[str] = []
     for line in ptx.splitlines():
         kind = next((name for name, pattern in KINDS.items() if re.search(pattern, line)), None)
@@ -40,7 +40,7 @@ def order(ptx: str) -> list[str]:
 
 
 def main() -> int:
-    """Print the results."""
+    """Print what came out."""
     if importlib.util.find_spec("triton.backends.nvidia") is None:
         print("this build of triton does not compile for NVIDIA cards", file=sys.stderr)
         return 77

@@ -1,4 +1,4 @@
-"""The main job with something going wrong on rank 1 only: `failing_training.py WHAT arguments of the command…`."""
+"""The training command with a failure on rank 1 only: `failing_training.py WHAT arguments of the command…`."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from alignment.config.errors import DataError
 
 
 def collate(*args: Any) -> Any:
-    """Replaces the collation of a batch."""
-    raise DataError("rows.jsonl row 3: the completion cannot be read; correct the row")
+    """Replace the collation of a batch."""
+    raise DataError("rows.jsonl, row 3: the completion cannot be read; correct the row")
 
 
 def loss(*args: Any, **kwargs: Any) -> Any:
-    """Replaces the loss."""
+    """Replace the loss."""
     raise RuntimeError("the loss exploded")
 
 
 def disk(*args: Any, **kwargs: Any) -> Any:
-    """Replaces writing the model."""
+    """Replace the writing of the model."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.safetensors")
 
 
 def killed(*args: Any, **kwargs: Any) -> None:
-    """Replaces creating the first layer, while the other rank loads the model together with this one."""
+    """Replace the creation of the first layer, while the other rank loads the model with this one."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -45,7 +45,7 @@ PLACES = {
 }
 
 if __name__ == "__main__":
-    # The deepspeed launcher passes --local_rank=N first.
+    # The deepspeed launcher puts --local_rank=N before everything else.
     what = next(argument for argument in sys.argv[1:] if argument in PLACES)
     arguments = [argument for argument in sys.argv[1:] if argument != what]
     if os.environ["RANK"] == "1":

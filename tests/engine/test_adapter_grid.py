@@ -1,7 +1,8 @@
 """Adapters under every configuration: method, kind, ZeRO stage, offload, ranks, new adapters and continued ones.
 
-Every run is compared with PEFT's own model in dense float64 (``oracle/adapters.py``) at every step. By default a
-subset in which every pair of values meets; everything with ``-m slow``, and there each run also with the plainest one.
+Every run is compared at every step with PEFT's model in dense float64 (``oracle/adapters.py``). By default, a subset
+in which every pair of values occurs is tested; ``-m slow`` tests all cases and also compares each run with the
+simplest one.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def found(
     ranks: RankServer,
     request: pytest.FixtureRequest,
 ) -> Results:
-    """The runs of the tests that were selected, and no others."""
+    """Train the runs of the selected tests only."""
     return outcomes(selected_cases(request, _SAMPLED), bases, starts, tmp_path_factory.mktemp("sampled"), ranks)
 
 

@@ -139,7 +139,7 @@ def check_placements(sets: list[list[dict[str, Any]]], folder: Path, ranks: Rank
         assert all(log[1]["kl"] > 0.01 and abs(log[2]["rewards/chosen"]) > 0.01 for log in logs)
 
 
-def test_all_placements_give_the_same_trajectory(
+def test_all_placements_give_the_same_results(
     bases: dict[str, str], starts: Path, tmp_path: Path, ranks: RankServer
 ) -> None:
     saved, new = case_of("saved", "stage2", "continued"), case_of("lora", "stage0", "new")
@@ -147,7 +147,7 @@ def test_all_placements_give_the_same_trajectory(
     check_placements(sets, tmp_path, ranks, 1)
 
 
-def test_a_live_model_with_a_whole_head_trains_as_its_folder_does(
+def test_a_live_model_with_a_saved_head_trains_like_its_folder(
     bases: dict[str, str], starts: Path, tmp_path: Path
 ) -> None:
     """PEFT copied its head before the scorer was created."""

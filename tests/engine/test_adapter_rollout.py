@@ -22,7 +22,7 @@ from alignment.models.adapters.injection import inject, keep_given
 from alignment.models.adapters.record import Adapters
 from alignment.models.quantization import Quantization
 
-# Backend, and whether weights are gathered for the whole rollout.
+# Backend, and whether weights are gathered for the entire rollout.
 WAYS = [("generate", True), ("continuous", True), ("generate", False)]
 
 pytestmark = pytest.mark.ci
@@ -55,7 +55,7 @@ def arguments(kind: str) -> dict[str, Any]:
 
 
 def answers_of(policy: PolicyEngine, backend: str, gather: bool, seed: int, **more: Any) -> list[list[Completion]]:
-    """Two completions of each prompt."""
+    """Return two completions of each prompt."""
     rollout = RolloutEngine(policy, backend, gather=gather, longest_context=64)
     return rollout.generate(RolloutRequest(PROMPTS, 2, sampling(max_new_tokens=12), seed, **more))
 

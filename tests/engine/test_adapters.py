@@ -84,7 +84,7 @@ KINDS = {
     "lokr": peft.LoKrConfig(r=2),
     "oft": peft.OFTConfig(oft_block_size=8),
 }
-COPIED = {"random", "pissa"}  # which change the model before any training
+COPIED = {"random", "pissa"}  # which change the model before training
 
 
 LONGER = {"dora", "rslora", "pissa", "head", "loha", "lokr", "oft"}
@@ -179,10 +179,10 @@ def test_the_best_weights_are_restored_without_the_base(base: str, tmp_path: Pat
 
 
 def test_a_live_model_with_adapters(base: str, tmp_path: Path) -> None:
-    """It is trained in place, is a ``PeftModel`` again, and keeps its adapters' dropout."""
+    """It is trained in place, remains a ``PeftModel``, and keeps its adapters' dropout."""
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"]))
     trainer = trained(model, tmp_path)
-    assert trainer.model is model and "its adapters off" in trainer.engines.plan.describe(trainer.engines._given)
+    assert trainer.model is model and "adapters disabled" in trainer.engines.plan.describe(trainer.engines._given)
     found = inside(trainer)
     trainer.close()
     torch.testing.assert_close(logits(model), found, rtol=0, atol=1e-6)
@@ -337,7 +337,7 @@ def test_a_second_round_at_stage_3_has_its_own_reference(base: str, tmp_path: Pa
     assert list(model.peft_config) == ["default"], "the copy is no part of what the user saves"
 
 
-def test_embeddings_that_grew_are_saved(base: str, tmp_path: Path) -> None:
+def test_resized_embeddings_are_saved(base: str, tmp_path: Path) -> None:
     """Also for a plain live model with new adapters."""
     model = AutoModelForCausalLM.from_pretrained(base)
     model.resize_token_embeddings(model.config.vocab_size + 3)
@@ -357,7 +357,7 @@ def test_options_that_would_be_lost_or_ignored_are_rejected(base: str, tmp_path:
             trained(model, tmp_path / "x", config, **more)
 
     inner = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2))
-    refused(r"adapters inside already \(default\)", inner.get_base_model(), LoraConfig(r=2))
+    refused(r"already contains adapters \(default\)", inner.get_base_model(), LoraConfig(r=2))
     refused("this folder contains the base model", use_peft=True, output_dir=base, overwrite_output_dir=True)
     refused("a separate folder", use_peft=True, merged_output_dir=str(tmp_path / "x" / "out"))
     refused(

@@ -67,7 +67,7 @@ def test_zero2_trains_with_either_checkpointing(
 
 
 def trained(model: str, folder: Path, reentrant: bool) -> dict[str, torch.Tensor]:
-    """The weights after two steps of SGD."""
+    """Return the weights after two steps of SGD."""
     args = CPOConfig(
         output_dir=str(folder),
         optim="sgd",

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("own_process_group")
 
 
 def built(kind: str, stage: str, *, leaves: bool, task: Task = CAUSAL_LM) -> FrozenEngine:
-    """A frozen engine of a tiny model."""
+    """Return a frozen engine of a tiny model."""
     init_distributed(use_cpu=True)
     model = tiny_model(kind)
     config: dict[str, Any] = {**STAGES[stage], "train_micro_batch_size_per_gpu": 2, "train_batch_size": 2}
@@ -62,6 +62,6 @@ def test_weights_that_deepspeed_does_not_find_are_rejected_by_name() -> None:
 @pytest.mark.parametrize(
     ("stage", "error"), [("stage3", torch.OutOfMemoryError("none left")), ("stage0", RuntimeError("another reason"))]
 )
-def test_errors_with_another_cause_are_not_blamed_on_zero3(stage: str, error: RuntimeError) -> None:
+def test_errors_with_another_cause_are_not_attributed_to_zero3(stage: str, error: RuntimeError) -> None:
     with pytest.raises(type(error), match=str(error)):
         built("dbrx", stage, leaves=False, task=failing_with(error))

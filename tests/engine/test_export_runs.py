@@ -50,7 +50,7 @@ def checkpoint(kind: str, base: str, folder: Path, **more: Any) -> tuple[Path, d
         pytest.param("reward", "stage3", marks=pytest.mark.ci),
     ],
 )
-def test_a_run_in_16_bits_is_exported_from_its_masters(kind: str, stage: str, base: str, tmp_path: Path) -> None:
+def test_a_16_bit_run_is_exported_from_its_master_weights(kind: str, stage: str, base: str, tmp_path: Path) -> None:
     source, exact = checkpoint(kind, base, tmp_path, deepspeed=STAGES[stage], bf16=True)
     report = export(source, tmp_path / "wide", dtype="float32", sample_count=2)
     auto = AutoModelForCausalLM if kind == "kto" else AutoModelForSequenceClassification
@@ -67,7 +67,7 @@ def test_a_run_in_16_bits_is_exported_from_its_masters(kind: str, stage: str, ba
 
 
 @pytest.mark.ci
-def test_adapters_are_merged_from_their_masters(base: str, tmp_path: Path) -> None:
+def test_adapters_are_merged_from_their_master_weights(base: str, tmp_path: Path) -> None:
     own = {"use_peft": True, "lora_modules_to_save": ["lm_head"], "bf16": True, "deepspeed": STAGES["stage2"]}
     source, exact = checkpoint("kto", base, tmp_path, **own)
     report = export(source, tmp_path / "wide", dtype="float32", sample_count=2)
@@ -81,7 +81,7 @@ def test_adapters_are_merged_from_their_masters(base: str, tmp_path: Path) -> No
 
 
 @pytest.mark.ci
-def test_a_run_in_fp32_and_its_output_folder(base: str, tmp_path: Path) -> None:
+def test_an_fp32_run_and_its_output_folder(base: str, tmp_path: Path) -> None:
     source, exact = checkpoint("kto", base, tmp_path, bf16=False, deepspeed=STAGES["stage2"])
     report = export(source, tmp_path / "whole", sample_count=2)
     assert report.masters == 0 and report.dtype == "float32"

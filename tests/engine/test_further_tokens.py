@@ -62,7 +62,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
-def test_what_is_saved_is_the_same_at_every_stage(kind: str, source: str, tmp_path: Path) -> None:
+def test_the_saved_model_is_the_same_at_every_stage(kind: str, source: str, tmp_path: Path) -> None:
     base = make_model(tmp_path / "base", kind)
     live = AutoModelForCausalLM.from_pretrained(base)
     known = live.get_input_embeddings().num_embeddings
@@ -115,7 +115,7 @@ def test_adapters_are_saved_with_the_new_rows(source: str, tmp_path: Path) -> No
     torch.testing.assert_close(merged, outputs[1], rtol=0, atol=2e-5)
 
 
-def test_reward_models_get_them_too(source: str, tmp_path: Path) -> None:
+def test_reward_models_with_additional_tokens(source: str, tmp_path: Path) -> None:
     base = make_classifier(tmp_path / "base")
     given = {**options(tmp_path), "deepspeed": STAGES["stage3"], "chat_template_path": source}
     rows = [{"chosen": row["messages"], "rejected": [row["messages"][0], REJECTED]} for row in ROWS]

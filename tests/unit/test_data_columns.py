@@ -80,9 +80,9 @@ def test_system_column(tmp_path: Path) -> None:
     headed = ["system: be brief\nuser: hi\nassistant:", " oh\n</s>"]
     assert texts(rows, names, tmp_path) == [headed, *[["user: hi\nassistant:", " oh\n</s>"]] * 2]
     twice = [{"conversations": [{"from": "system", "value": "x"}, *turns], "system": "y", "kto_tag": True}]
-    with pytest.raises(DataError, match="^data row 1: system is set, but .* already start with a system message"):
+    with pytest.raises(DataError, match="^data, row 1: system is set, but .* already start with a system message"):
         texts(twice, names, tmp_path)
-    with pytest.raises(DataError, match="^data row 1: system requires a conversation"):
+    with pytest.raises(DataError, match="^data, row 1: system requires a conversation"):
         texts([{**ROW, "system": "y"}], {**ALPACA, "system": "system"}, tmp_path)
 
 
@@ -97,7 +97,7 @@ def test_labels_of_csv_files(tmp_path: Path) -> None:
     assert load_prepared(made).dataset["label"][:] == [True, False]
     path.write_text("instruction,input,output,kto_tag\ndo,it,ok,yes\n")
     with pytest.raises(
-        DataError, match=r"^data row 1: label is 'yes' \(a string\); .* \(column_map: .*label: kto_tag"
+        DataError, match=r"^data, row 1: label is 'yes' \(a string\); .* \(column_map: .*label: kto_tag"
     ):
         texts(load_split(str(path), None, "train"), ALPACA, tmp_path)
 

@@ -515,7 +515,7 @@ def test_a_recipe_that_is_wrong(slurm: Path, tmp_path: Path, capsys: pytest.Capt
         main(["own.yaml", "--output_dir", "out"])
     out, err = capsys.readouterr()
     assert (leaving.value.code, out, err.count("\n")) == (1, "", 1) and err.startswith(
-        "error: own.yaml line 3: not valid"
+        "error: own.yaml, line 3: invalid"
     )
     assert not (slurm / "sbatch.called").exists()
 
