@@ -1,4 +1,4 @@
-"""Writing and reading safetensors files in chunks and with a checksum, so that no file is ever in memory at once."""
+"""Writing and reading safetensors files in chunks and with a checksum, so that no file is ever entirely in memory."""
 
 from __future__ import annotations
 
